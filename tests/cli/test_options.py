@@ -5,6 +5,7 @@ import re
 import shlex
 import socket
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,13 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 
 
+@cache
+def parser() -> argparse.ArgumentParser:
+    return make_parser()
+
+
 def parse(*words: str) -> argparse.Namespace:
-    return make_parser().parse_args(["up", *words])
+    return parser().parse_args(["up", *words])
 
 
 def test_every_option_of_a_service_goes_through_under_one_name() -> None:

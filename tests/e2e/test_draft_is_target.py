@@ -68,13 +68,23 @@ def serve(
     return engine, draft
 
 
-def plain(
-    engines: list[ThreadedEngine], model: CausalLM, jobs: list[tuple[list[int], SamplingParams]]
-) -> list[list[int]]:
+@pytest.fixture(scope="module")
+def plain(model: CausalLM) -> dict[bool, list[list[int]]]:
+    """What the prompts are answered without speculation, greedily and not."""
     engine = make_engine(model)
-    engines.append(engine)
     engine.start()
-    return [answer.token_ids for answer in run_all(engine, jobs, width=1, speculate=False, max_tokens=60)]
+    try:
+        return {
+            sampling is GREEDY: [
+                answer.token_ids
+                for answer in run_all(
+                    engine, [(each, sampling) for each in prompts(3)], width=1, speculate=False, max_tokens=60
+                )
+            ]
+            for sampling in (GREEDY, SAMPLED)
+        }
+    finally:
+        engine.stop()
 
 
 def lengths(answer: Answer) -> list[int]:
@@ -85,13 +95,17 @@ def lengths(answer: Answer) -> list[int]:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("width", [1, 3])
 def test_in_lockstep_every_round_accepts_a_whole_chain(
-    engines: list[ThreadedEngine], model: CausalLM, sampling: SamplingParams, width: int
+    engines: list[ThreadedEngine],
+    model: CausalLM,
+    plain: dict[bool, list[list[int]]],
+    sampling: SamplingParams,
+    width: int,
 ) -> None:
     options = options_of(lockstep=True, speculative_eagle_topk=1)
     engine, draft = serve(engines, model, options, lockstep=True, max_hold_seconds=5.0, max_nodes=DEPTH * width)
     jobs = [(prompt, sampling) for prompt in prompts(3)]
     answers = run_all(engine, jobs, width=width, max_tokens=60)
-    assert [answer.token_ids for answer in answers] == plain(engines, model, jobs)
+    assert [answer.token_ids for answer in answers] == plain[sampling is GREEDY]
     for answer in answers:
         assert lengths(answer)[1:-1] == [DEPTH + 1] * (len(lengths(answer)) - 2), lengths(answer)
     assert set(draft.committed) == {0}
@@ -101,13 +115,18 @@ def test_in_lockstep_every_round_accepts_a_whole_chain(
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("topk", [1, 3])
 def test_ahead_of_verify_every_committed_token_was_the_best_child(
-    engines: list[ThreadedEngine], model: CausalLM, sampling: SamplingParams, width: int, topk: int
+    engines: list[ThreadedEngine],
+    model: CausalLM,
+    plain: dict[bool, list[list[int]]],
+    sampling: SamplingParams,
+    width: int,
+    topk: int,
 ) -> None:
     options = options_of(speculative_num_steps=0, speculative_eagle_topk=topk)
     engine, draft = serve(engines, model, options, max_nodes=8 * width)
     jobs = [(prompt, sampling) for prompt in prompts(3)]
     answers = run_all(engine, jobs, width=width, max_tokens=60)
-    assert [answer.token_ids for answer in answers] == plain(engines, model, jobs)
+    assert [answer.token_ids for answer in answers] == plain[sampling is GREEDY]
     assert set(draft.committed) == {0}
 
 
@@ -138,9 +157,9 @@ class NotingHead(StandaloneDraft):
 
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_features_come_with_the_token_behind_them(
-    engines: list[ThreadedEngine], model: CausalLM, lockstep: bool
+    engines: list[ThreadedEngine], model: CausalLM, plain: dict[bool, list[list[int]]], lockstep: bool
 ) -> None:
-    head, prompt, count = NotingHead(model), prompts(1)[0], 60
+    head, prompt, count = NotingHead(model), prompts(3)[0], 60
     options = options_of(speculative_algorithm=("EAGLE3",), lockstep=lockstep, max_requests=1)
     engine = make_engine(model, lockstep=lockstep, max_hold_seconds=5.0, max_nodes=16)
     engines.append(engine)
@@ -151,7 +170,7 @@ def test_features_come_with_the_token_behind_them(
         run_all(engine, [(prompt[:length], GREEDY)], max_tokens=4)
     head.fit.clear()
     answers = run_all(engine, [(prompt, GREEDY)], max_tokens=count)
-    assert [answer.token_ids for answer in answers] == plain(engines, model, [(prompt, GREEDY)])
+    assert answers[0].token_ids == plain[True][0]
     # The token at position p has its KV at p - 1; the last round's features are of no use to anybody.
     behind = {position: fit for position, fit in head.fit.items() if position >= len(prompt) - 1}
     assert len(behind) > count - 10, sorted(behind)

@@ -60,6 +60,13 @@ def earlier(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes as long as a small training."""
+    monkeypatch.setattr(card_module, "find_spec", lambda name: None)
+
+
+@pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("kind", ["EAGLE", "nextn", "Standalone"])
 def test_smoke_run_of_every_kind_on_the_text_of_an_earlier_run(
     earlier: Path, tiny_folder: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -108,11 +115,10 @@ def test_the_card_has_the_numbers_of_the_record(earlier: Path) -> None:
         assert text in card
 
 
-def test_plots_are_drawn_beside_the_card(earlier: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plots_are_drawn_beside_the_card(earlier: Path, no_plots: None, tmp_path: Path) -> None:
     for name in ("training.png", "accept_rate.png"):
         assert (earlier / name).read_bytes().startswith(b"\x89PNG")
         assert f"({name})" in (earlier / "README.md").read_text()
-    monkeypatch.setattr(card_module, "find_spec", lambda name: None)
     output = StringIO()
     assert card_module.write_plots({}, tmp_path, Report(output)) == []
     assert "matplotlib is not installed" in output.getvalue()
@@ -129,6 +135,7 @@ def test_text_of_nowhere_or_of_another_target_is_refused(tiny_folder: Path, tmp_
         train(tiny_folder, tmp_path / "b", device, options, report)
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_stages_that_are_done_are_not_done_again(tiny_folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "questions.jsonl"
     prompts.write_text('{"prompt": "One?"}\n{"prompt": "Two?"}\n')
@@ -179,6 +186,7 @@ def test_vocabulary_holds_the_most_frequent_tokens_of_answers() -> None:
         choose_vocabulary(texts, 12, 13)
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_a_run_goes_on_from_an_earlier_runs_head(
     earlier: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
