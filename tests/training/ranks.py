@@ -41,6 +41,12 @@ def texts_and_options(target: TargetModel, together: bool) -> tuple[Texts, Train
     return texts, replace(OPTIONS, batch_tokens=2 * OPTIONS.batch_tokens) if together else OPTIONS
 
 
+def train_and_make_texts(folder: Path, out: Path, device: torch.device, ranks: RankGroup) -> None:
+    """Both, one after the other: a rank takes longer to start than to do either."""
+    train_two(folder, out, device, ranks)
+    make_texts(folder, out, device, ranks)
+
+
 def train_two(folder: Path, out: Path, device: torch.device, ranks: RankGroup) -> None:
     """Each rank saves the weights that it ends with."""
     target = TargetModel(folder, device)

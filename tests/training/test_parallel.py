@@ -19,11 +19,16 @@ from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
 
 
-def test_two_ranks_learn_what_one_process_learns_from_both_batches(
-    target: TargetModel, tiny_folder: Path, tmp_path: Path
-) -> None:
-    run_ranks(2, "cpu", "ranks:train_two", tiny_folder, tmp_path)
-    first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
+@pytest.fixture(scope="module")
+def two_ranks(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have left what they learned and what text they made."""
+    out = tmp_path_factory.mktemp("two_ranks")
+    run_ranks(2, "cpu", "ranks:train_and_make_texts", tiny_folder, out)
+    return out
+
+
+def test_two_ranks_learn_what_one_process_learns_from_both_batches(target: TargetModel, two_ranks: Path) -> None:
+    first, second = (load_file(two_ranks / f"{rank}.safetensors") for rank in range(2))
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
     texts, options = ranks.texts_and_options(target, together=True)
@@ -35,23 +40,22 @@ def test_two_ranks_learn_what_one_process_learns_from_both_batches(
         if name == "fc.weight":
             # The comparison means something: training has moved it further than the tolerance.
             assert (tensor - start[name]).abs().mean() > 2e-3
-    assert (tmp_path / "state.safetensors").exists()
+    assert (two_ranks / "state.safetensors").exists()
 
 
-def test_ranks_share_the_making_of_text_and_all_get_all_of_it(tiny_folder: Path, tmp_path: Path) -> None:
-    run_ranks(2, "cpu", "ranks:make_texts", tiny_folder, tmp_path)
+def test_ranks_share_the_making_of_text_and_all_get_all_of_it(tiny_folder: Path, two_ranks: Path) -> None:
     names = [f"{turn}-{rank}" for turn in range(2) for rank in range(2)]
-    assert len({(tmp_path / f"made-{name}.safetensors").read_bytes() for name in names}) == 1
-    assert len({(tmp_path / f"held-{name}.json").read_bytes() for name in names}) == 1
-    held_out = json.loads((tmp_path / "held-0-1.json").read_text())
-    texts, form = Texts.load(tmp_path / "made-0-0.safetensors"), ChatForm(tiny_folder)
+    assert len({(two_ranks / f"made-{name}.safetensors").read_bytes() for name in names}) == 1
+    assert len({(two_ranks / f"held-{name}.json").read_bytes() for name in names}) == 1
+    held_out = json.loads((two_ranks / "held-0-1.json").read_text())
+    texts, form = Texts.load(two_ranks / "made-0-0.safetensors"), ChatForm(tiny_folder)
     prompts = [texts.sequence(number)[: texts.prompt_lens[number]].tolist() for number in range(len(texts))]
     assert held_out and not any(form.before + question + form.after in prompts for question in held_out)
     # Given ones are asked once each, whichever rank had them.
     assert all(prompts.count(form.ask(f"What is {number}?")) == 1 for number in range(5))
     openings = [form.before + form.words(text) for text in all_openings()]
     assert any(prompt[: len(opening)] == opening for prompt in prompts for opening in openings)
-    assert not list(tmp_path.glob("texts.?.safetensors"))
+    assert not list(two_ranks.glob("texts.?.safetensors"))
 
 
 @pytest.mark.multi_gpu

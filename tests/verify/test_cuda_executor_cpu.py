@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
-from harness import Answer, make_request, run_all
+from harness import Answer, run_all
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
@@ -172,21 +171,3 @@ def test_a_token_outside_the_vocabulary_fails_one_request_alone(
     assert isinstance(error, InternalError) and error.code == "illegal_token"
     assert failed.token_ids == truth[0].token_ids[: len(failed.token_ids)] and len(failed.token_ids) <= place
     check_same(served, truth[1:])
-
-
-def test_cancelled_requests_give_back_rows_and_pages(model: CausalLM, made: Made) -> None:
-    source = random.Random(2)
-    engine = start(made, model, noise(4, VOCAB), num_pages=48)
-    waiting: list[Answer] = []
-    for _ in range(60):
-        answer = Answer()
-        prompt = [source.randrange(VOCAB) for _ in range(source.randint(1, 30))]
-        request = make_request(answer, prompt, GREEDY, VOCAB, max_tokens=source.randint(1, 12))
-        engine.submit(request)
-        if source.random() < 0.5:
-            engine.cancel(request)
-        else:
-            waiting.append(answer)
-    for answer in waiting:
-        assert answer.done.wait(60)
-        assert answer.updates[-1].finish_reason is not None

@@ -14,7 +14,7 @@ from service_process import engine_of, is_gone, start_door, wait_until
 from tokenizers import Tokenizer, models
 
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, InternalError, UnavailableError
+from outrider.errors import InternalError, UnavailableError
 from outrider.host.process import KERNEL_CACHES
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
@@ -63,15 +63,6 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
     finally:
         await process.close()
     assert process._process.returncode == 0
-
-
-async def test_options_that_cannot_be_met_come_back_as_one_line(folder: Path) -> None:
-    process, _ = await main.start_engine(options_for(folder / "nowhere"), lambda report: None)
-    try:
-        with pytest.raises(ConfigError, match="nowhere"):
-            await process.ready(asyncio.Event())
-    finally:
-        await process.close()
 
 
 async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,7 @@ def test_tokens_are_those_of_plain_decoding(
 def test_cancelled_requests_give_back_rows_and_pages(model: CausalLM, made: Made) -> None:
     source = random.Random(2)
     engine = start(made, model, StandaloneDraft(model, ""), num_pages=48, growth=Growth(3, 12))
+    engine.draft_connected(LocalDraft(engine, VOCAB, noise(4, VOCAB)), Terms())
     waiting: list[Answer] = []
     for _ in range(60):
         answer = Answer()
