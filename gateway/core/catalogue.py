@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gateway.core.generation_config import load_defaults
+from gateway.core.chat_template import read_config
 from gateway.core.reasoning import ReasoningMarkers, find_markers
+from gateway.core.request import OutputFields, SamplingFields
 from gateway.core.tokenizer import Tokenizer
 from gateway.core.tool_format import ToolFormat, find_format
-from outrider.errors import ConfigError, NotFoundError, UnavailableError
+from gateway.core.validation import validate
+from outrider.errors import ConfigError, InvalidRequestError, NotFoundError, UnavailableError
 from outrider.logs import get_logger
 from outrider.protocol.generation import VerifyInfo
 
@@ -139,3 +141,37 @@ def _check_tokenizer(tokenizer: Tokenizer, info: VerifyInfo) -> None:
         )
     if not info.vocab_size > 0 or info.context_length < 2:
         raise ConfigError(f"it names a vocabulary of {info.vocab_size} and a context of {info.context_length} tokens")
+
+
+_SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""What the file calls fields, and what requests do."""
+
+
+class _SamplingDefaults(SamplingFields, OutputFields):
+    """What a request may say."""
+
+
+def load_defaults(folder: Path) -> dict[str, float | int]:
+    """Values of sampling fields, and `max_tokens`, the most of any answer, as far as a model folder's file has them.
+
+    A value that no request may have is left out, with a warning. Raises ConfigError.
+    """
+    config = read_config(folder / "generation_config.json")
+    defaults = {}
+    for name, ours in _SAMPLING_NAMES.items():
+        try:
+            value = getattr(validate(_SamplingDefaults, {ours: config.get(name)}), ours)
+        except InvalidRequestError as error:
+            advice = "it is left out (--generation-config none leaves all out)"
+            _logger.warning("generation_config.json: %s: %s; %s", name, error.problem, advice)
+            continue
+        if value is not None:
+            defaults[ours] = value
+    return defaults

@@ -1,16 +1,26 @@
-"""What both doors share."""
+"""What both doors share: the parts of a gateway, and the running of requests as streams of deltas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 
+from gateway.core.answer import Answer, Delta
 from gateway.core.catalogue import Catalogue, GatewayModel
-from gateway.core.engine import Engine
 from gateway.core.gate import Allowance, Gate, Ticket
-from gateway.core.metrics import GatewayMetrics
+from gateway.core.metrics import AnswerMeter, GatewayMetrics
+from gateway.core.request import Job
 from gateway.core.router import Router
-from outrider.errors import OutriderError, UnavailableError
+from outrider.errors import InvalidRequestError, OutriderError, UnavailableError
+from outrider.protocol.generation import Usage
+
+_QUEUED_DELTAS = 64
+"""Deltas of a slow client that wait here before its calls to verify are held up."""
+
+_Queue = asyncio.Queue[Delta | Exception | None]
+"""Deltas of all answers; an error ends the request, None is the end of one answer."""
 
 
 class Gateway:
@@ -24,7 +34,6 @@ class Gateway:
         self.gate = gate
         self.metrics = metrics
         self.allowance = allowance
-        self.engine = Engine(router, metrics)
 
     @property
     def ready(self) -> bool:
@@ -68,3 +77,85 @@ class Gateway:
         except UnavailableError:
             name = ""
         return await self.metrics.render(name, self.router, self.gate)
+
+    async def generate(self, jobs: Sequence[Job], model: GatewayModel) -> AsyncGenerator[Delta, None]:
+        """All answers of all jobs, interleaved as they come; the last delta carries the usage.
+
+        `choice_index` of a delta counts through: first the answers of the first job, and so on. Closing the generator
+        cancels every call at once. Raises OutriderError when any answer fails: the others end too.
+        """
+        pairs = [(job, choice_index) for job in jobs for choice_index in range(job.n)]
+        answers = [Answer(job, index, model.tokenizer, place=place) for place, (job, index) in enumerate(pairs)]
+        unfinished = len(answers)
+        merged = self._one(answers[0], model) if len(answers) == 1 else self._merge(answers, model)
+        async with aclosing(merged) as deltas:
+            async for delta in deltas:
+                unfinished -= delta.finish_reason is not None
+                yield delta if unfinished else replace(delta, usage=_usage(jobs, answers))
+
+    async def _merge(self, answers: Sequence[Answer], model: GatewayModel) -> AsyncGenerator[Delta, None]:
+        queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
+        tasks = [asyncio.create_task(self._pump(answer, model, queue)) for answer in answers]
+        running = len(tasks)
+        try:
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, answer: Answer, model: GatewayModel, queue: _Queue) -> None:
+        try:
+            async with aclosing(self._one(answer, model)) as deltas:
+                async for delta in deltas:
+                    await queue.put(delta)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    async def _one(self, answer: Answer, model: GatewayModel) -> AsyncGenerator[Delta, None]:
+        meter = AnswerMeter(self.metrics, model.name, answer)
+        outcome, last = "error", None
+        try:
+            async with aclosing(self.router.generate(answer.request)) as chunks:
+                async for chunk in chunks:
+                    delta = answer.feed(chunk)
+                    meter.chunk(chunk, delta)
+                    if delta.finish_reason is not None:
+                        last = delta  # verify does not know of a stop string: leaving cancels its call
+                        break
+                    yield delta
+            if last is not None:
+                yield last
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "abort"
+            raise
+        except InvalidRequestError as error:
+            raise _renamed(error, answer.job) from None
+        finally:
+            meter.finish(outcome)
+
+
+def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
+    """The error under the name that the client gave the field: only verify can tell whether a grammar compiles."""
+    if not job.grammar_field or not error.field.startswith("grammar"):
+        return error
+    return InvalidRequestError(job.grammar_field, error.problem, error.fix, code=error.code)
+
+
+def _usage(jobs: Sequence[Job], answers: Sequence[Answer]) -> Usage:
+    whole = Usage.total(answer.usage for answer in answers)
+    whole.prompt_tokens = sum(len(job.prompt_token_ids) for job in jobs)
+    # Of several answers to a prompt the later ones find the first one's pages: only what all found was there before.
+    whole.cached_prompt_tokens = sum(
+        min(answer.usage.cached_prompt_tokens for answer in answers if answer.job is job) for job in jobs
+    )
+    return whole

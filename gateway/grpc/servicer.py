@@ -45,7 +45,7 @@ class GatewayServicer(GatewayServiceServicer):
             model = gateway.model
             job = await admit(decode_request(request), model, request_id)
             ticket.reserve(job.n)
-            async with aclosing(gateway.engine.generate([job], model)) as deltas:
+            async with aclosing(gateway.generate([job], model)) as deltas:
                 async for delta in deltas:
                     await self._write(context, encode_delta(request_id, delta))
 

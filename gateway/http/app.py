@@ -18,9 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.core.service import Gateway
 from gateway.http.body import BodyReader
-from gateway.http.docs import docs_page
 from gateway.http.info import InfoRoutes, TokenizerRoute, prepare_detokenize, prepare_tokenize
-from gateway.http.openapi import openapi
+from gateway.http.openapi import docs_page, openapi
 from gateway.http.page import PAGE_HEADERS, Page
 from gateway.http.responses import DOOR, HttpError, error_response, internal_error
 from gateway.openai.chat import ChatBuilder, ChatCompletionRequest

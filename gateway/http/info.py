@@ -174,7 +174,7 @@ class InfoRoutes:
             try:
                 async with (
                     asyncio.timeout(_PROBE_SECONDS),
-                    aclosing(self._gateway.engine.generate([job], model)) as deltas,
+                    aclosing(self._gateway.generate([job], model)) as deltas,
                 ):
                     async for _ in deltas:
                         pass

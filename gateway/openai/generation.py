@@ -330,7 +330,7 @@ class GenerationRoute:
                 builder = self._builder_type(model, jobs, body)
                 ticket.reserve(sum(job.n for job in jobs))
                 with self._account(builder) as account:
-                    deltas = self._gateway.engine.generate(jobs, model)
+                    deltas = self._gateway.generate(jobs, model)
                     answer = self._send_stream if body.stream else self._send_whole
                     await run_while_connected(receive, answer(deltas, builder, account, send))
 

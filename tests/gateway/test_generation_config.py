@@ -11,7 +11,7 @@ import pytest
 from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.core.generation_config import load_defaults
+from gateway.core.catalogue import load_defaults
 from outrider.errors import ConfigError
 from outrider.v1 import gateway_pb2
 
