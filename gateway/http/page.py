@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -75,14 +76,15 @@ class Page:
 
     def routes(self) -> list[Route]:
         """Paths, and what serves them; to GET and HEAD."""
-        return [Route(path, self._serve, methods=["GET"]) for path in sorted(self.paths)]
+        # Each route is given its file, for its pattern also matches the path with a line feed behind it.
+        return [Route(path, partial(_serve, asset), methods=["GET"]) for path, asset in sorted(self._assets.items())]
 
-    async def _serve(self, request: Request) -> Response:
-        asset = self._assets[request.scope["path"]]
-        headers = {**PAGE_HEADERS, "etag": asset.etag}
-        if _matches(request.headers.get("if-none-match", ""), asset.etag):
-            return Response(status_code=304, headers=headers)
-        return Response(asset.body, headers={**headers, "content-type": asset.media_type})
+
+async def _serve(asset: _Asset, request: Request) -> Response:
+    headers = {**PAGE_HEADERS, "etag": asset.etag}
+    if _matches(request.headers.get("if-none-match", ""), asset.etag):
+        return Response(status_code=304, headers=headers)
+    return Response(asset.body, headers={**headers, "content-type": asset.media_type})
 
 
 def _matches(condition: str, etag: str) -> bool:

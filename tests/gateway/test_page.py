@@ -37,6 +37,11 @@ async def test_every_file_comes_with_its_type_and_strict_headers(world: World) -
         assert "access-control-allow-origin" not in response.headers
 
 
+async def test_a_path_with_a_line_feed_behind_it_is_no_fault_of_the_server(world: World) -> None:
+    for path in ("/", "/page/main.js", "/page/settings.json"):
+        assert (await world.http.get(f"{path}%0A")).status_code < 500, path
+
+
 async def test_head_has_the_headers_of_get_and_no_body(world: World) -> None:
     for path in ("/", "/page/main.js"):
         head, get = await world.http.head(path), await world.http.get(path)
