@@ -7,10 +7,12 @@ python -m benchmarks.split --model /models/llama-8b --prompts mt_bench.jsonl --v
     --out benchmarks/results/split_h200.json
 
 A case is `plain`, or drafters as in --speculative-algorithm in small letters, joined by `+`, and `@LABEL` after one
-that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep` or `colocated`,
-`b=` requests at once, `t=` temperature, and options of the draft service (`steps`, `topk`, `nodes` for the speculative
-ones).
-Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and no draft service.
+that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep`, `colocated` or
+both, `b=` requests at once, `t=` temperature, `ctx=` tokens of a prompt, `out=` tokens of an answer, `n=`
+prompts, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones), of verify where it drafts
+itself.
+Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and no draft service; in
+lockstep, too, they always grow as much as their options allow.
 Verify stays up between cases; lockstep has a verify service of its own on the same GPU. Draft services are started
 anew for every case, several at a time, but nothing starts while a case is measured. The first `--limit` prompts are
 answered, in a batch at least two for each place; `--max-tokens` tokens each, past the end of sequence, through the
@@ -29,12 +31,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from benchmarks.common import Cost, add_service_arguments, cost_of, device_name, verify_options
 from benchmarks.split.cases import SplitCase
 from benchmarks.split.figures import Measured, compare, table, work_out
-from benchmarks.split.load import answer_all, read_prompts, warm_up
+from benchmarks.split.load import answer_all, prompts_for, read_prompts, warm_up
 from benchmarks.split.services import Lines, StartedDraft, StartedTarget, start_together
 from outrider.errors import OutriderError
+from outrider.models.store import resolve_model
+from outrider.models.store_folder import TOKENIZER_FILE
 from outrider_tools.bench.report import write_report
 
 
@@ -47,7 +53,8 @@ class SplitBench:
         self.paths = {label: Path(path) for label, _, path in (text.partition("=") for text in arguments.draft)}
         self.runs: list[Measured] = []
         self.failed: list[str] = []
-        self._prompts = read_prompts(arguments.prompts)
+        self._questions = read_prompts(arguments.prompts)
+        self._tokenizer = Tokenizer.from_file(str(resolve_model(arguments.model) / TOKENIZER_FILE))
         self._targets: dict[str, StartedTarget] = {}
         self._end = time.monotonic() + arguments.stop_after
 
@@ -132,11 +139,11 @@ class SplitBench:
 
     def _measure(self, case: SplitCase, target: StartedTarget, draft: StartedDraft | None) -> Measured:
         arguments, address = self.arguments, target.cluster.gateway_address
-        prompts = self._prompts[: max(arguments.limit, 2 * case.batch if case.batch > 1 else 0)]
+        prompts = prompts_for(case, self._questions, arguments.limit, self._tokenizer)
         warm_up(address, case, prompts, arguments.warm_tokens)
         verify, page = target.page(), draft.page() if draft else None
         used = cost_of(draft.pid) if draft else None
-        answers = asyncio.run(answer_all(address, prompts, case, arguments.max_tokens))
+        answers = asyncio.run(answer_all(address, prompts, case, case.num_tokens or arguments.max_tokens))
         # Verify reports its last rounds with a snapshot, a quarter of a second later at most.
         time.sleep(0.3)
         measured = Measured(case, self._title(case), answers, target.page().since(verify))

@@ -28,6 +28,12 @@ class SplitCase:
     """Whether verify drafts inside its own rounds."""
     batch: int = 1
     temperature: float = 0.0
+    context: int = 0
+    """Tokens of a prompt, made of several questions; 0 for a question as it is."""
+    num_tokens: int = 0
+    """Tokens of an answer; 0 for what --max-tokens says."""
+    num_prompts: int = 0
+    """0 for what --limit says, and at least two for each place of a batch."""
     options: dict[str, str] = field(default_factory=dict)
     """Further draft options by field name."""
 
@@ -46,6 +52,12 @@ class SplitCase:
                 case = replace(case, batch=int(value))
             elif name == "t":
                 case = replace(case, temperature=float(value))
+            elif name == "ctx":
+                case = replace(case, context=int(value))
+            elif name == "out":
+                case = replace(case, num_tokens=int(value))
+            elif name == "n":
+                case = replace(case, num_prompts=int(value))
             else:
                 full = SHORT_NAMES.get(name, name.replace("-", "_"))
                 case = replace(case, options={**case.options, full: value})
@@ -72,13 +84,19 @@ class SplitCase:
         """Of drafting."""
         if not self.drafts:
             return ""
-        return "colocated" if self.colocated else "lockstep" if self.lockstep else "split"
+        words = ["colocated"] * self.colocated + ["lockstep"] * self.lockstep
+        return " ".join(words) or "split"
+
+    @property
+    def load(self) -> tuple[int, float, int, int, int]:
+        """Cases of the same one answer the same prompts under the same load."""
+        return self.batch, self.temperature, self.context, self.num_tokens, self.num_prompts
 
     @property
     def target(self) -> str:
         """Cases of the same one are answered by the same verify service."""
         options = ",".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.drafter} {options}" if self.colocated else self.mode if self.lockstep else ""
+        return f"{self.drafter} {self.mode} {options}" if self.colocated else self.mode if self.lockstep else ""
 
     @property
     def decoding(self) -> str:
@@ -89,14 +107,17 @@ class SplitCase:
         """The case's name in results."""
         long_names = {full: name for name, full in SHORT_NAMES.items()}
         options = [f"{long_names.get(name, name)}={value}" for name, value in self.options.items()]
-        words = [model, self.drafter, self.mode, *options, f"b{self.batch}", dtype, self.decoding]
+        context = f"ctx{self.context // 1024}k" if self.context else ""
+        length = f"out{self.num_tokens}" if self.num_tokens else ""
+        prompts = f"n{self.num_prompts}" if self.num_prompts else ""
+        load = [f"b{self.batch}", context, length, prompts]
+        words = [model, self.drafter, self.mode, *options, *load, dtype, self.decoding]
         return " ".join(word for word in words if word)
 
     def verify_arguments(self, paths: dict[str, Path]) -> list[str]:
         """What its verify service is told beside what all are. Raises ConfigError."""
-        if not self.colocated:
-            return ["--lockstep"] if self.lockstep else []
-        return [*self._drafters(paths), *self._further(), "--draft="]
+        mode = ["--lockstep"] if self.lockstep else []
+        return [*mode, *self._drafters(paths), *self._further(), "--draft="] if self.colocated else mode
 
     def draft_options(self, paths: dict[str, Path], common: list[str]) -> DraftOptions:
         """The draft service's options; `paths` are model folders by label. Raises ConfigError."""

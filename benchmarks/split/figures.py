@@ -125,7 +125,8 @@ def compare(runs: Sequence[Measured]) -> None:
         if plain is None or not run.case.drafts:
             continue
         run.add("speedup_over_plain", run.get("tokens_per_second") / plain.get("tokens_per_second"), "ratio")
-        run.add("hit_wait_over_plain_gap_ms", run.get("hit_wait_ms_p50") - plain.get("host_gap_ms_p50"), "ms")
+        if "hit_wait_ms_p50" in run.figures:
+            run.add("hit_wait_over_plain_gap_ms", run.get("hit_wait_ms_p50") - plain.get("host_gap_ms_p50"), "ms")
         pairs = list(zip(run.answers.texts, plain.answers.texts, strict=False))
         run.add("equal_texts", sum(one == other for one, other in pairs), "texts")
         run.add("texts", len(pairs), "texts")
@@ -134,7 +135,7 @@ def compare(runs: Sequence[Measured]) -> None:
             run.add("tokens_until_texts_part", sum(parted) / len(parted), "tokens")
     for run in runs:
         peers = [other for other in runs if _same_but_lockstep(run.case, other.case)]
-        if peers and not run.case.lockstep:
+        if peers and (run.case.colocated or not run.case.lockstep):
             fastest = max(peers, key=lambda peer: peer.get("tokens_per_second"))
             longest = max(peers, key=lambda peer: peer.get("accept_length"))
             deep = [peer for peer in peers if peer.case.options.get("speculative_num_steps") == "8"]
@@ -146,17 +147,14 @@ def compare(runs: Sequence[Measured]) -> None:
 def _plain_for(run: Measured, runs: Sequence[Measured]) -> Measured | None:
     """Plain decoding of the same prompts."""
     for other in runs:
-        if not other.case.drafts and (other.case.batch, other.case.temperature) == (
-            run.case.batch,
-            run.case.temperature,
-        ):
+        if not other.case.drafts and other.case.load == run.case.load:
             return other
     return None
 
 
 def _same_but_lockstep(case: SplitCase, other: SplitCase) -> bool:
-    same = (case.drafter, case.batch, case.temperature) == (other.drafter, other.batch, other.temperature)
-    return same and case.drafts and other.lockstep
+    same = (case.drafter, case.load) == (other.drafter, other.load)
+    return same and case.drafts and other.lockstep and not other.colocated
 
 
 def _agreed(one: list[int], other: list[int]) -> int:

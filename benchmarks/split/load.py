@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from benchmarks.split.cases import SplitCase
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
@@ -37,6 +39,24 @@ def read_prompts(path: Path) -> list[str]:
     """First turns of a file of questions: a JSON object with "turns" or "prompt" a line."""
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
     return [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
+
+
+def prompts_for(case: SplitCase, questions: list[str], least: int, tokenizer: Tokenizer) -> list[str]:
+    """As many prompts as the case asks for, of so many tokens: else `least`, and two for each place of a batch."""
+    count = case.num_prompts or max(least, 2 * case.batch if case.batch > 1 else 0)
+    if not case.context:
+        return [questions[index % len(questions)] for index in range(count)]
+    lengths = [len(tokenizer.encode(question).ids) for question in questions]
+    prompts = []
+    for index in range(count):
+        parts, room, place = [], case.context, index
+        while room > 0:
+            parts.append(questions[place % len(questions)])
+            room -= lengths[place % len(questions)]
+            # Another order each time the questions come round again.
+            place += 1 + index // len(questions)
+        prompts.append(tokenizer.decode(tokenizer.encode("\n".join(parts)).ids[: case.context]))
+    return prompts
 
 
 def request(prompt: str, seed: int, max_tokens: int, case: SplitCase) -> gateway_pb2.GatewayServiceGenerateRequest:

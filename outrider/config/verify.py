@@ -98,8 +98,8 @@ class VerifyOptions(PeerServiceOptions):
     )
     lockstep: bool = option(
         False,
-        "Wait for the draft before every round and verify its best --max-draft-tokens nodes, as co-located engines do: "
-        "the baseline of benchmarks.",
+        "Wait for the draft before every round and verify its best --max-draft-tokens nodes, as co-located engines do; "
+        "trees inside rounds always grow to --speculative-num-steps and as many nodes. The baseline of benchmarks.",
     )
     attention_backend: str = option(
         "auto",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from benchmarks.common import Cost
 from benchmarks.serving.soak import Rest, judge
 from benchmarks.split.cases import SplitCase
 from benchmarks.split.figures import Measured, compare, table, work_out
-from benchmarks.split.load import CaseAnswers, read_prompts
+from benchmarks.split.load import CaseAnswers, prompts_for, read_prompts
 from outrider.errors import ConfigError
 from outrider.metrics import Histogram, MetricsPage
 
@@ -23,6 +26,12 @@ def test_a_case_says_drafters_mode_load_and_options() -> None:
     assert options.speculative_algorithm == ("EAGLE3", "NGRAM") and options.lockstep
     assert options.speculative_draft_model_path == "/heads/r" and options.speculative_num_steps == 4
     assert options.speculative_eagle_topk == 2 and options.device == "cpu"
+    inside = SplitCase.parse("eagle3,colocated,lockstep,steps=5,max_draft_tokens=31,b=64,ctx=1024,out=32,n=128")
+    assert inside.title("m", "bf16") == (
+        "m eagle3 colocated lockstep steps=5 max_draft_tokens=31 b64 ctx1k out32 n128 bf16 greedy"
+    )
+    told = inside.verify_arguments({"eagle3": Path("/heads/e")})
+    assert {"--lockstep", "--max-draft-tokens=31", "--speculative-num-steps=5"} <= set(told)
     plain = SplitCase.parse("plain")
     assert not plain.drafts and plain.models == [] and plain.title("m", "fp32") == "m plain b1 fp32 greedy"
 
@@ -34,6 +43,16 @@ def test_a_case_without_its_model_or_with_an_unknown_option_is_refused() -> None
         SplitCase.parse("ngram,no_such_option=1").draft_options({}, [])
     with pytest.raises(ConfigError, match="fast"):
         SplitCase.parse("ngram,fast")
+
+
+def test_prompts_are_of_the_length_that_a_case_asks_for() -> None:
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate("abcdefgh")}))
+    words.pre_tokenizer = Whitespace()
+    questions = ["a b c", "d", "e f", "g h"]
+    prompts = prompts_for(SplitCase.parse("plain,b=3,ctx=7"), questions, 1, words)
+    assert [len(prompt.split()) for prompt in prompts] == [7] * 6 and len(set(prompts)) == 6
+    assert prompts[0] == "a b c d e f g"
+    assert prompts_for(SplitCase.parse("plain,n=5"), questions, 1, words) == [*questions, questions[0]]
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:

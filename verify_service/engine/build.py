@@ -235,7 +235,8 @@ def build(options: VerifyOptions, path: Path, model: CausalLM, draft: RoundDraft
             executor = _cuda_executor(options, model, num_pages, limits, draft)
             cost = CostModel.measured(executor.measure, executor.buckets.widths, executor.buckets.width)
             is_chain = draft is not None and draft.is_chain
-            growth = round_growth(executor, memory, cost, limits.max_nodes, is_chain=is_chain)
+            fixed = Growth(draft.options.max_steps, limits.max_nodes) if draft and options.lockstep else None
+            growth = round_growth(executor, memory, cost, limits.max_nodes, fixed, is_chain)
         else:
             executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
             cost = CostModel.measured(executor.measure)

@@ -196,7 +196,7 @@ class RoundDrafter:
         self._steps.clear()
         self.steps.capture(steps, True)
         self._steps.clear()
-        self.choices.capture(sorted(choices, reverse=True), False)
+        self.choices.capture(sorted(choices, reverse=True), True)
         self._contexts.capture()
 
     @property
@@ -242,8 +242,9 @@ class RoundDrafter:
         pool = self._steps.pool(step)
         picker = self._pickers.get(shape)
         if picker is None:
-            picker = NodePicker.of(self.grown, shape.nodes, pool.capacity, shape.rows, self._floor)
-            self._pickers[shape] = picker
+            made = NodePicker.of(self.grown, shape.nodes, pool.capacity, shape.rows, self._floor)
+            # Another thread may compile the choice of the same shape.
+            picker = self._pickers.setdefault(shape, made)
         tables = self._steps.rows.table_rows[: shape.rows]
         pick_nodes(self._steps.header, pool, tables, step.num_candidates, picker)
         self._rounds.note_drafted()
