@@ -13,6 +13,8 @@ _patch_lock = threading.Lock()
 _load_lock = threading.RLock()
 _init_locks = tuple(threading.RLock() for _ in range(64))
 """Threads wait for each other only if they are about to make the same kernel ready, or one that shares its lock."""
+_compile_locks: dict[tuple[int, str], threading.Lock] = {}
+"""By function and variant."""
 
 
 def allow_threads() -> bool:
@@ -22,27 +24,31 @@ def allow_threads() -> bool:
     """
     try:
         from triton.compiler import CompiledKernel
-        from triton.runtime import build
+        from triton.runtime import JITFunction, build
     except ImportError:
         return False
     with _patch_lock:
         if getattr(build, "_outrider_patched", False):
             return True
-        if not _is_known(CompiledKernel, build):
+        if not _is_known(CompiledKernel, build, JITFunction):
             return False
         _serialize_loads(build)
         _serialize_init(CompiledKernel)
+        _compile_once(JITFunction)
         build._outrider_patched = True
     return True
 
 
-def _is_known(kernel: Any, build: Any) -> bool:
+def _is_known(kernel: Any, build: Any, function: Any) -> bool:
     run, load = vars(kernel).get("run"), getattr(build, "compile_module_from_src", None)
     if not isinstance(run, property) or run.fget is None or load is None:
         return False
     loads = "_load_module_from_path" in load.__code__.co_names
     readies = "_init_handles" in run.fget.__code__.co_names and "_init_handles" in vars(kernel)
-    return loads and readies and hasattr(build, "_load_module_from_path")
+    compiles = getattr(function, "_do_compile", None)
+    caches = compiles is not None and {"device_caches", "compile"} <= set(compiles.__code__.co_names)
+    takes = caches and compiles.__code__.co_varnames[:4] == ("self", "key", "signature", "device")
+    return loads and readies and takes and hasattr(build, "_load_module_from_path")
 
 
 def _serialize_loads(build: Any) -> None:
@@ -73,6 +79,18 @@ def _serialize_init(kernel: Any) -> None:
 
     kernel._init_handles = init_locked
     kernel.run = property(run)
+
+
+def _compile_once(function: Any) -> None:
+    """Have one thread compile a variant of a kernel, while others that need it wait: each would take as long."""
+    compile_variant = function._do_compile
+
+    def compile_locked(self: Any, key: str, signature: Any, device: Any, *rest: Any) -> Any:
+        with _compile_locks.setdefault((id(self), key), threading.Lock()):
+            found = self.device_caches[device][0].get(key)
+            return compile_variant(self, key, signature, device, *rest) if found is None else found
+
+    function._do_compile = compile_locked
 
 
 log = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import PROMPTS, device_name
 from benchmarks.split.load import read_prompts
+from gateway.core.chat_template import ChatTemplate
 from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
 from outrider.models.store_folder import TOKENIZER_FILE
@@ -180,7 +181,11 @@ def main() -> int:
         raise SystemExit("timeline: name a draft model with --speculative-algorithm and --speculative-draft-model-path")
     parts = build(options, path, model, draft)
     tokenizer = Tokenizer.from_file(str(path / TOKENIZER_FILE))
-    prompts = [tokenizer.encode(prompt).ids for prompt in read_prompts(arguments.prompts)]
+    template = ChatTemplate.load(path)
+    if template is None:
+        raise SystemExit(f"timeline: {path} has no chat template")
+    turns = [[{"role": "user", "content": prompt}] for prompt in read_prompts(arguments.prompts)]
+    prompts = [tokenizer.encode(template.render(turn), add_special_tokens=False).ids for turn in turns]
     rows = []
     with torch.inference_mode():
         for batch in arguments.batches:

@@ -261,13 +261,22 @@ def combine(
     tl.store(output + at * DIM + dims, result.to(output.dtype.element_ty))
 
 
+_LEAST_ROW_LANES = 16
+"""Rounds of fewer rows share a kernel: each number of lanes is one more to compile."""
+
+
+def row_lanes(num_rows: int) -> int:
+    """Lanes in which a program looks for a row, with one for padding: ROWS_PAD."""
+    return max(power_of_two(num_rows + 1), _LEAST_ROW_LANES)
+
+
 def launch_options(
     q: Tensor, k_cache: Tensor, num_rows: int, page_size: int, pdl: bool, config: TileConfig
 ) -> dict[str, Any]:
     """Constants and options of the kernels that walk over key tiles."""
     return {
         "HEADS": q.shape[1], "KV_HEADS": k_cache.shape[1], "DIM": q.shape[2], "PAGE": page_size,
-        "ROWS": config.rows, "KEYS": config.keys, "ROWS_PAD": power_of_two(num_rows + 1), "STAGES": config.num_stages,
+        "ROWS": config.rows, "KEYS": config.keys, "ROWS_PAD": row_lanes(num_rows), "STAGES": config.num_stages,
         "PDL": pdl, "ON_GPU": q.is_cuda,
         "num_warps": config.num_warps, "launch_pdl": pdl,
     }  # fmt: skip
@@ -305,7 +314,7 @@ def launch_combine(
         partials, stats, out, first, cached_len, first if path is None else path,
         num_rows, num_tokens, num_splits, exclusive_splits,
         HEADS=num_heads, DIM=dim, KEYS=config.keys, SPAN=config.span,
-        ROWS_PAD=power_of_two(num_rows + 1), EACH=each,
+        ROWS_PAD=row_lanes(num_rows), EACH=each,
         PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], BRANCHES=branches, LONGEST=longest, PDL=pdl,
         num_warps=min(max(each * dim // WARP_FLOATS, 1), 4), launch_pdl=pdl,
     )  # fmt: skip

@@ -407,11 +407,11 @@ def _move_up(keys, total, border, TILE: tl.constexpr):
 
 
 @triton.jit
-def _shorten(keys, total, low, WIDTH: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr):
-    """Cut a list down to at most MOST keys, the WIDTH best among them. All reach `low`. Returns how many are left.
+def _shorten(keys, total, low, width, MOST: tl.constexpr, TILE: tl.constexpr):
+    """Cut a list down to at most MOST keys, the `width` best among them. All reach `low`. Returns how many are left.
 
     Keys are counted in bins from `low` on, the last of which takes all that lie behind it too. What is below the bin
-    with the WIDTH best key goes, and that bin is divided, down to bins of one key.
+    with the `width` best key goes, and that bin is divided, down to bins of one key.
     """
     shift = total - total + _FIRST_SHIFT
     while (total > MOST) & (shift >= 0):
@@ -421,7 +421,7 @@ def _shorten(keys, total, low, WIDTH: tl.constexpr, MOST: tl.constexpr, TILE: tl
             place = tl.minimum((found - low) >> shift, _BINS - 1).to(tl.int32)
             counts += tl.histogram(place, _BINS, mask=found >= low)
         above = tl.cumsum(counts, 0, reverse=True)
-        last = tl.sum((above >= WIDTH).to(tl.int32), 0) - 1
+        last = tl.sum((above >= width).to(tl.int32), 0) - 1
         low += last.to(tl.int64) << shift
         total = _move_up(keys, total, low, TILE)
         # As many may lie behind the first pass's bins.
@@ -431,8 +431,8 @@ def _shorten(keys, total, low, WIDTH: tl.constexpr, MOST: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _rank(keys, total, order, WIDTH: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr):
-    """The WIDTH best of a list: each key's rank is how many are above it."""
+def _rank(keys, total, order, width, OWN: tl.constexpr, OTHERS: tl.constexpr):
+    """The `width` best of a list: each key's rank is how many are above it."""
     for begin in range(0, total, OWN):
         own = _load_keys(keys, begin, total, OWN)
         above = tl.zeros([OWN, OTHERS], tl.int32)
@@ -441,24 +441,26 @@ def _rank(keys, total, order, WIDTH: tl.constexpr, OWN: tl.constexpr, OTHERS: tl
             above -= ((own[:, None] - _load_keys(keys, start, total, OTHERS)[None, :]) >> 63).to(tl.int32)
         rank = tl.sum(above, 1)
         index = _LAST_INDEX - (own & _LAST_INDEX)
-        tl.store(order + rank, index.to(tl.int32), mask=(own != _NO_KEY) & (rank < WIDTH))
+        tl.store(order + rank, index.to(tl.int32), mask=(own != _NO_KEY) & (rank < width))
 
 
-@triton.jit(do_not_specialize=["step_size"])
+@triton.jit(do_not_specialize=["step_size", "max_seeds", "capacity", "width"])
 def _choose(
-    header, entries, next_free, num_free, order, keys, tally, step_size,
-    MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr,
+    header, entries, next_free, num_free, order, keys, tally, step_size, max_seeds, capacity, width,
+    MOST: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Each program lists what may be run of BLOCK entries; the last one to end ranks the list, cut down to MOST."""
+    """Each program lists what may be run of BLOCK entries; the last one to end ranks the list, cut down to MOST.
+
+    Sizes of the pool are no constants: there is one for each shape of a step, and of a choice.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < CAPACITY
+    inside = index < capacity
     # All are loaded at once, whether they count or not: loads that wait for each other take longer.
-    score = tl.load(entries + _SCORE * CAPACITY + index, mask=inside, other=0).to(tl.float32, bitcast=True)
-    row = tl.load(entries + _ROW * CAPACITY + index, mask=inside, other=0)
-    slot = tl.load(entries + _SLOT * CAPACITY + index, mask=inside, other=0)
+    score = tl.load(entries + _SCORE * capacity + index, mask=inside, other=0).to(tl.float32, bitcast=True)
+    row = tl.load(entries + _ROW * capacity + index, mask=inside, other=0)
+    slot = tl.load(entries + _SLOT * capacity + index, mask=inside, other=0)
     floor = tl.load(header + _FLOOR).to(tl.float32, bitcast=True)
-    limit = tl.minimum(MAX_SEEDS + tl.load(header + _STEP) * step_size, CAPACITY)
+    limit = tl.minimum(max_seeds + tl.load(header + _STEP) * step_size, capacity)
     usable = (index < limit) & (score >= floor) & (score > _NEVER)
     free = usable & (slot < 0)
     taken = tl.load(next_free + row, mask=free, other=0)
@@ -476,8 +478,8 @@ def _choose(
         total = (before & _LISTED).to(tl.int32)
         if total > MOST:
             lowest = order_key(floor).to(tl.int64) << _INDEX_BITS
-            total = _shorten(keys, total, lowest, WIDTH, MOST, TILE)
-        _rank(keys, total, order, WIDTH, OWN, OTHERS)
+            total = _shorten(keys, total, lowest, width, MOST, TILE)
+        _rank(keys, total, order, width, OWN, OTHERS)
         tl.store(tally, 0)
 
 
@@ -487,6 +489,6 @@ def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: S
     most = max(2 * power_of_two(width), 128)
     _choose[(triton.cdiv(pool.capacity, _BLOCK),)](
         header, pool.entries, rows.next_free, rows.num_free, step.order, step.keys, step.tally, width * branching,
-        MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, WIDTH=width, MOST=most,
-        BLOCK=_BLOCK, TILE=_TILE, OWN=min(most, _OWN), OTHERS=_OTHERS, num_warps=8,
+        pool.max_seeds, pool.capacity, width,
+        MOST=most, BLOCK=_BLOCK, TILE=_TILE, OWN=min(most, _OWN), OTHERS=_OTHERS, num_warps=8,
     )  # fmt: skip

@@ -37,12 +37,12 @@ def _lay_out_committed(
     out_tokens, out_positions, out_parents, out_rows, out_first, out_root, out_tables, out_cached, out_sources,
     out_last, out_draft_rows, out_root_positions,
     num_slots, num_rows, num_stride, committed_stride, table_stride, lag, spare,
-    SLOTS_PAD: tl.constexpr, ROWS_PAD: tl.constexpr, PAGE: tl.constexpr,
+    LANES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """One program: lanes are slots at first, then rows."""
-    slot = tl.arange(0, SLOTS_PAD)
+    slot = tl.arange(0, LANES)
     inside = slot < num_slots
-    zero = tl.zeros([SLOTS_PAD], tl.int32)
+    zero = tl.zeros([LANES], tl.int32)
     tl.store(out_tokens + slot, zero, mask=inside)
     tl.store(out_positions + slot, zero, mask=inside)
     tl.store(out_parents + slot, zero - 1, mask=inside)
@@ -51,7 +51,7 @@ def _lay_out_committed(
     # Slots with a token are written again, by other threads.
     tl.debug_barrier()
 
-    row = tl.arange(0, ROWS_PAD)
+    row = tl.arange(0, LANES)
     real = row < num_rows
     table_row = tl.load(table_rows + row, mask=real, other=0)
     root_place = tl.load(root + row, mask=real, other=-1)
@@ -127,45 +127,44 @@ def _plant_roots(
         tl.store(header + 3, 0)
 
 
-@triton.jit(do_not_specialize=["step_size"])
-def _reopen_pool(header, entries, step_size, MAX_SEEDS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["step_size", "max_seeds", "capacity"])
+def _reopen_pool(header, entries, step_size, max_seeds, capacity, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < CAPACITY
-    grown = index < MAX_SEEDS + tl.load(header + _STEP) * step_size
-    path = tl.load(entries + _BASE * CAPACITY + index, mask=inside & grown, other=0)
+    inside = index < capacity
+    grown = index < max_seeds + tl.load(header + _STEP) * step_size
+    path = tl.load(entries + _BASE * capacity + index, mask=inside & grown, other=0)
     never = tl.full([BLOCK], _NEVER, tl.float32).to(tl.int32, bitcast=True)
-    tl.store(entries + _SCORE * CAPACITY + index, tl.where(grown, path, never), mask=inside)
+    tl.store(entries + _SCORE * capacity + index, tl.where(grown, path, never), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "width"])
 def _export_nodes(
-    entries, tables, order, out_order, out_entries,
-    CAPACITY: tl.constexpr, WIDTH: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    entries, tables, order, out_order, out_entries, capacity, width,
+    OUT: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One program."""
     number = tl.arange(0, BLOCK)
-    entry = tl.load(order + number, mask=number < WIDTH, other=-1)
+    entry = tl.load(order + number, mask=number < width, other=-1)
     chosen = entry >= 0
     for field in tl.static_range(FIELDS):
-        value = tl.load(entries + field * CAPACITY + entry, mask=chosen, other=0)
+        value = tl.load(entries + field * capacity + entry, mask=chosen, other=0)
         if field == _ROW:
             value = tl.load(tables + value, mask=chosen, other=0)
         tl.store(out_entries + field * OUT + number, value, mask=chosen)
     tl.store(out_order + number, tl.where(chosen, number, -1), mask=number < OUT)
-    tl.store(order + number, -1, mask=number < WIDTH)
+    tl.store(order + number, -1, mask=number < width)
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_nodes"])
 def _merge_trees(
     tokens, positions, parents, rows, first, root, table_rows, order, entries, tree_tables, row_of, max_nodes,
     max_depth, out_tokens, out_positions, out_parents, out_rows, out_first, out_root, out_tables, out_scores,
-    num_slots, num_rows,
-    CAPACITY: tl.constexpr, NODES: tl.constexpr, NODES_PAD: tl.constexpr, SLOTS_PAD: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
+    num_slots, num_rows, num_nodes,
+    CAPACITY: tl.constexpr, NODES_PAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One program. Lanes are the chosen nodes, the best first; then rows; then the base's tokens."""
     number = tl.arange(0, NODES_PAD)
-    entry = tl.load(order + number, mask=number < NODES, other=-1)
+    entry = tl.load(order + number, mask=number < num_nodes, other=-1)
     chosen = entry >= 0
     tree = tl.load(entries + _ROW * CAPACITY + entry, mask=chosen, other=-1)
     parent = tl.load(entries + _PARENT * CAPACITY + entry, mask=chosen, other=-1)
@@ -185,7 +184,7 @@ def _merge_trees(
     above = same & (parent[:, None] == slot[None, :]) & (parent >= 0)[:, None]
     parent_rank = tl.max(tl.where(above, rank[None, :], -1), 1)
 
-    row = tl.arange(0, ROWS_PAD)
+    row = tl.arange(0, LANES)
     real = row < num_rows
     count = tl.sum(((of_row[None, :] == row[:, None]) & kept[None, :]).to(tl.int32), 1)
     old_first = tl.load(first + row, mask=real, other=0)
@@ -195,9 +194,9 @@ def _merge_trees(
     tl.store(out_first + num_rows, tl.load(first + num_rows) + tl.sum(count, 0))
     tl.store(out_root + row, tl.where(old_root >= 0, old_root + moved, -1), mask=real)
     tl.store(out_tables + row, tl.load(table_rows + row, mask=real, other=0), mask=real)
-    lane = tl.arange(0, SLOTS_PAD)
+    lane = tl.arange(0, LANES)
     inside = lane < num_slots
-    zero = tl.zeros([SLOTS_PAD], tl.int32)
+    zero = tl.zeros([LANES], tl.int32)
     tl.store(out_tokens + lane, zero, mask=inside)
     tl.store(out_positions + lane, zero, mask=inside)
     tl.store(out_parents + lane, zero - 1, mask=inside)
@@ -229,6 +228,15 @@ def _merge_trees(
     tl.store(out_scores + node, path, mask=fits)
 
 
+_LEAST_LANES = 32
+"""Rounds of fewer tokens and rows share a kernel: each number of lanes is one more to compile."""
+
+
+def _lanes(*sizes: int) -> int:
+    """Lanes of a program that sees to so many things one after the other."""
+    return max(power_of_two(max(sizes)), _LEAST_LANES)
+
+
 def _bits(value: float) -> int:
     """Those of a float32, as an integer."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
@@ -245,7 +253,7 @@ def lay_out_committed(
         out.token_ids, out.positions, out.parents, out.rows, out.first, out.root, out.table_rows, out.cached_len,
         out.sources, out.last, out.draft_rows, out.root_positions,
         slots, rows, num_tokens.stride(0), committed.stride(0), page_tables.stride(0), lag, spare,
-        SLOTS_PAD=power_of_two(slots), ROWS_PAD=power_of_two(rows), PAGE=page_size, num_warps=4,
+        LANES=_lanes(slots, rows), PAGE=page_size, num_warps=4,
     )  # fmt: skip
 
 
@@ -267,7 +275,7 @@ def plant_roots(
 def reopen_pool(header: Tensor, pool: CandidatePool, step_size: int) -> None:
     """As kernels.reference.round_trees.reopen_pool."""
     _reopen_pool[(triton.cdiv(pool.capacity, 1024),)](
-        header, pool.entries, step_size, MAX_SEEDS=pool.max_seeds, CAPACITY=pool.capacity, BLOCK=1024, num_warps=4
+        header, pool.entries, step_size, pool.max_seeds, pool.capacity, BLOCK=1024, num_warps=4
     )
 
 
@@ -275,7 +283,7 @@ def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: Grow
     """As kernels.reference.round_trees.export_nodes."""
     width, out = order.shape[0], trees.order.shape[0]
     _export_nodes[(1,)](
-        pool.entries, tables, order, trees.order, trees.pool.entries, CAPACITY=pool.capacity, WIDTH=width,
+        pool.entries, tables, order, trees.order, trees.pool.entries, pool.capacity, width,
         OUT=trees.pool.capacity, BLOCK=power_of_two(max(width, out)), FIELDS=state.NUM_FIELDS, num_warps=4,
     )  # fmt: skip
 
@@ -287,7 +295,7 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
         base.token_ids, base.positions, base.parents, base.rows, base.first, base.root, base.table_rows,
         trees.order, trees.pool.entries, trees.table_rows, limits.row_of, limits.max_nodes, limits.max_depth,
         out.token_ids, out.positions, out.parents, out.rows, out.first, out.root, out.table_rows, scores,
-        slots, rows,
-        CAPACITY=trees.pool.capacity, NODES=nodes, NODES_PAD=power_of_two(nodes), SLOTS_PAD=power_of_two(slots),
-        ROWS_PAD=power_of_two(rows), num_warps=8 if power_of_two(nodes) > 64 else 4,
+        slots, rows, nodes,
+        CAPACITY=trees.pool.capacity, NODES_PAD=_lanes(nodes), LANES=_lanes(slots, rows),
+        num_warps=8 if slots > 64 else 4,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -135,3 +135,37 @@ def test_a_kernel_is_launched_when_its_function_is_there(monkeypatch: pytest.Mon
         thread.join()
     assert launched == [77, 77]
     assert device.num_loaded == 1
+
+
+def test_threads_that_need_the_same_variant_of_a_kernel_compile_it_once() -> None:
+    compiled: list[str] = []
+    waiting = threading.Barrier(2)
+
+    class Function:
+        device_caches: ClassVar[dict[int, tuple[dict[str, str], ...]]] = {0: ({},)}
+
+        def _do_compile(self, key: str, signature: object, device: int, *rest: object) -> str:
+            compiled.append(key)
+            # The other thread has not got to where it would wait, or be let in, before this one goes on.
+            waiting.wait()
+            self.device_caches[device][0][key] = f"{key} of {rest}"
+            return self.device_caches[device][0][key]
+
+    compiling._compile_once(Function)
+    function, found = Function(), []
+
+    def launch() -> None:
+        found.append(function._do_compile("a", None, 0, 1))
+
+    def launch_others() -> None:
+        waiting.wait()
+        launch()
+        found.append(function._do_compile("b", None, 0, 1))
+
+    threads = [threading.Thread(target=target) for target in (launch, launch_others)]
+    threads[0].start()
+    threads[1].start()
+    threads[0].join()
+    waiting.wait()
+    threads[1].join()
+    assert compiled == ["a", "b"] and found == ["a of (1,)", "a of (1,)", "b of (1,)"]
