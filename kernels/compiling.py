@@ -45,10 +45,11 @@ def _is_known(kernel: Any, build: Any, function: Any) -> bool:
         return False
     loads = "_load_module_from_path" in load.__code__.co_names
     readies = "_init_handles" in run.fget.__code__.co_names and "_init_handles" in vars(kernel)
-    compiles = getattr(function, "_do_compile", None)
-    caches = compiles is not None and {"device_caches", "compile"} <= set(compiles.__code__.co_names)
-    takes = caches and compiles.__code__.co_varnames[:4] == ("self", "key", "signature", "device")
-    return loads and readies and takes and hasattr(build, "_load_module_from_path")
+    compiles = vars(function).get("_do_compile")
+    if compiles is None or compiles.__code__.co_varnames[:4] != ("self", "key", "signature", "device"):
+        return False
+    caches = {"device_caches", "compile"} <= set(compiles.__code__.co_names)
+    return loads and readies and caches and hasattr(build, "_load_module_from_path")
 
 
 def _serialize_loads(build: Any) -> None:
