@@ -127,11 +127,10 @@ class Child:
     def wait(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the end; return whether it came. All log lines are delivered then."""
         deadline = time.monotonic() + timeout
-        wakeup = threading.Event()
         while self.running:
             if time.monotonic() > deadline:
                 return False
-            wakeup.wait(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(timeout=2)
         return True

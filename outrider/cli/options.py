@@ -8,13 +8,12 @@ of the model, which are the target's (--device; the draft's is --draft-device).
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple, NoReturn, cast
+from typing import NamedTuple, NoReturn, TypeVar, cast
 
 from rich.console import Console
 
@@ -60,33 +59,27 @@ HIDDEN = (
 
 MAX_TOKENS_LIMIT = 2**32 - 1
 MAX_SEED = 2**64 - 1
+NumberT = TypeVar("NumberT", int, float)
 
 
 def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
     """A type for argparse: integers that the message's field can hold, both ends included."""
-
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = minimum - 1
-        if not minimum <= number <= maximum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} to {maximum}")
-        return number
-
-    return parse
+    return _within(int, minimum, maximum, f"a whole number from {minimum} to {maximum}")
 
 
 def number(minimum: float, maximum: float) -> Callable[[str], float]:
     """A type for argparse: finite numbers, both ends included."""
+    return _within(float, minimum, maximum, f"a number from {minimum:g} to {maximum:g}")
 
-    def parse(text: str) -> float:
+
+def _within(kind: type[NumberT], minimum: float, maximum: float, what: str) -> Callable[[str], NumberT]:
+    def parse(text: str) -> NumberT:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            value = math.nan
+            value = kind(minimum - 1)
         if not minimum <= value <= maximum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {minimum:g} to {maximum:g}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
         return value
 
     return parse

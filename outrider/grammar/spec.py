@@ -125,16 +125,9 @@ def without_further_keys(source: str) -> str:
     level: list[Any] = [schema]
     while level:
         value = level.pop()
-        if isinstance(value, list):
-            level += value
-        elif isinstance(value, dict):
-            if value.get("type") == "object" or "properties" in value:
-                value.setdefault("additionalProperties", False)
-            for key, child in value.items():
-                if key in _NAMES and isinstance(child, dict):
-                    level += child.values()
-                elif key not in (*_DATA, "allOf"):
-                    level.append(child)
+        if isinstance(value, dict) and (value.get("type") == "object" or "properties" in value):
+            value.setdefault("additionalProperties", False)
+        level += [child for place, child in _subschemas(value) if place != ".allOf"]
     return json.dumps(schema, ensure_ascii=False)
 
 
@@ -159,27 +152,34 @@ def _check_schema(source: str, field: str) -> None:
     # Breadth first with a list of our own, so that depth costs no stack.
     level: list[tuple[Any, str]] = [(schema, field)]
     for _ in range(MAX_DEPTH):
-        level = [child for value, path in level for child in _children(value, path)]
+        for value, path in level:
+            _check_keywords(value, path)
+        level = [(child, path + place) for value, path in level for place, child in _subschemas(value)]
         if not level:
             return
     raise InvalidRequestError(field, f"is nested over {MAX_DEPTH} levels", "move inner schemas to $defs and use $ref")
 
 
-def _children(value: Any, path: str) -> list[tuple[Any, str]]:
-    """Subschemas right below a schema, or a list of them. Raises InvalidRequestError for an unsupported keyword."""
-    if isinstance(value, list):
-        return [(child, f"{path}[{index}]") for index, child in enumerate(value) if isinstance(child, dict | list)]
-    children: list[tuple[Any, str]] = []
-    for key, child in value.items():
+def _check_keywords(value: Any, path: str) -> None:
+    """Raise InvalidRequestError for an unsupported keyword of a schema; lists have none."""
+    for key, child in value.items() if isinstance(value, dict) else ():
         if key in _OWN_KEYS:
             raise InvalidRequestError(f"{path}.{key}", "is not a keyword of JSON Schema", "remove it")
         if key in _UNSUPPORTED:
             raise InvalidRequestError(f"{path}.{key}", "is not supported", _UNSUPPORTED[key])
         if key == "$ref" and isinstance(child, str) and not child.startswith("#"):
             raise InvalidRequestError(f"{path}.$ref", "points outside the schema", "use a $ref that begins with #")
-        if key in _NAMES and isinstance(child, dict):
-            named = [(inner, f"{path}.{key}.{name[:40]}") for name, inner in child.items()]
-            children += [(inner, where) for inner, where in named if isinstance(inner, dict | list)]
-        elif key not in _DATA and isinstance(child, dict | list):
-            children.append((child, f"{path}.{key}"))
-    return children
+
+
+def _subschemas(value: Any) -> list[tuple[str, Any]]:
+    """Objects and lists right below a schema, or a list of them, that are schemas or lists of such, by their places."""
+    below: list[tuple[str, Any]] = []
+    if isinstance(value, list):
+        below = [(f"[{index}]", child) for index, child in enumerate(value)]
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            if key in _NAMES and isinstance(child, dict):
+                below += [(f".{key}.{name[:40]}", inner) for name, inner in child.items()]
+            elif key not in _DATA:
+                below.append((f".{key}", child))
+    return [(place, child) for place, child in below if isinstance(child, dict | list)]
