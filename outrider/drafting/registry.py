@@ -16,6 +16,7 @@ from outrider.drafting.growth import NodeGrowth
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
 from outrider.errors import ConfigError
+from outrider.models.drafters.kinds import ALGORITHMS
 
 _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
@@ -27,12 +28,9 @@ was unlikely, from which on the chances of nodes below count."""
 
 DrafterFactory = Callable[[DraftOptions], AnyDrafter]
 
-_MODELS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
-"""Drafters with a model: one of them at most."""
-
 _DRAFTERS: dict[str, str | DrafterFactory] = {
     "NGRAM": "outrider.drafting.ngram.drafter:NgramDrafter",
-    **dict.fromkeys(_MODELS, "outrider.drafting.model.build:load_model_drafter"),
+    **dict.fromkeys(ALGORITHMS, "outrider.drafting.model.build:load_model_drafter"),
 }
 """What builds each drafter from the options, or the module and name of that."""
 
@@ -63,14 +61,14 @@ def _check(options: DraftOptions) -> None:
             raise ConfigError(f"--speculative-algorithm: {name!r} is not known; use one of {known}")
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"--speculative-algorithm: {','.join(names)!r} must name each drafter once, and one at least")
-    models = [name for name in names if name in _MODELS]
+    models = [name for name in names if name in ALGORITHMS]
     if len(models) > 1:
         raise ConfigError(
             f"--speculative-algorithm: {','.join(models)} are models and do not run together; use one of them, with or "
             "without NGRAM"
         )
     if options.lockstep and not models:
-        raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(_MODELS)}")
+        raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(ALGORITHMS)}")
 
 
 def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:

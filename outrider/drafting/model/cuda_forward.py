@@ -23,7 +23,6 @@ from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
 from outrider.device import num_processors, put
 from outrider.drafting.model.burst import BurstShape, StepBucket
 from outrider.drafting.model.device_memory import DeviceMemory
-from outrider.drafting.model.runner import ContextChunk
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
@@ -193,15 +192,11 @@ class ContextForward:
         if self._most > self._tokens[-1]:
             self._warm_up([self._most])
 
-    def run(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
-        """Queue a forward of `chunks`, each of another row; `features` [tokens, feature_size] for a model of them."""
-        slots_of = self._memory.context_slots
-        self.run_at(
-            [PromptChunk(row, tokens, at, slots_of(row, at, at + len(tokens))) for row, tokens, at in chunks], features
-        )
-
     def run_at(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
-        """The same with KV slots given; a chunk's `start` is a KV position."""
+        """Queue a forward of `chunks`, each of another row, whose starts are KV positions.
+
+        `features` [tokens, feature_size] for a model that takes them.
+        """
         num_tokens = sum(len(chunk.slots) for chunk in chunks)
         shape = self._fit(num_tokens, len(chunks))
         if shape is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.frontier import add_seeds, begin_burst, reroot_pool
 from outrider.attention.base import AttentionBackend
+from outrider.attention.prompts import PromptChunk
 from outrider.cuda_ipc import ImportedMemory
 from outrider.device import share_l1
 from outrider.drafting.model.buffers import RerootInput
@@ -17,7 +18,7 @@ from outrider.drafting.model.burst import BurstShape, Reroots, StepBucket
 from outrider.drafting.model.cuda_forward import ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import join_rows
 from outrider.drafting.model.features import MemoryMapper
-from outrider.drafting.model.runner import BurstRunner, ContextChunk, PendingBurst, RunnerOptions, on_device
+from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.proposer import Proposer
@@ -95,8 +96,8 @@ class CudaRunner(BurstRunner):
             model.finish_product(rows)
         join_rows([rows, rows], rows.new_zeros(2 * len(rows), self.shape.feature_size))
 
-    def _run_context(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
-        self._contexts.run(chunks, features)
+    def _run_context(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
+        self._contexts.run_at(chunks, features)
 
     @property
     def num_bytes(self) -> int:

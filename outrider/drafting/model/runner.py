@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from time import perf_counter
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import short_tokens
+from outrider.attention.prompts import PromptChunk
 from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
 from outrider.drafting.model.device_memory import DeviceMemory, as_tensor, moved, project_features, working_on
@@ -142,15 +143,6 @@ class PendingBurst:
         return self._result
 
 
-class ContextChunk(NamedTuple):
-    """Context tokens of a row in one forward."""
-
-    row: int
-    tokens: Sequence[int]
-    position: int
-    """KV position of the first."""
-
-
 class BurstRunner(ABC):
     """Runs a draft model. One thread calls it; all calls take effect in their order; at most two bursts are pending."""
 
@@ -209,8 +201,8 @@ class BurstRunner(ABC):
             parts = [part for extent in extents for part in _of_run_tokens(extent, self.shape.lag)]
             given = self.join(parts) if parts else None
         done = 0
-        for chunks in _forwards(extents, self.shape.lag, self.options.chunk_size):
-            count = sum(len(chunk.tokens) for chunk in chunks)
+        for chunks in self._forwards(extents):
+            count = sum(len(chunk.slots) for chunk in chunks)
             features = None if given is None else given[done : done + count]
             self._run_context(chunks, features)
             done += count
@@ -294,6 +286,26 @@ class BurstRunner(ABC):
     def _run_launched(self) -> None:  # noqa: B027
         """On a CPU: run what was launched, before anything changes that it depends on."""
 
+    def _forwards(self, extents: Sequence[Extent]) -> Iterator[list[PromptChunk]]:
+        """Tokens that have KV, in their order, in forwards of at most `chunk_size`; no row is in one twice."""
+        lag, chunk_size = self.shape.lag, self.options.chunk_size
+        chunks: list[PromptChunk] = []
+        room = chunk_size
+        for row, tokens, start, _ in extents:
+            begin = max(lag - start, 0)
+            while begin < len(tokens):
+                end = min(begin + room, len(tokens))
+                first = start - lag
+                slots = self.memory.context_slots(row, first + begin, first + end)
+                chunks.append(PromptChunk(row, tokens[begin:end], first + begin, slots))
+                room -= end - begin
+                begin = end
+                if not room:
+                    yield chunks
+                    chunks, room = [], chunk_size
+        if chunks:
+            yield chunks
+
     @abstractmethod
     def _make_proposer(self) -> Proposer | HostProposer:
         """What finds the candidates of nodes."""
@@ -303,8 +315,11 @@ class BurstRunner(ABC):
         """Queue a burst on a GPU; on a CPU `_run_launched` runs it."""
 
     @abstractmethod
-    def _run_context(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
-        """A forward of context tokens of several rows; `features` [tokens, feature_size] if the model takes any."""
+    def _run_context(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
+        """A forward of context tokens of several rows; the chunks' starts are KV positions.
+
+        `features` [tokens, feature_size] if the model takes any.
+        """
 
 
 def short_context(model: DraftModel) -> int:
@@ -315,24 +330,6 @@ def short_context(model: DraftModel) -> int:
     # Mostly the width of the residual stream, which a model without features does not state.
     width = model.num_heads * model.head_dim
     return short_tokens(model.head_dim) if has_small_products(width) else 0
-
-
-def _forwards(extents: Sequence[Extent], lag: int, chunk_size: int) -> Iterator[list[ContextChunk]]:
-    """Tokens that have KV, in their order, in forwards of at most `chunk_size`; no row is in one twice."""
-    chunks: list[ContextChunk] = []
-    room = chunk_size
-    for row, tokens, start, _ in extents:
-        begin = max(lag - start, 0)
-        while begin < len(tokens):
-            end = min(begin + room, len(tokens))
-            chunks.append(ContextChunk(row, tokens[begin:end], start + begin - lag))
-            room -= end - begin
-            begin = end
-            if not room:
-                yield chunks
-                chunks, room = [], chunk_size
-    if chunks:
-        yield chunks
 
 
 def _of_run_tokens(extent: Extent, lag: int) -> Iterator[Tensor]:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, AttentionPlan, ForwardBatch, Segment, TokenBatch
+from outrider.attention.prompts import PromptChunk
 from outrider.attention.torch_backend import HeadSplit, folded_attention
 from outrider.cache.kv import KVCache
 from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape
-from outrider.drafting.model.runner import BurstRunner, ContextChunk, PendingBurst, RunnerOptions, on_device
+from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
@@ -161,14 +162,14 @@ class TorchRunner(BurstRunner):
         starts = [memory.region_start(row) for row in rows]
         return RegionAttention(memory.kv, contexts, [slice(start, start + self.shape.region) for start in starts])
 
-    def _run_context(self, chunks: Sequence[ContextChunk], features: Tensor | None) -> None:
+    def _run_context(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
         segments = []
         positions: list[int] = []
-        for row, tokens, position in chunks:
-            slots = self.memory.context_slots(row, 0, position + len(tokens))
+        for row, tokens, start, _ in chunks:
+            slots = self.memory.context_slots(row, 0, start + len(tokens))
             segments.append(Segment(len(tokens), torch.from_numpy(slots.astype(np.int64))))
-            positions += range(position, position + len(tokens))
-        token_ids = [token for _, tokens, _ in chunks for token in tokens]
+            positions += range(start, start + len(tokens))
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
         batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
         self._model.forward(batch, features, self.memory.kv, self._attention)
 

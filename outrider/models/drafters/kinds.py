@@ -16,6 +16,7 @@ from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
 
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Drafters with a model: one of them at most."""
 
 MTP_PREFIX = "model.mtp_layers.0."
 MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
