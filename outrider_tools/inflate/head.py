@@ -15,23 +15,23 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
-from outrider.models.drafters.config import EMBEDDING, LAYER_IDS, OUTPUT, HeadConfig, eagle3_config, eagle_config
+from outrider.models.drafters.config import EMBEDDING, LAYER_IDS, OUTPUT, HeadConfig, eagle3_config
 from outrider.models.drafters.heads import Eagle3Head
-from outrider.models.drafters.kinds import head_name
+from outrider.models.drafters.kinds import algorithm_of, head_config, head_name, mtp_name
 from outrider.models.drafters.loader import shared_tensors
 from outrider.models.progress import Progress
 from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
 from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder
 from outrider_tools.inflate.shapes import ShapeMap, shape_of
-from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater
+from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater, inflated_fields
 
 OFFSETS = "d2t"
 WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
 
 
 class HeadInflater(Inflater):
-    """Makes the head's tensors one at a time, by the names of `head_name`."""
+    """Makes the head's tensors one at a time, by the names of `head_name` or `mtp_name`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HeadInflater(Inflater):
         if name == OUTPUT:
             axes = (self._rows, self._residual)
             return self._place(self._random(name, axes), name, axes)
-        if name == "fc.weight":
+        if name in ("fc.weight", "input_proj.weight"):
             return self._in_blocks(name, self._residual, self._blocks)
         if name == "fc.bias":
             return self._place(self._zeros((self._residual,)), name, (self._residual,))
@@ -90,24 +90,33 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
     Raises:
         ConfigError: head and target do not fit each other or the shape, or `out` cannot be written.
     """
+    algorithm = algorithm_of(head)
+    if algorithm == "STANDALONE":
+        raise ConfigError(f"--draft {head}: holds a language model, not a head")
     of_target = ModelConfig.from_folder(target)
     fields = read_json(head / "config.json")
-    stored = stored_tensors(head, head_name)
-    is_eagle3 = "layers.0.hidden_norm.weight" in stored
-    build = eagle3_config if is_eagle3 else eagle_config
-    config = build(fields, stored, of_target.num_layers, of_target.hidden_size)
+    stored = stored_tensors(head, mtp_name if algorithm == "NEXTN" else head_name)
+    config = head_config(algorithm, head, stored, target)
     if config.norm_each or config.norm_all:
         raise ConfigError(f"cannot inflate {head}: it norms features before fc, where other channels would count")
+    if algorithm == "NEXTN":
+        _check_mtp(head, of_target)
+        # They are the target's, also where the module lies in the target's checkpoint.
+        stored = {name: tensor for name, tensor in stored.items() if name not in (EMBEDDING, OUTPUT)}
     vocab_size = options.vocab_size or of_target.vocab_size
     if vocab_size != config.decoder.vocab_size:
         stored = _for_padding(stored, head, target)
     shape_map = ShapeMap.of(config.decoder, replace(options.shape, layers=config.decoder.num_layers))
     inflater = HeadInflater(stored, config, shape_map, options.shape.hidden, vocab_size, options)
-    places = [*ShapeMap.of(of_target, options.shape).layers, options.shape.layers]
-    changed = _fields(fields, config, options, vocab_size, inflater.rms_norm_eps)
-    if config.feature_layers[-1] <= of_target.num_layers:
-        ids = [places[layer] - 1 for layer in config.feature_layers]
-        changed["eagle_config"] = {**(changed.get("eagle_config") or {}), LAYER_IDS: ids}
+    target_map = ShapeMap.of(of_target, options.shape)
+    if algorithm == "NEXTN":
+        changed = inflated_fields(fields, target_map, vocab_size, inflater.rms_norm_eps, options.dtype)
+    else:
+        changed = _fields(fields, config, options, vocab_size, inflater.rms_norm_eps)
+        if config.feature_layers[-1] <= of_target.num_layers:
+            places = [*target_map.layers, options.shape.layers]
+            ids = [places[layer] - 1 for layer in config.feature_layers]
+            changed["eagle_config"] = {**(changed.get("eagle_config") or {}), LAYER_IDS: ids}
     tensors: dict[str, Tensor] = {}
     stage = f"writing {out.name}"
     for count, (name, source) in enumerate(stored.items(), start=1):
@@ -119,6 +128,16 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
     elif vocab_size != config.draft_vocab_size:
         tensors[OFFSETS] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
     return save_head_folder(out, changed, tensors, head)
+
+
+def _check_mtp(head: Path, of_target: ModelConfig) -> None:
+    """Refuse a module of another target: its config.json is its target's."""
+    own = ModelConfig.from_folder(head)
+    if (shape_of(own), own.vocab_size) != (shape_of(of_target), of_target.vocab_size):
+        raise ConfigError(
+            f"--draft {head}: is for a target of {shape_of(own)} and {own.vocab_size} tokens, and this is one of "
+            f"{shape_of(of_target)} and {of_target.vocab_size}"
+        )
 
 
 def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], copied: Path | None) -> int:

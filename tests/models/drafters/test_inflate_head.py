@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiny_heads import (
     eagle3_tensors,
     eagle_tensors,
     save_head,
+    save_mimo,
 )
 from tiny_models import relative_error, save_tiny, token_ids
 from torch import Tensor
@@ -34,6 +36,8 @@ from outrider.models.progress import silent
 from outrider_tools.inflate.folder import InflateOptions, inflate
 from outrider_tools.inflate.head import inflate_head, random_eagle3_head
 from outrider_tools.inflate.shapes import Shape
+from outrider_tools.training.drafters import export_drafter
+from outrider_tools.training.mtp import TrainableMtpHead
 
 # The tiny targets have hidden 32, 3 layers, 4 heads over 2 KV heads of 8 channels, and 48 MLP channels.
 WIDER = Shape(hidden=48, layers=5, heads=12, kv_heads=4, head_dim=16, intermediate=56)
@@ -119,6 +123,43 @@ def test_eagle(bias: bool, tmp_path: Path) -> None:
     save_tiny(tmp_path / "target")
     save_head(tmp_path / "head", {**FIELDS, "architectures": ["LlamaForCausalLM"]}, eagle_tensors(bias))
     check(tmp_path, "EAGLE", WIDER, tmp_path / "head")
+
+
+@pytest.mark.parametrize("shape", [WIDER, COPIED_KV], ids=["wider", "copied kv"])
+def test_an_mtp_module_as_training_writes_it(shape: Shape, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "target")
+    torch.manual_seed(5)
+    module = TrainableMtpHead(load_model(tmp_path / "target").config)
+    for weight in module.parameters():
+        if weight.dim() == 1:
+            torch.nn.init.normal_(weight, 1.0, 0.2)
+    export_drafter(module, tmp_path / "target", tmp_path / "module", torch.float32)
+    check(tmp_path, "NEXTN", shape, tmp_path / "module")
+    found = load_file(tmp_path / "big-head" / "model.safetensors")
+    assert found.keys() == load_file(tmp_path / "module" / "model.safetensors").keys()
+    assert found["model.mtp_layers.0.input_proj.weight"].shape == (shape.hidden, 2 * shape.hidden)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_mtp_module_of_a_mimo_checkpoint(tied: bool, tmp_path: Path) -> None:
+    save_mimo(tmp_path / "target", tie_word_embeddings=tied)
+    check(tmp_path, "NEXTN", WIDER, tmp_path / "target")
+    names = load_file(tmp_path / "big-head" / "model.safetensors").keys()
+    assert names and all(name.startswith("model.mtp_layers.0.") for name in names)
+
+
+def test_what_is_no_head_of_the_target_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "target")
+    save_mimo(tmp_path / "other", num_hidden_layers=4)
+    save_mimo(tmp_path / "mimo")
+    wider = InflateOptions(WIDER)
+    with pytest.raises(ConfigError, match=r"target: holds a language model, not a head"):
+        inflate_head(tmp_path / "target", tmp_path / "target", tmp_path / "out", wider, silent)
+    with pytest.raises(ConfigError, match=r"is for a target of .*layers=4.* and 97 tokens, and this is .*layers=3"):
+        inflate_head(tmp_path / "other", tmp_path / "target", tmp_path / "out", wider, silent)
+    with pytest.raises(ConfigError, match="must not be padded"):
+        inflate_head(tmp_path / "mimo", tmp_path / "mimo", tmp_path / "out", replace(wider, vocab_size=128), silent)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_padded_target(tmp_path: Path) -> None:
