@@ -128,7 +128,7 @@ def _mixed(hit_weight: float) -> Callable[[Tensor, Tensor, Tensor, Tensor], tupl
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Gradients are computed on the way forward, chunk by chunk, while the logits are there."""
+    """Gradients are computed on the way forward, chunk by chunk, while the logits are there; only of what learns."""
 
     @staticmethod
     def forward(
@@ -137,7 +137,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         num_rows = rows.shape[0]
         cast = weight.to(rows.dtype)
         grad_rows = torch.empty_like(rows)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         loss = torch.zeros((), dtype=torch.float32, device=rows.device)
         hits = torch.empty(num_rows, dtype=torch.bool, device=rows.device)
         start = 0
@@ -149,16 +149,18 @@ class _SoftCrossEntropy(torch.autograd.Function):
             )
             loss += losses.sum()
             grad_rows[place] = grad @ cast
-            grad_weight += (grad.t() @ part).float()
-        ctx.save_for_backward(grad_rows, grad_weight.to(weight.dtype))
+            if grad_weight is not None:
+                grad_weight += (grad.t() @ part).float()
+        ctx.save_for_backward(grad_rows, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(hits)
         return loss / count, hits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_rows, grad_weight = ctx.saved_tensors
-        return grad_rows * grad.to(grad_rows.dtype), grad_weight * grad, None, None, None
+        of_weight = None if grad_weight is None else grad_weight * grad
+        return grad_rows * grad.to(grad_rows.dtype), of_weight, None, None, None
 
 
 def _chunks(rows: Tensor, num_columns: int) -> Iterator[Tensor]:

@@ -30,6 +30,9 @@ def test_loss_and_gradients_equal_autograd(chunk_logits: int, monkeypatch: pytes
     (3 * expected).backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(got, (rows.grad, weight.grad))
+    rows.grad = None
+    (3 * PLAIN(rows, weight.detach(), TargetProbs(probs, top_ids), torch.tensor(10.0))[0]).backward()
+    torch.testing.assert_close(rows.grad, got[0])
     assert hits.tolist() == (logits.argmax(1) == top_ids).tolist()
 
 
