@@ -22,7 +22,7 @@ from outrider.config.gateway import GatewayOptions  # noqa: E402
 from outrider.v1 import common_pb2, gateway_pb2  # noqa: E402
 
 VOCAB = 61
-MAX_TOKENS = 120
+MAX_TOKENS = 60
 
 
 @pytest.fixture(scope="session")

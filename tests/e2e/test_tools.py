@@ -35,7 +35,6 @@ def test_a_forced_call_is_valid_and_the_same_with_and_without_speculation(cluste
     with openai.OpenAI(base_url=f"{cluster.rest_url}/v1", api_key="none", max_retries=0) as client:
         choices: list[tuple[Any, float]] = [
             ("required", 0.9),
-            ({"type": "function", "function": {"name": "weather"}}, 0.9),
             ({"type": "function", "function": {"name": "weather"}}, 0.0),
         ]
         for choice, temperature in choices:

@@ -13,6 +13,7 @@ from tiny_models import relative_error, run_one
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 
+NUM_TOKENS = 16
 PROMPTS = [
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
     "In 1969, 2 men walked 3.5 hours on the moon; 400000 people had worked for it, and",
@@ -49,12 +50,12 @@ def test_default_model_greedy_text_equals_generate(
     for ids in prompts:
         with torch.inference_mode():
             expected = reference.generate(
-                ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=32, do_sample=False
+                ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=NUM_TOKENS, do_sample=False
             )[0, ids.numel() :].tolist()
-        kv, slots = model.new_kv(ids.numel() + 32), torch.arange(ids.numel() + 32)
+        kv, slots = model.new_kv(ids.numel() + NUM_TOKENS), torch.arange(ids.numel() + NUM_TOKENS)
         chunk, length, generated = ids, ids.numel(), list[int]()
         while len(generated) < len(expected):
             generated.append(int(run_one(model, kv, chunk, slots[:length])[-1].argmax()))
             chunk, length = torch.tensor(generated[-1:]), length + 1
         assert generated == expected
-        assert len(generated) == 32 or generated[-1] in model.config.eos_token_ids
+        assert len(generated) == NUM_TOKENS or generated[-1] in model.config.eos_token_ids
