@@ -63,42 +63,28 @@ class Spans:
         return [slice(start, end) for start, end in pairwise(bounds) if end > start]
 
 
-@dataclass(slots=True)
-class SpanBatch(TokenBatch):
-    """Sequences one after the other, without padding between them."""
-
-    spans: Spans
-
-
-class SpanAttention(AttentionBackend):
-    """Causal attention within each sequence of a SpanBatch. Writes nothing to a KV cache.
+class SpanAttention(AttentionBackend, AttentionPlan):
+    """Causal attention within each of some spans, for one forward of their tokens. Writes nothing to a KV cache.
 
     Attributes:
-        kept: with `keep`, of each layer of the last forward, keys and values [M, KVH, D].
+        kept: with `keep`, of each layer, keys and values [M, KVH, D].
     """
 
-    def __init__(self, keep: bool = False) -> None:
-        self.keep = keep
+    def __init__(self, spans: Spans, keep: bool = False) -> None:
+        self._spans = spans
+        self._keep = keep
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
         """See AttentionBackend."""
-        if not isinstance(batch, SpanBatch):
-            raise ValueError("attention over spans needs a batch of spans")
-        return _SpanPlan(self, batch.spans, _head_split(batch, kv, num_heads, rotary))
-
-
-class _SpanPlan(AttentionPlan):
-    def __init__(self, backend: SpanAttention, spans: Spans, split: Split) -> None:
-        self._backend = backend
-        self._spans = spans
-        self._split = split
+        self._split = _head_split(batch, kv, num_heads, rotary)
+        return self
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
         """See AttentionPlan."""
         q, k, v = self._split(heads, qk_norm)
-        if self._backend.keep:
-            self._backend.kept[layer] = (k.contiguous(), v.contiguous())
+        if self._keep:
+            self.kept[layer] = (k.contiguous(), v.contiguous())
         return causal_attention(q, k, v, self._spans).flatten(1)
 
 

@@ -17,7 +17,7 @@ from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.noise import gumbel
-from outrider_tools.training.attention import SpanAttention, SpanBatch, Spans
+from outrider_tools.training.attention import SpanAttention, Spans
 from outrider_tools.training.options import TreeShape
 
 
@@ -72,62 +72,6 @@ def noise_keys(seeds: list[int]) -> Tensor:
     return torch.from_numpy(np.array(words, np.uint32).view(np.int32))
 
 
-@dataclass(slots=True)
-class NodeBatch(TokenBatch):
-    """`bases` int64 [N], how many rows of the text each node sees; `parents` as in `NodeRollout.run`."""
-
-    bases: Tensor
-    parents: Tensor
-
-
-class NodeAttention(AttentionBackend):
-    """Attention of nodes to the text before their root, and to the path from there to them."""
-
-    def __init__(self, text: SpanAttention) -> None:
-        self.text = text
-        self.own: dict[int, tuple[Tensor, Tensor]] = {}
-        """Of each layer, keys and values of the last nodes and those above them, [N, kv_heads, depth, head_dim]."""
-
-    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
-        """See AttentionBackend."""
-        if not isinstance(batch, NodeBatch):
-            raise ValueError("nodes below a text's roots need a batch that says where they stand")
-        return _NodePlan(self, batch, HeadSplit(batch, kv, num_heads, rotary))
-
-
-class _NodePlan(AttentionPlan):
-    def __init__(self, backend: NodeAttention, batch: NodeBatch, split: HeadSplit) -> None:
-        self._backend = backend
-        self._batch = batch
-        self._split = split
-        length = backend.text.kept[0][0].shape[0]
-        self._hidden = torch.arange(length, device=batch.bases.device) >= batch.bases.unsqueeze(1)
-
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
-        """See AttentionPlan."""
-        q, k, v = self._split(heads, qk_norm)
-        text_k, text_v = self._backend.text.kept[layer]
-        own_k, own_v = self._extend(layer, k, v)
-        q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-        scale = q.shape[-1] ** -0.5
-        text = torch.einsum("nkgd,tkd->nkgt", q, text_k).float() * scale
-        text = text.masked_fill_(self._hidden[:, None, None], float("-inf"))
-        own = torch.einsum("nkgd,nkjd->nkgj", q, own_k).float() * scale
-        weights = torch.cat([text, own], -1).softmax(-1).to(v.dtype)
-        text, own = weights.split((text.shape[-1], own.shape[-1]), -1)
-        found = torch.einsum("nkgt,tkd->nkgd", text, text_v) + torch.einsum("nkgj,nkjd->nkgd", own, own_v)
-        return found.flatten(1)
-
-    def _extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes' own keys and values behind those of their parents."""
-        before = self._backend.own.get(layer)
-        k, v = k.unsqueeze(2), v.unsqueeze(2)
-        if before is not None:
-            k, v = (torch.cat([old[self._batch.parents], new], 2) for old, new in zip(before, (k, v), strict=True))
-        self._backend.own[layer] = (k, v)
-        return k, v
-
-
 # Logits that are in memory at a time.
 CHUNK_LOGITS = 2**27
 
@@ -147,10 +91,10 @@ class TextRollout:
         self.token_ids = token_ids
         self.offset = 0 if features is None else 1
         self.features = None if features is None else model.project(features)
-        self.attention = SpanAttention(keep=True)
         tokens = token_ids[self.offset :]
         spans = Spans.whole(tokens.shape[0], tokens.device)
-        batch = SpanBatch(tokens, spans.positions, spans)
+        self.attention = SpanAttention(spans, keep=True)
+        batch = TokenBatch(tokens, spans.positions)
         before = None if self.features is None else self.features[:-1]
         # Nothing is written to the cache, which tells its heads and dtype alone.
         self.rows, self.child_features = model.forward(batch, before, model.new_kv(1), self.attention)
@@ -169,15 +113,19 @@ class TextRollout:
             yield place, self.model.logits(rows[place])
 
 
-class NodeRollout:
-    """What a draft model computes below some roots of a text, a level of nodes at a time."""
+class NodeRollout(AttentionBackend, AttentionPlan):
+    """What a draft model computes below some roots of a text, a level of nodes at a time.
+
+    It is the model's attention, too: of nodes to the text before their root, and to the path from there to them.
+    """
 
     def __init__(self, draft: TextRollout, roots: Tensor) -> None:
         """`roots` int64 [R], places in the text, at least `draft.offset`."""
         self._draft = draft
         self._bases = roots - draft.offset
-        self._attention = NodeAttention(draft.attention)
         self._depth = 0
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of each layer, keys and values of the last nodes and those above them, [N, kv_heads, depth, head_dim]."""
 
     @property
     def root_features(self) -> Tensor | None:
@@ -200,9 +148,40 @@ class NodeRollout:
             rows for `logits`, and features for the nodes' children.
         """
         bases = self._bases[owners]
-        batch = NodeBatch(tokens, bases + self._depth, bases, parents)
+        batch = TokenBatch(tokens, bases + self._depth)
+        self._parents = parents
+        self._hidden = torch.arange(self._draft.rows.shape[0], device=bases.device) >= bases.unsqueeze(1)
         self._depth += 1
-        return self._draft.model.forward(batch, features, self._draft.model.new_kv(1), self._attention)
+        return self._draft.model.forward(batch, features, self._draft.model.new_kv(1), self)
+
+    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
+        """See AttentionBackend."""
+        self._split = HeadSplit(batch, kv, num_heads, rotary)
+        return self
+
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+        """See AttentionPlan."""
+        q, k, v = self._split(heads, qk_norm)
+        text_k, text_v = self._draft.attention.kept[layer]
+        own_k, own_v = self._extend(layer, k, v)
+        q = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+        scale = q.shape[-1] ** -0.5
+        text = torch.einsum("nkgd,tkd->nkgt", q, text_k).float() * scale
+        text = text.masked_fill_(self._hidden[:, None, None], float("-inf"))
+        own = torch.einsum("nkgd,nkjd->nkgj", q, own_k).float() * scale
+        weights = torch.cat([text, own], -1).softmax(-1).to(v.dtype)
+        text, own = weights.split((text.shape[-1], own.shape[-1]), -1)
+        found = torch.einsum("nkgt,tkd->nkgd", text, text_v) + torch.einsum("nkgj,nkjd->nkgd", own, own_v)
+        return found.flatten(1)
+
+    def _extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes' own keys and values behind those of their parents."""
+        before = self._own.get(layer)
+        k, v = k.unsqueeze(2), v.unsqueeze(2)
+        if before is not None:
+            k, v = (torch.cat([old[self._parents], new], 2) for old, new in zip(before, (k, v), strict=True))
+        self._own[layer] = (k, v)
+        return k, v
 
 
 # Roots that are grown at a time.

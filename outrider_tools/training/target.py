@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.attention.base import TokenBatch
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.models.weights import stored_tensors
-from outrider_tools.training.attention import SpanAttention, SpanBatch, Spans
+from outrider_tools.training.attention import SpanAttention, Spans
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -58,9 +59,9 @@ def target_states(
         features [M, len(feature_layers) * hidden], in the order of `feature_layers`, and the hidden states [M, hidden]
         that `model.logits` takes. Both may be saved for a backward pass.
     """
-    batch = SpanBatch(token_ids, spans.positions, spans)
+    batch = TokenBatch(token_ids, spans.positions)
     # Nothing is written to the cache, which tells its heads and dtype alone.
-    hidden, layers = model.forward_with_features(batch, model.new_kv(1), SpanAttention(), feature_layers)
+    hidden, layers = model.forward_with_features(batch, model.new_kv(1), SpanAttention(spans), feature_layers)
     # Copies: autograd refuses to keep tensors that inference mode made.
     hidden = hidden.clone()
     return torch.cat(layers, 1) if layers else hidden[:, :0], hidden
