@@ -8,10 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outrider.config.base import options_to_argv
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, OutriderError
@@ -31,12 +32,6 @@ _FIXES = {
 }
 
 
-class ProbeFailedError(OutriderError):
-    """Nothing is known of torch, GPUs and models; the message says why."""
-
-    code = "probe_failed"
-
-
 def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
     """What a start with these options would find, before it reads any weights."""
     findings: list[Finding] = []
@@ -44,51 +39,43 @@ def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
         draft = choose_drafters(draft, verify.model, lambda text: findings.append(ok("drafters", text)))
     except ConfigError as error:
         findings.append(problem("drafters", error.message, "correct the option"))
-    asked: dict[str, Any] = {"target": verify.model, "draft": None}
+    asked: DraftOptions | None = None
     if any(name not in ("NGRAM", "AUTO") for name in draft.speculative_algorithm):
-        asked["draft"] = asdict(draft) | {"target_model_path": draft.target_model_path or verify.model}
-        asked["draft"] |= {"auth_token": "", "auth_token_file": ""}
+        asked = replace(draft, target_model_path=draft.target_model_path or verify.model)
     else:
         findings.append(ok("draft model", f"{', '.join(draft.speculative_algorithm)} needs none"))
-    if not _is_here(verify.model):
+    is_here = _is_here(verify.model)
+    if not is_here:
         findings.append(warning("target", f"{verify.model} is not here yet", f"outrider models pull {verify.model}"))
-        asked = {"target": "", "draft": None}
     try:
-        told = run_probe(asked)
-    except ProbeFailedError as error:
+        told = run_probe(verify.model, asked) if is_here else run_probe("", None)
+    except OutriderError as error:
         fix = "python -c 'import torch; print(torch.cuda.is_available())' may say more"
         return [*findings, problem("torch", error.message, fix)]
-    if asked["target"]:
-        for found in told["models"]:
-            level = Level(found["level"])
-            findings.append(
-                Finding(found["check"], level, found["text"], "" if level is Level.OK else _FIXES[found["check"]])
-            )
+    for found in told["models"]:
+        level = Level(found["level"])
+        findings.append(
+            Finding(found["check"], level, found["text"], "" if level is Level.OK else _FIXES[found["check"]])
+        )
     return [*findings, *check_devices(told, verify, draft)]
 
 
-def run_probe(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What `outrider_tools.doctor.probe` answers; it fetches nothing. Raises ProbeFailedError."""
+def run_probe(target: str, draft: DraftOptions | None) -> dict[str, Any]:
+    """What `outrider_tools.doctor.probe` answers; it fetches nothing. Raises OutriderError, which says why."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "outrider_tools.doctor.probe"]
+    command = [sys.executable, "-m", "outrider_tools.doctor.probe", target]
+    # Secrets are left out.
+    command += options_to_argv(draft) if draft is not None else []
     what = "the process that looks at torch, GPUs and models"
     try:
-        done = subprocess.run(
-            command,
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            timeout=PROBE_SECONDS,
-            env=env,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, env=env, check=False)
     except subprocess.TimeoutExpired:
-        raise ProbeFailedError(f"{what} was not done after {PROBE_SECONDS:g} s") from None
+        raise OutriderError(f"{what} was not done after {PROBE_SECONDS:g} s") from None
     except OSError as error:
-        raise ProbeFailedError(f"{what} cannot be started: {error.strerror}") from None
+        raise OutriderError(f"{what} cannot be started: {error.strerror}") from None
     if done.returncode != 0 or not done.stdout.strip():
         last = next(iter(done.stderr.strip().splitlines()[-1:]), "nothing said")
-        raise ProbeFailedError(f"{what} ended with {done.returncode}: {last}")
+        raise OutriderError(f"{what} ended with {done.returncode}: {last}")
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told
 

@@ -1,4 +1,6 @@
-"""What only torch can tell: GPUs, and whether target and draft load and fit. A process of its own, JSON in and out.
+"""What only torch can tell: GPUs, and whether target and draft load and fit. A process of its own that prints JSON.
+
+    python -m outrider_tools.doctor.probe TARGET [options of the draft service]
 
 The loaders run on the meta device: they check every name and shape and read no weights. A driver that crashes takes
 this process alone with it.
@@ -9,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
 from outrider.models.drafters.base import DraftModel
@@ -33,9 +35,11 @@ _META = torch.device("meta")
 
 
 def main() -> int:
-    """Answer one question: {"target": name, "draft": options or null}."""
-    asked = json.loads(sys.stdin.read())
-    print(json.dumps({"torch": _torch(), "gpus": _gpus(), "peers": _peers(), "models": look_at_models(asked)}))
+    """An empty TARGET asks for GPUs alone; without options there is no draft model."""
+    target, *words = sys.argv[1:]
+    draft = parse_options(DraftOptions, words) if words else None
+    models = look_at_models(target, draft) if target else []
+    print(json.dumps({"torch": _torch(), "gpus": _gpus(), "peers": _peers(), "models": models}))
     return 0
 
 
@@ -65,18 +69,15 @@ def _peers() -> list[list[bool]]:
     return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
 
 
-def look_at_models(asked: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Findings on the target that `asked` names and the draft that its options describe: check, level, text."""
+def look_at_models(target: str, draft: DraftOptions | None) -> list[dict[str, str]]:
+    """Findings on the target and the draft model that the options describe: check, level, text."""
     findings: list[dict[str, str]] = []
-    target = _try(findings, "target", lambda: _target(asked["target"]))
-    draft = asked.get("draft")
+    found = _try(findings, "target", lambda: _target(target))
     if draft is None:
         return findings
-    values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in draft.items()}
-    options = DraftOptions(**values)
-    model = _try(findings, "draft model", lambda: _draft(options))
-    if isinstance(target, Hello) and isinstance(model, Hello):
-        _try(findings, "handshake", lambda: _agree(target, model))
+    model = _try(findings, "draft model", lambda: _draft(draft))
+    if isinstance(found, Hello) and isinstance(model, Hello):
+        _try(findings, "handshake", lambda: _agree(found, model))
     return findings
 
 

@@ -4,7 +4,7 @@ import json
 import shutil
 import socket
 import tempfile
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,8 +127,7 @@ def look(target: Path, draft: DraftOptions | None = None) -> str:
     """What the probe finds wrong, without a process of its own."""
     from outrider_tools.doctor.probe import look_at_models  # imports torch
 
-    asked = {"target": str(target), "draft": asdict(draft) | {"target_model_path": str(target)} if draft else None}
-    found = look_at_models(asked)
+    found = look_at_models(str(target), replace(draft, target_model_path=str(target)) if draft else None)
     return "\n".join(f"{one['check']}: {one['text']}" for one in found if one["level"] != "ok")
 
 
