@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.models.config import read_json
 from outrider.models.weights import save_tensors
+from outrider_tools.output import whole_output
 
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -37,23 +38,13 @@ def convert(source: Path, out: Path) -> str:
     Raises:
         ConfigError: names the file that is at fault and why.
     """
-    if out.exists():
-        raise ConfigError(f"{out}: exists; remove it or choose another name")
-    work = out.parent / f".{out.name}.work{out.suffix}"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove(work)
+    with whole_output(out, str(out)) as work:
         if source.is_dir():
             line = _convert_folder(source, work)
         elif source.is_file():
             line = _convert_token_map(source, work)
         else:
             raise ConfigError(f"{source}: no such file or folder")
-        work.rename(out)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error}") from error
-    finally:
-        _remove(work)
     return f"{out}: {line}"
 
 
@@ -153,10 +144,3 @@ def _convert_token_map(source: Path, work: Path) -> str:
             raise ConfigError(f"{source}: must be a list of token ids, and holds {value!r}")
     work.write_text(json.dumps(content) + "\n", encoding="utf-8")
     return f"{len(content)} token ids"
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import decoder_tensors
@@ -24,6 +22,7 @@ from outrider.models.progress import Progress
 from outrider.models.weights import write_shards
 from outrider_tools.inflate.shapes import Shape, ShapeMap
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
+from outrider_tools.output import whole_output
 
 COPIED_FILES = (
     "generation_config.json",
@@ -88,7 +87,8 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     fields = inflated_fields(fields, shape_map, vocab_size, inflater.rms_norm_eps, options.dtype)
     shapes = _tensor_shapes(fields)
     total = sum(map(math.prod, shapes.values())) * options.dtype.itemsize
-    with work_folder(out, total) as work:
+    with whole_output(out, f"--out {out}", total) as work:
+        work.mkdir()
         (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         for name in COPIED_FILES:
             if (source / name).is_file():
@@ -111,31 +111,6 @@ def _tensor_shapes(fields: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     config = ModelConfig.from_fields(fields, {})
     model = CausalLM(config, torch.float32, torch.device("meta"))
     return {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
-
-
-@contextmanager
-def work_folder(out: Path, num_bytes: int, option: str = "--out") -> Iterator[Path]:
-    """A folder beside `out` that takes its name at the end, or is removed.
-
-    Raises:
-        ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; names `option`.
-    """
-    if out.exists():
-        raise ConfigError(f"{option} {out}: exists; remove it or choose another folder")
-    work = out.parent / f".{out.name}.work"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(work, ignore_errors=True)
-        free = shutil.disk_usage(out.parent).free
-        if free < num_bytes:
-            raise ConfigError(f"{option} {out}: needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there")
-        work.mkdir()
-        yield work
-        work.rename(out)
-    except OSError as error:
-        raise ConfigError(f"{option} {out}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _write_notice(work: Path, name: str, source: Path, shape_map: ShapeMap, vocab_size: int, seed: int) -> None:

@@ -22,9 +22,10 @@ from outrider.models.drafters.loader import shared_tensors
 from outrider.models.progress import Progress
 from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
-from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, work_folder
+from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions
 from outrider_tools.inflate.shapes import ShapeMap, shape_of
 from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater, inflated_fields
+from outrider_tools.output import whole_output
 
 OFFSETS = "d2t"
 WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
@@ -143,7 +144,8 @@ def _check_mtp(head: Path, of_target: ModelConfig) -> None:
 def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], copied: Path | None) -> int:
     """Write config.json and weights of a head, with the tokenizer's files of `copied`; returns bytes of weights."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    with work_folder(out, num_bytes, "--draft-out") as work:
+    with whole_output(out, f"--draft-out {out}", num_bytes) as work:
+        work.mkdir()
         (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         for name in COPIED_FILES if copied is not None else ():
             if copied is not None and (copied / name).is_file():
