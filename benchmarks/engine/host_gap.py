@@ -180,7 +180,7 @@ class PacedDraft:
 
     def _grow(self, author: TreeAuthor) -> int:
         first = author.next_id
-        frontier = [(-author.path_score(node), node) for node in author.live_ids()]
+        frontier = [(-author.from_start(node)[0], node) for node in author.live_ids()]
         heapq.heapify(frontier)
         while frontier and author.num_live < author.credit and author.next_id - first < self._pace.most_nodes:
             score, node = heapq.heappop(frontier)

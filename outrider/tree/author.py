@@ -217,10 +217,6 @@ class TreeAuthor:
         """Draft tokens from the root to the node."""
         return self.from_start(node_id)[1] - self._sums[self.root][1]
 
-    def path_score(self, node_id: int) -> float:
-        """Sum of the edge scores from the root to the node."""
-        return self.from_start(node_id)[0] - self._sums[self.root][0]
-
     def from_start(self, node_id: int) -> tuple[float, int]:
         """Sum of the edge scores from node 0 of the epoch to a live node, and draft tokens from there."""
         sums = self._sums
@@ -234,16 +230,6 @@ class TreeAuthor:
         for below in reversed(walked):
             score, depth = sums[below] = score + nodes[below].score, depth + 1
         return score, depth
-
-    def path(self, node_id: int) -> list[int]:
-        """Draft tokens from below the root to the node."""
-        tokens, nodes = [], self._settled()
-        while node_id != self.root:
-            node = nodes[node_id]
-            tokens.append(node.token)
-            node_id = node.parent
-        tokens.reverse()
-        return tokens
 
     @property
     def owes_answer(self) -> bool:

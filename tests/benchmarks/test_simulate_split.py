@@ -198,7 +198,11 @@ def test_the_draft_says_what_the_language_holds_below_every_path(monkeypatch: py
 
     def check(author: TreeAuthor, parent: int, token: int, score: float) -> None:
         if author.is_live(parent):
-            tokens, chances = LANGUAGE.candidates(state((*author.tokens, *author.path(parent))), 16)
+            path: list[int] = []
+            while parent != author.root:
+                path.append(author.node(parent).token)
+                parent = author.node(parent).parent
+            tokens, chances = LANGUAGE.candidates(state((*author.tokens, *path[::-1])), 16)
             place = tokens[0].tolist().index(token)
             assert score == pytest.approx(float(np.log(chances[0, place])), abs=1e-4)
 

@@ -96,7 +96,7 @@ def test_capacity_holds_and_counts_never_exceed_the_truth(text: list[int], capac
     for position, token in enumerate(text):
         trie.append(token)
         assert len(trie) <= capacity
-        assert len(list(trie.nodes())) == len(trie)
+        assert len(list(trie._nodes)) == len(trie)
         for width, place in enumerate(trie.context()):
             if place is not None:
                 true = count_followers([text[: position + 1]], text[position + 1 - width : position + 1])
@@ -107,11 +107,11 @@ def test_capacity_holds_and_counts_never_exceed_the_truth(text: list[int], capac
 @given(st.lists(st.integers(0, 30), max_size=300))
 def test_every_node_hangs_from_the_root(text: list[int]) -> None:
     trie = build([text], capacity=40)
-    for node in trie.nodes():
+    for node in trie._nodes:
         parent = node.parent
         assert parent is not None and parent.children is not None
         assert parent.children[node.token] is node
-        assert parent is trie.root or parent in set(trie.nodes())
+        assert parent is trie.root or parent in set(trie._nodes)
 
 
 def test_the_least_recently_seen_goes_first() -> None:

@@ -38,6 +38,15 @@ def opened() -> TreeAuthor:
     return TreeAuthor(Open(1, [0, 1], 1, SamplingParams(), CREDIT), VOCAB)
 
 
+def path_to(author: TreeAuthor, node: int) -> list[int]:
+    """Draft tokens from below the root to a node."""
+    tokens = []
+    while node != author.root:
+        tokens.append(author.node(node).token)
+        node = author.node(node).parent
+    return tokens[::-1]
+
+
 def state(author: TreeAuthor) -> list[tuple[Any, ...]]:
     """All that can be asked of live nodes."""
     return [
@@ -45,8 +54,7 @@ def state(author: TreeAuthor) -> list[tuple[Any, ...]]:
             node,
             author.node(node),
             author.depth(node),
-            author.path(node),
-            author.path_score(node),
+            path_to(author, node),
             author.from_start(node),
         )
         for node in author.live_ids()
@@ -94,7 +102,7 @@ class Twins:
             if not below:
                 break
             node = below[pick % len(below)]
-        path = [*single.path(node), bonus]
+        path = [*path_to(single, node), bonus]
         resolved = None if pick % 3 else single.root
         commit = Commit(1, single.committed_len, list(path), single.epoch, received, resolved, CREDIT)
         assert self.bulk.apply(commit) == single.apply(commit)

@@ -14,7 +14,7 @@ trie's root. A place is an inner node, a position in the text (below a leaf), or
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Container
 
 _END = -1
 """Ends a text: no branch runs across it."""
@@ -143,10 +143,6 @@ class Trie:
             return []
         found = [(token, children[token].count) for token in reversed(children) if token not in known]
         return found[:limit]
-
-    def nodes(self) -> Iterator[TrieNode]:
-        """All nodes but the root, the least recently seen first."""
-        return iter(self._nodes)
 
     def _spell_out(self, leaf: TrieNode) -> None:
         """Turn a leaf into an inner node whose one child is the token behind its first occurrence."""
