@@ -22,10 +22,12 @@ TORCH_FREE = [
     "outrider.errors",
     "outrider.logs",
     "outrider.host",
+    "outrider.models.drafters.kinds",
     "outrider.rpc",
     "outrider.sampling.noise",
     "outrider.sampling.params",
     "outrider.tree",
+    "verify_service.main",
 ]
 
 # Imports each module named and all modules below them, then prints which of the heavy ones came along.
