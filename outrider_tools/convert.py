@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.models.config import read_json
 from outrider.models.weights import save_tensors
-from outrider_tools.output import whole_output
+from outrider_tools.files import whole_output
 
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX_FILE = "pytorch_model.bin.index.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider_tools.files import json_objects
 
 FIRST_RANDOM_ID = 256
 """Random ids begin here where the vocabulary allows it: the first ones are special tokens in many tokenizers."""
@@ -58,24 +58,10 @@ def read_prompts(path: Path, output_len: int) -> list[Prompt]:
     A line is an object with `prompt` (text), `turns` (the first one is taken), `messages` (a system message and the
     first user's) or `prompt_token_ids`; `max_tokens` overrides `output_len`. Raises ConfigError, naming the line.
     """
-    try:
-        lines = path.expanduser().read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset-path: {path} cannot be read: {error}; give a JSONL file") from None
-    prompts = [_parse(path, number, line, output_len) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise ConfigError(f"--dataset-path: {path} holds no prompt; write a JSON object a line")
-    return prompts
+    return [_parse(where, fields, output_len) for where, fields in json_objects(path, f"--dataset-path: {path}")]
 
 
-def _parse(path: Path, number: int, line: str, output_len: int) -> Prompt:
-    where = f"--dataset-path: {path}, line {number}"
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: no JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: not an object; write it as {{'prompt': 'text'}}")
+def _parse(where: str, fields: dict[str, Any], output_len: int) -> Prompt:
     max_tokens = fields.get("max_tokens", output_len)
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise ConfigError(f"{where}: max_tokens {max_tokens!r} is not a whole number of at least 1")

@@ -20,9 +20,9 @@ from outrider.models.decoder import CausalLM
 from outrider.models.loader import decoder_tensors
 from outrider.models.progress import Progress
 from outrider.models.weights import write_shards
+from outrider_tools.files import whole_output
 from outrider_tools.inflate.shapes import Shape, ShapeMap
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
-from outrider_tools.output import whole_output
 
 COPIED_FILES = (
     "generation_config.json",

@@ -22,10 +22,10 @@ from outrider.models.drafters.loader import shared_tensors
 from outrider.models.progress import Progress
 from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
+from outrider_tools.files import whole_output
 from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions
 from outrider_tools.inflate.shapes import ShapeMap, shape_of
 from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater, inflated_fields
-from outrider_tools.output import whole_output
 
 OFFSETS = "d2t"
 WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")

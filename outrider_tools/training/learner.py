@@ -188,16 +188,15 @@ class Learner:
         options: TrainerOptions,
         feature_weight: float = 0.0,
         *,
-        fixed_shape: bool | None = None,
         compiled: bool | None = None,
     ) -> None:
         """`feature_weight`: of the smooth L1 distance to the target's hidden states, beside the loss on tokens.
 
-        Without `fixed_shape` and `compiled`, the options decide on a GPU; a CPU does without both.
+        Without `compiled` the options decide on a GPU, as of batches of one shape; a CPU does without both.
         """
         self.module = module
         on_gpu = target.device.type == "cuda"
-        self.fixed_shape = on_gpu and options.packed if fixed_shape is None else fixed_shape
+        self.fixed_shape = on_gpu and options.packed
         self._target = target
         self._num_steps = options.unroll
         self._feature_weight = feature_weight

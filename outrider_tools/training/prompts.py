@@ -14,6 +14,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from outrider.errors import ConfigError
+from outrider_tools.files import json_objects
 
 # Stands for the user's words while the template is rendered; no tokenizer or template has a use for it.
 _PLACE = "\u241fplace of the question\u241f"
@@ -68,23 +69,10 @@ def read_questions(path: Path) -> list[Question]:
     Raises:
         ConfigError: names the line that is at fault.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    questions = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not questions:
-        raise ConfigError(f"{path} holds no questions")
-    return questions
+    return [_question(where, fields) for where, fields in json_objects(path, str(path))]
 
 
-def _question(line: str, where: str) -> Question:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{where}: expected a JSON object")
+def _question(where: str, fields: dict[str, Any]) -> Question:
     turns = fields.get("turns")
     text = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
     if not isinstance(text, str) or not text.strip():

@@ -1,13 +1,39 @@
-"""A file or folder that appears whole or not at all."""
+"""Files that tools read and write: JSONL of prompts, and what appears whole or not at all."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from outrider.errors import ConfigError
+
+
+def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, each with words that say where it stands and begin with `said`; at least one.
+
+    Raises:
+        ConfigError: the file cannot be read, holds nothing, or a line is no object.
+    """
+    try:
+        lines = path.expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{said} cannot be read: {error}; give a JSONL file") from None
+    if not any(map(str.strip, lines)):
+        raise ConfigError(f"{said} holds no prompt; write a JSON object a line")
+    for number, line in enumerate(lines, 1):
+        where = f"{said}, line {number}"
+        try:
+            fields = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise ConfigError(f"{where}: no JSON: {error}") from None
+        if isinstance(fields, dict):
+            yield where, fields
+        elif line.strip():
+            raise ConfigError(f"{where}: not an object; write it as {{'prompt': 'text'}}")
 
 
 @contextmanager
