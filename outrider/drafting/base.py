@@ -375,7 +375,10 @@ class TreeGrowth:
 
     def most_nodes(self, tree: Tree, limits: TreeLimits) -> int:
         """Live nodes that a tree may have by now: what is granted, and no more than its share of the memory."""
-        return min(self.granted(tree, limits), self._share)
+        # As `granted`, which is not called: this is asked for each tree in each turn.
+        if limits.leaves_half or tree.is_paused:
+            return min(self.granted(tree, limits), self._share)
+        return min(tree.author.credit, limits.num_nodes, self._share)
 
     def append(self, tree: Tree, parent: int, token: int, score: float, source: int) -> int | None:
         """Append a node and return its id; None if the author refuses it, see TreeAuthor.add."""

@@ -92,9 +92,9 @@ class BatchManager:
     def expects(self, handle: int) -> bool:
         """Whether the burst under way runs the root of this tree, or the forest will follow a commit when it ends."""
         context = self._contexts.get(handle)
-        if context is None or not self._is_granted(context):
+        if context is None or not (context.root_in_burst or context.known < context.tree.author.committed_len):
             return False
-        return context.root_in_burst or context.known < context.tree.author.committed_len
+        return self._is_granted(context)
 
     def open(self, tree: Tree) -> None:
         """A request begins. `admit` gives it a row."""
