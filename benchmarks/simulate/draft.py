@@ -24,11 +24,11 @@ import outrider.drafting.model.runner as runner
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.pool import CONTEXT, BurstMemory, Pool
 from benchmarks.simulate.world import Actor, Costs
-from draft_service.engine.requests import AnswerPort, Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBuckets
 from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.requests import AnswerPort, Requests
 from outrider.host.frames import FromVerify
 from outrider.host.garbage import GarbageCollector
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS

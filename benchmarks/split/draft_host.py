@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from benchmarks.split.bursts import row_list
-from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.buffers import BurstInput, BurstOutput
@@ -43,6 +42,7 @@ from outrider.drafting.model.burst import (
 )
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
+from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Commit, DraftMessage, Features, Grow, Open
 from outrider.protocol.speculation_codec import encode_draft
 from outrider.sampling.params import SamplingParams
@@ -295,7 +295,7 @@ class Peer:
     received: list[DraftMessage] = field(default_factory=list)
 
     def send(self, messages: Sequence[DraftMessage]) -> None:
-        """See draft_service.engine.requests."""
+        """See outrider.drafting.requests."""
         self.received.extend(messages)
 
 

@@ -10,7 +10,6 @@ from time import perf_counter
 from draft_service.engine.features import FeatureReceiver
 from draft_service.engine.inbox import DraftInbox
 from draft_service.engine.reporter import DraftReporter
-from draft_service.engine.requests import AnswerPort, Requests
 from draft_service.frames import (
     AskProjection,
     AskState,
@@ -24,6 +23,7 @@ from draft_service.frames import (
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper
+from outrider.drafting.requests import AnswerPort, Requests
 from outrider.errors import InternalError, is_device_failure, raise_device_failure
 from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, Start, Stop
 from outrider.host.garbage import GarbageCollector

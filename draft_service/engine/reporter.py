@@ -9,9 +9,9 @@ from time import monotonic
 from typing import TypeVar
 
 from draft_service.engine.inbox import VerifyLines
-from draft_service.engine.requests import Requests
 from draft_service.frames import GROWTH_SECONDS, DraftEngineState, FromDoor, ToVerify, TurnUpdates
 from outrider.drafting.base import AnyDrafter
+from outrider.drafting.requests import Requests
 from outrider.host.frames import SessionLost
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import DraftMessage

@@ -10,21 +10,22 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from msgspec.structs import replace
+
 from draft_service.engine.engine import DraftEngine
-from draft_service.engine.requests import longest_sequence
 from draft_service.frames import DrafterProfile, FeaturesFromDoor, FromDoor, features_from_door, from_door
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
+from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.drafter import find_mapper, workplace
 from outrider.drafting.model.features import MemoryMapper
-from outrider.drafting.registry import build_drafter, named_drafters
+from outrider.drafting.registry import build_drafter
+from outrider.drafting.requests import drafters_of_any_target, introduce
 from outrider.host.garbage import disable_automatic_collection
 from outrider.host.line import listen
 from outrider.host.pipe import Pipe
 from outrider.host.process import switch_threads_often
 from outrider.host.worker import BuiltEngine, exit_process, pin_to_cores, run_worker
-from outrider.protocol.speculation import PROTOCOL_VERSION, Hello, LineOffer
-from outrider.sampling.noise import NOISE_VERSION
+from outrider.protocol.speculation import LineOffer
 
 Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]
 """Makes the drafter, and what maps verify's memory where that works, if that can be. Raises ConfigError."""
@@ -66,26 +67,8 @@ def describe(
     drafter: AnyDrafter, options: DraftOptions, *, maps_memory: bool = False, line: LineOffer | None = None
 ) -> DrafterProfile:
     """What the door is told of the drafter that the options name."""
-    needs = drafter.needs
-    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else ()
-    any_target = frozenset(number for number, part in enumerate(parts) if part.needs == Needs())
-    hello = Hello(
-        PROTOCOL_VERSION,
-        NOISE_VERSION,
-        model="+".join(named_drafters(options)),
-        tokenizer_hash=needs.tokenizer_hash,
-        vocab_size=needs.vocab_size,
-        hidden_size=needs.hidden_size,
-        feature_layers=tuple(needs.feature_layers),
-        max_positions=longest_sequence(needs.max_positions, options),
-        sources=tuple(drafter.sources),
-        projection_columns=needs.projection.num_columns if needs.projection is not None else 0,
-        projection_hash=needs.projection.name if needs.projection is not None else "",
-        # In lockstep nothing is said before a tree is complete, features and all.
-        features_optional=bool(needs.feature_layers and any_target) and not options.lockstep,
-        line=line,
-    )
-    return DrafterProfile(hello, any_target, maps_memory, tuple(drafter.gauges()))
+    hello = replace(introduce(drafter, options), line=line)
+    return DrafterProfile(hello, drafters_of_any_target(drafter), maps_memory, tuple(drafter.gauges()))
 
 
 if __name__ == "__main__":

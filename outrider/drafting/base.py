@@ -247,6 +247,11 @@ class TreeGrowth:
         return all(grower.idle for grower in self.growers)
 
     @property
+    def is_behind(self) -> bool:
+        """Whether `grow` has committed tokens to compute before some tree can grow."""
+        return any(grower.is_behind for grower in self.growers)
+
+    @property
     def device_idle(self) -> bool:
         """Whether a device waits for the next call of `grow`: messages are to be applied, and nothing else done."""
         return any(grower.device_idle for grower in self.growers)
@@ -472,6 +477,11 @@ class Grower(ABC):
 
         Without `wait`, a grower whose next step is to wait for a device returns.
         """
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether committed tokens are to be computed before some tree can grow."""
+        return False
 
     @property
     def device_idle(self) -> bool:

@@ -13,12 +13,12 @@ from page_integrity import check_pages
 from scripted_rows import Guesses, features_message
 from scripted_runner import ScriptedRunner
 
-from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
+from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from growth_rig import GREEDY, Peer, Verify, shape
 
-from draft_service.engine.requests import Requests
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
@@ -19,6 +18,7 @@ from outrider.drafting.model.entries import BurstCollector
 from outrider.drafting.model.forest import DraftForest
 from outrider.drafting.model.runner import RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
+from outrider.drafting.requests import Requests
 from outrider.models.drafters.base import DraftModel
 from outrider.protocol.speculation import Commit, Open
 from outrider.sampling.params import SamplingParams

@@ -10,11 +10,11 @@ import pytest
 from draft_fakes import Guesses, RecordingPort, ScriptedDrafter, commit_message, open_message
 from tiny_grammar import CHOICE, END, TOKENS, VOCAB, text_of, tiny_vocabulary
 
-from draft_service.engine.grammars import find_tokenizer
-from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import FrontierNode
+from outrider.drafting.grammars import find_tokenizer
 from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.drafting.requests import Requests
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror

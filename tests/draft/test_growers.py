@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from draft_fakes import VOCAB, RecordingPort, ScriptedDrafter, commit_message, open_message
 
-from draft_service.engine import requests as requests_module
-from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
+from outrider.drafting import requests as requests_module
 from outrider.drafting.base import AnyDrafter, Grower, Refusal, Tree, TreeGrowth, TreeLimits
+from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Decline, DeclineReason, Pause, Resume
 
 

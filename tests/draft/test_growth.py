@@ -10,9 +10,9 @@ from draft_fakes import GREEDY, VOCAB, Guesses, RecordingPort, ScriptedDrafter, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import FrontierNode
+from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Grow, Pause, Resume
 from outrider.tree.mirror import TreeMirror
 

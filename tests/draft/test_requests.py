@@ -8,9 +8,9 @@ import random
 import pytest
 from draft_fakes import GREEDY, VOCAB, RecordingPort, ScriptedDrafter, commit_message, open_message
 
-from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Close, Commit, Decline, Grow, Hello, Open, Pause, Resume
 from outrider.tree.author import Outcome
 from outrider.tree.mirror import TreeMirror

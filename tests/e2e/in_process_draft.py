@@ -7,11 +7,11 @@ import math
 import torch
 from threaded_engine import ThreadedEngine
 
-from draft_service.engine.requests import Requests
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter, Needs
 from outrider.drafting.model.build import build_runner
 from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.requests import Requests
 from outrider.models.drafters.base import DraftModel
 from outrider.protocol.speculation import Commit, DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.tree.author import TreeAuthor

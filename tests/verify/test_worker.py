@@ -33,7 +33,7 @@ from verify_service.frames import (
     from_door,
     from_engine,
 )
-from verify_service.speculation.connection import DraftConnection
+from verify_service.speculation.connection import DraftServiceConnection
 
 
 @dataclass
@@ -116,7 +116,7 @@ def test_all_of_a_round_leaves_as_one_frame_when_it_is_flushed(wire: Wire) -> No
 
 
 def test_drafts_are_told_at_once(wire: Wire) -> None:
-    port = DraftConnection(7, "far:1", wire.pipe)
+    port = DraftServiceConnection(7, "far:1", wire.pipe)
     port.send([Close(3), Close(4)])
     port.reset()
     told, reset = wire.read()
@@ -162,7 +162,7 @@ def test_state_leaves_now_and_then_and_whenever_the_engine_falls_idle(wire: Wire
 
 
 def test_a_door_that_does_not_read_costs_no_frame_and_no_wait(wire: Wire) -> None:
-    port = DraftConnection(7, "far:1", wire.pipe)
+    port = DraftServiceConnection(7, "far:1", wire.pipe)
     count = 20_000
     for number in range(count):
         port.send([Close(number)])

@@ -27,7 +27,7 @@ from verify_service.frames import (
     ProjectionFrame,
     Submit,
 )
-from verify_service.speculation.connection import DraftConnection
+from verify_service.speculation.connection import DraftServiceConnection
 
 log = get_logger(__name__)
 
@@ -42,8 +42,8 @@ class SocketInbox:
         self._pipe = pipe
         self._actions: deque[Action] = deque()
         self._requests: dict[int, Request] = {}
-        self._sessions: dict[int, DraftConnection] = {}
-        self._lines: dict[int, tuple[DraftConnection, Line[DraftBatch]]] = {}
+        self._sessions: dict[int, DraftServiceConnection] = {}
+        self._lines: dict[int, tuple[DraftServiceConnection, Line[DraftBatch]]] = {}
         """Lines that were not lost, by session."""
         self._engine: VerifyEngine
         self._reporter: VerifyReporter
@@ -159,9 +159,9 @@ class SocketInbox:
             self._engine.cancel(request)
             self.post(lambda: self._reporter.ended(number))
 
-    def _connect(self, up: DraftUp) -> DraftConnection:
+    def _connect(self, up: DraftUp) -> DraftServiceConnection:
         """The connection to a draft whose session began, with a line if its engine is on this host."""
-        connection = DraftConnection(up.session, up.address, self._pipe, up.terms)
+        connection = DraftServiceConnection(up.session, up.address, self._pipe, up.terms)
         offer = up.terms.line
         if offer is not None and (line := dial(offer.host, offer.path, offer.token)) is not None:
             log.info("draft %s is on this host: its engine is spoken to directly", up.address)
@@ -169,16 +169,18 @@ class SocketInbox:
             self._lines[up.session] = connection, line
         return connection
 
-    def _forget_line(self, connection: DraftConnection) -> None:
+    def _forget_line(self, connection: DraftServiceConnection) -> None:
         """A session has ended, or its line was lost."""
         if self._lines.pop(connection.session, None) is not None and connection.line is not None:
             connection.line.close()
 
-    def _post_messages(self, connection: DraftConnection, messages: Sequence[DraftMessage], arrived_at: float) -> None:
+    def _post_messages(
+        self, connection: DraftServiceConnection, messages: Sequence[DraftMessage], arrived_at: float
+    ) -> None:
         # One by one, so that the engine may turn to something else in between.
         for message in messages:
             self.post(partial(self._receive_message, connection, message, arrived_at))
 
-    def _receive_message(self, connection: DraftConnection, message: DraftMessage, arrived_at: float) -> None:
+    def _receive_message(self, connection: DraftServiceConnection, message: DraftMessage, arrived_at: float) -> None:
         if connection.line is None or not connection.line.closed:
             self._engine.drafts.receive(connection, [message], arrived_at)

@@ -1,8 +1,9 @@
-"""The connection of verify's engine to a draft service, for one session."""
+"""Connections of verify's engine to drafts, each for one session."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outrider.host.frames import FeaturePieces, FromVerify, SessionLost
 from outrider.host.line import DraftBatch, Line, VerifyBatch
@@ -13,11 +14,36 @@ from outrider.tree.projection import Projection
 from verify_service.frames import FeaturesOpen, FromDoor
 
 
-@dataclass(eq=False, slots=True)
-class DraftConnection:
-    """A session. Its streams are in the door; where the draft's engine is on this host, a line is here.
+class DraftConnection(Protocol):
+    """A session with a draft."""
 
-    No method blocks while the door reads.
+    @property
+    def address(self) -> str:
+        """Where the draft is."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether features should be sent now."""
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Send messages at once, in order: a round may be held for their answer."""
+
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
+
+    def send_features(self, messages: list[Features]) -> None:
+        """Send features, in order. Their bytes are good during the call alone."""
+
+    def reset(self) -> None:
+        """End the session, from which nothing is heard, and begin anew."""
+
+
+@dataclass(eq=False, slots=True)
+class DraftServiceConnection:
+    """A session with a draft service, see DraftConnection.
+
+    Its streams are in the door; where the draft's engine is on this host, a line is here. No method blocks while the
+    door reads.
     """
 
     session: int
@@ -33,7 +59,7 @@ class DraftConnection:
     """As much of it as has come."""
 
     def send(self, messages: list[VerifyMessage]) -> None:
-        """Send messages at once, in order: a round may be held for their answer."""
+        """See DraftConnection."""
         if self.line is not None:
             self.line.send(VerifyBatch(messages))
         else:
@@ -41,21 +67,21 @@ class DraftConnection:
 
     @property
     def has_room(self) -> bool:
-        """Whether features should be sent now."""
+        """See DraftConnection."""
         # What is told of rounds should find little before it.
         self.pipe.flush()
         return not self.pipe.backlog
 
     def begin_features(self, begin: FeaturesBegin) -> None:
-        """Open the features stream, under the session's own token; `FeatureSender.opened` hears when it is."""
+        """See DraftConnection."""
         self.pipe.send(FeaturesOpen(self.session, begin))
 
     def send_features(self, messages: list[Features]) -> None:
-        """Send features, in order. Their bytes are good during the call alone."""
+        """See DraftConnection."""
         self.pipe.send(FeaturePieces(self.session, messages))
 
     def reset(self) -> None:
-        """End the session; the door dials it anew, and reports it down, and up again."""
+        """See DraftConnection: the door dials it anew, and reports it down, and up again."""
         self.pipe.send(SessionLost(self.session))
 
     def take_projection(self) -> Projection | None:

@@ -177,6 +177,10 @@ class DraftWaitState:
         """The request was preempted; what comes until it runs again says nothing of how long parts take."""
         self.paused, self.answered_at = True, None
 
+    def on_silence(self) -> None:
+        """The draft says nothing more to the newest commit."""
+        self.awaits_answer, self.answered_at = False, None
+
     def on_commit(self) -> None:
         """The mirror was re-rooted: what followed the commit before is over, and the draft is not told yet."""
         mode, health, has_nodes = self.mode, self.health, self.mirror.has_nodes

@@ -73,6 +73,11 @@ class SpeculativeRequest:
     """Nodes that its rounds took lately."""
 
     @property
+    def awaits_look(self) -> bool:
+        """Whether the draft, which is in doubt, was told of the newest commit and has not followed it."""
+        return self.backoff.in_doubt and self.wait.sent_at is not None and not self.wait.num_messages
+
+    @property
     def feature_end(self) -> int:
         """Positions whose features the draft should have: all that are stored, of tokens that it was told of."""
         return min(self.request.cached_len, len(self.request.tokens) - 1 - self.num_unsent_tokens)
@@ -253,6 +258,17 @@ class Drafts:
                     self._decline(replica, message)
                 case _:
                     self.dropped["unexpected"] += 1
+
+    def said_all(self, connection: DraftConnection) -> None:
+        """A draft has nothing more to say before it is told something."""
+        replica = self.replicas.get(connection)
+        for spec in replica.requests.values() if replica is not None else ():
+            spec.wait.on_silence()
+
+    def awaits_look(self, connection: DraftConnection) -> bool:
+        """Whether a draft in doubt was told of a commit to be judged by, for which no round waits."""
+        replica = self.replicas.get(connection)
+        return replica is not None and any(spec.awaits_look for spec in replica.requests.values())
 
     def flush(self) -> None:
         """Hand all queued messages to their sessions."""

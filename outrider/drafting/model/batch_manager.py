@@ -69,6 +69,13 @@ class BatchManager:
         """Whether requests that were closed still have rows."""
         return bool(self._closing)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether `admit` or `extend` has something to do."""
+        return bool(self._opening) or any(
+            self._is_granted(context) and self.kv_manager.num_extendable(context) for context in self._contexts.values()
+        )
+
     def take_closed_rows(self) -> list[int]:
         """Rows of requests that were closed since the last call and are not released yet."""
         rows = [context.row for context in self._closing if context not in self._reported]

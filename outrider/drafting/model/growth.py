@@ -89,6 +89,11 @@ class BurstGrowth(Grower):
         return not self._batch_manager.has_updates() and not self._batch_manager.has_closed
 
     @property
+    def is_behind(self) -> bool:
+        """Whether requests are to be given rows, or tokens of theirs to be computed in forwards apart."""
+        return self._batch_manager.is_behind
+
+    @property
     def device_idle(self) -> bool:
         """Whether there is something to run and no burst is under way."""
         return self._active is None and not self._nothing_to_run

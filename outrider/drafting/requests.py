@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draft_service.engine.grammars import DraftGrammars
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, Refusal, Tree
-from outrider.drafting.registry import build_growth
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs, Refusal, Tree
+from outrider.drafting.grammars import DraftGrammars
+from outrider.drafting.registry import build_growth, named_drafters
 from outrider.protocol.speculation import (
+    PROTOCOL_VERSION,
     Close,
     Commit,
     Decline,
@@ -24,6 +25,7 @@ from outrider.protocol.speculation import (
     Resume,
     VerifyMessage,
 )
+from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.author import Outcome, TreeAuthor
 
 _MAX_NODES_PER_GROW = 256
@@ -37,7 +39,7 @@ _RETRYABLE = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AnswerPort:
-    """A session with a verify service."""
+    """A session with a verify engine."""
 
     vocab_size: int
     """Token ids at or past this are illegal."""
@@ -190,3 +192,29 @@ class Requests:
 def longest_sequence(max_positions: int, options: DraftOptions) -> int:
     """Tokens of the longest sequence that is served by a drafter that serves `max_positions`, 0 for any."""
     return min(max_positions or options.max_positions, options.max_positions)
+
+
+def drafters_of_any_target(drafter: AnyDrafter) -> frozenset[int]:
+    """Numbers of the parts of a combined drafter that take any target as it is."""
+    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else ()
+    return frozenset(number for number, part in enumerate(parts) if part.needs == Needs())
+
+
+def introduce(drafter: AnyDrafter, options: DraftOptions) -> Hello:
+    """What a verify engine is told of the drafter that the options name."""
+    needs = drafter.needs
+    return Hello(
+        PROTOCOL_VERSION,
+        NOISE_VERSION,
+        model="+".join(named_drafters(options)),
+        tokenizer_hash=needs.tokenizer_hash,
+        vocab_size=needs.vocab_size,
+        hidden_size=needs.hidden_size,
+        feature_layers=tuple(needs.feature_layers),
+        max_positions=longest_sequence(needs.max_positions, options),
+        sources=tuple(drafter.sources),
+        projection_columns=needs.projection.num_columns if needs.projection is not None else 0,
+        projection_hash=needs.projection.name if needs.projection is not None else "",
+        # In lockstep nothing is said before a tree is complete, features and all.
+        features_optional=bool(needs.feature_layers and drafters_of_any_target(drafter)) and not options.lockstep,
+    )

@@ -107,9 +107,14 @@ class DraftGrammars:
         self._vocabularies: dict[tuple[str, int], GrammarVocabulary | None] = {}
         """By tokenizer and size; None where there is none, so that it is looked for once."""
 
-    def serve(self, tokenizer_hash: str) -> None:
-        """The target's tokenizer is this one from now on; empty if verify does not say."""
+    def serve(self, tokenizer_hash: str, vocabulary: GrammarVocabulary | None = None) -> None:
+        """The target's tokenizer is this one from now on; empty if verify does not say.
+
+        `vocabulary`: that tokenizer, where it was read already.
+        """
         self._tokenizer_hash = tokenizer_hash
+        if vocabulary is not None:
+            self._vocabularies[tokenizer_hash, vocabulary.size] = vocabulary
 
     def open(self, author: TreeAuthor, vocab_size: int) -> None:
         """A request begins."""
