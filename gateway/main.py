@@ -26,6 +26,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import read_secret
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.lifecycle import run_service, write_ready_file
+from outrider.rpc.names import PeerAddresses
 from outrider.rpc.server import GrpcServer, door_options, peer_source
 from outrider.rpc.tls import TlsSource
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, check_token, is_local
@@ -120,18 +121,16 @@ def build_gateway(options: GatewayOptions) -> Gateway:
     )
     token = read_secret(options.verify_auth_token, options.verify_auth_token_file, "--verify-auth-token")
     tls = peer_source(options, "verify")
-    replicas = [
-        Replica(
-            address,
-            auth_token=token,
-            tls=tls,
-            probe_seconds=options.probe_seconds,
-            # The limit is for clients: token ids and log-probabilities take more bytes than text.
-            max_message_bytes=max(DEFAULT_MAX_MESSAGE_BYTES, options.max_body_bytes),
-        )
-        for address in options.verify
-    ]
-    router = VerifyRouter(replicas, affinity_tokens=options.affinity_tokens, accept=catalogue.accept)
+    connect = partial(
+        Replica,
+        auth_token=token,
+        tls=tls,
+        probe_seconds=options.probe_seconds,
+        # The limit is for clients: token ids and log-probabilities take more bytes than text.
+        max_message_bytes=max(DEFAULT_MAX_MESSAGE_BYTES, options.max_body_bytes),
+    )
+    addresses = PeerAddresses(options.verify, "--verify", seconds=options.dns_seconds)
+    router = VerifyRouter(addresses, connect, affinity_tokens=options.affinity_tokens, accept=catalogue.accept)
     return Gateway(catalogue, router, Gate(options.max_answers), GatewayMetrics(), Allowance(options.max_logprobs))
 
 

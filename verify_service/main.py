@@ -16,8 +16,8 @@ from outrider.protocol.generation import VerifyLoad
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
+from outrider.rpc.names import PeerAddresses
 from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
-from outrider.rpc.transport import check_address
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.v1 import verify_pb2_grpc
 from verify_service.door.admission import Admission
@@ -25,7 +25,7 @@ from verify_service.door.grammar_check import GrammarChecker
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.servicer import VerifyServicer
-from verify_service.door.session import Dial, DraftDialer
+from verify_service.door.session import Dial, DraftDialer, DraftDialers
 from verify_service.frames import RoundReport, TargetProfile
 
 SERVICE = "outrider.v1.VerifyService"
@@ -45,8 +45,8 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     # Before the model is loaded, which may take minutes.
     server_options, dial = door_options(options, options.read_auth_tokens()), _draft_dial(options)
     check_free(options.address)
-    for address in options.draft:
-        check_address(address, "--draft")
+    drafts = () if options.no_speculation else options.draft
+    addresses = PeerAddresses(drafts, "--draft", seconds=options.dns_seconds)
     metrics = VerifyMetrics()
     with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
         process, engine = await start_engine(options, metrics.observe)
@@ -54,9 +54,9 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             served = await process.ready(stop)
             if served is None:
                 return EXIT_OK
-            addresses = () if options.no_speculation else options.draft
             speculates = bool(addresses or (options.speculative_algorithm and not options.no_speculation))
-            dialers = [DraftDialer(address, _hello(served), engine, dial=dial) for address in addresses]
+            hello = _hello(served)
+            dialers = DraftDialers(addresses, lambda address: DraftDialer(address, hello, engine, dial=dial))
             metrics.watch(engine, dialers)
             engine.backlog.max_tokens = options.max_queued_tokens
             info = served.info
@@ -72,15 +72,14 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             server = GrpcServer(**server_options, service_names=[SERVICE], for_peers=True)
             verify_pb2_grpc.add_VerifyServiceServicer_to_server(servicer, server.grpc)
             address = await server.start()
-            sessions = [asyncio.create_task(dialer.run()) for dialer in dialers]
+            sessions = asyncio.create_task(dialers.run())
             server.set_serving(True)
             write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
             await process.until_stopped(stop)
             servicer.draining = True
             await server.stop(options.drain_seconds if engine.alive else LAST_WORDS_SECONDS)
-            for session in sessions:
-                session.cancel()
-            await asyncio.gather(*sessions, return_exceptions=True)
+            sessions.cancel()
+            await asyncio.gather(sessions, return_exceptions=True)
             await grammars.close()
             healthy = engine.alive
             await process.stop()

@@ -122,6 +122,7 @@ class GatewayMetrics:
         self.answers.set(gate.num_answers)
         self.draining.set(gate.draining)
         self.places.set(gate.max_answers)
+        self.replica_state.clear()  # replicas come and go
         for replica in router.replicas:
             for state in ReplicaState:
                 self.replica_state.labels(replica.address, state.value).set(replica.state is state)

@@ -64,6 +64,8 @@ class Replica:
         self._look_now = asyncio.Event()
         self._calls: set[grpc.aio.Call] = set()
         self._ended = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def follow(self, accept: Accept) -> None:
         """Keeps the state true until cancelled."""
@@ -135,6 +137,7 @@ class Replica:
         call = self._stub.Generate(REQUEST.encode(request))
         self._calls.add(call)
         self.num_answers += 1
+        self._idle.clear()
         try:
             async for message in call:
                 chunk = UPDATE.decode(message)
@@ -157,6 +160,8 @@ class Replica:
             raise _shutting_down() from None
         finally:
             self.num_answers -= 1
+            if not self.num_answers:
+                self._idle.set()
             self._calls.discard(call)
             call.cancel()
         self.doubt()
@@ -171,6 +176,11 @@ class Replica:
         self._ended.set()
         for call in tuple(self._calls):
             call.cancel()
+
+    async def finish(self) -> None:
+        """Waits for the end of the answers in the making, then closes."""
+        await self._idle.wait()
+        await self.close()
 
     async def close(self) -> None:
         """Ends all calls."""

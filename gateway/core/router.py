@@ -12,6 +12,7 @@ from gateway.core.replica import Replica, ReplicaState
 from outrider.errors import UnavailableError
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo
+from outrider.rpc.names import PeerAddresses
 
 _logger = get_logger(__name__)
 
@@ -25,16 +26,30 @@ class Router:
 
     def __init__(
         self,
-        replicas: Sequence[Replica],
+        addresses: PeerAddresses,
+        connect: Callable[[str], Replica],
         *,
         affinity_tokens: int,
         accept: Callable[[VerifyInfo, Callable[[], bool]], Awaitable[None]],
     ) -> None:
-        """`accept` takes what a replica serves and whether no other one is ready; it raises OutriderError to refuse."""
-        self.replicas = tuple(replicas)
+        """`connect` makes the replica at an address.
+
+        `accept` takes what a replica serves and whether no other one is ready; it raises OutriderError to refuse.
+        """
+        self._addresses = addresses
+        self._connect = connect
         self._affinity_tokens = affinity_tokens
         self._accept = accept
-        self._tasks: list[asyncio.Task[None]] = []
+        self._replicas = {address: connect(address) for address in addresses.now}
+        self._leaving: dict[Replica, asyncio.Task[None]] = {}
+        """Replicas whose address is gone, until their last answers have ended."""
+        self._watches: dict[Replica, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """Those that may get requests."""
+        return tuple(self._replicas.values())
 
     @property
     def ready(self) -> bool:
@@ -42,20 +57,27 @@ class Router:
         return any(r.state is ReplicaState.READY for r in self.replicas)
 
     def start(self) -> None:
-        """Starts to follow the state of each replica."""
-        self._tasks = [asyncio.create_task(self._follow(r), name=f"follow {r.address}") for r in self.replicas]
+        """Starts to follow the replicas: which there are, and the state of each."""
+        for replica in self.replicas:
+            self._watch(replica)
+        self._task = asyncio.create_task(self._follow_addresses(), name="follow addresses of verify")
 
     def end_answers(self) -> None:
         """Ends the answers in the making with an error that says why."""
-        for replica in self.replicas:
+        for replica in (*self.replicas, *self._leaving):
             replica.end_answers()
 
     async def close(self) -> None:
         """Stops following, and ends all calls."""
-        for task in self._tasks:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        replicas = (*self.replicas, *self._leaving)
+        tasks = (*self._watches.values(), *self._leaving.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for replica in self.replicas:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in replicas:
             await replica.close()
 
     async def refresh_loads(self, deadline: float) -> None:
@@ -100,6 +122,26 @@ class Router:
                 _logger.warning(
                     "verify %s failed before the first token, trying once more: %s", replica.address, error.message
                 )
+
+    async def _follow_addresses(self) -> None:
+        async for addresses in self._addresses.follow():
+            for address in self._replicas.keys() - addresses:
+                self._leave(self._replicas.pop(address))
+            for address in addresses:
+                if address not in self._replicas:
+                    replica = self._replicas[address] = self._connect(address)
+                    self._watch(replica)
+
+    def _watch(self, replica: Replica) -> None:
+        self._watches[replica] = asyncio.create_task(self._follow(replica), name=f"follow {replica.address}")
+
+    def _leave(self, replica: Replica) -> None:
+        """Gives a replica no further request; what it answers already, it may finish."""
+        if (watch := self._watches.pop(replica, None)) is not None:
+            watch.cancel()
+        task = asyncio.create_task(replica.finish(), name=f"leave {replica.address}")
+        self._leaving[replica] = task
+        task.add_done_callback(lambda _: self._leaving.pop(replica, None))
 
     async def _follow(self, replica: Replica) -> None:
         def is_only_one() -> bool:

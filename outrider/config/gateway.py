@@ -29,8 +29,11 @@ class GatewayOptions(ServiceOptions):
         "", "Address of a further Prometheus page, host:port, for scrapers without the API key; empty turns it off."
     )
     verify: tuple[str, ...] = option(
-        ("127.0.0.1:50052",), "Addresses of the verify replicas, host:port or unix:/path, comma separated."
+        ("127.0.0.1:50052",),
+        "Addresses of the verify replicas, host:port or unix:/path, comma separated. dns:///name:port stands for all "
+        "addresses that the name has, as they come and go.",
     )
+    dns_seconds: float = option(5.0, "Seconds between two look-ups of names in --verify.", minimum=0.1, maximum=3600)
     verify_auth_token: str = option("", "Bearer token for the verify replicas.", secret=True)
     verify_auth_token_file: str = option("", "File that holds it, instead of --verify-auth-token.")
     verify_tls_ca: str = option(

@@ -59,8 +59,11 @@ class VerifyOptions(PeerServiceOptions):
     )
     disable_radix_cache: bool = option(False, "Forget the KV of ended requests, so that no prefix is ever shared.")
     draft: tuple[str, ...] = option(
-        ("127.0.0.1:50053",), "Addresses of draft services, comma separated; empty means plain decoding."
+        ("127.0.0.1:50053",),
+        "Addresses of draft services, comma separated; empty means plain decoding. dns:///name:port stands for all "
+        "addresses that the name has, as they come and go.",
     )
+    dns_seconds: float = option(5.0, "Seconds between two look-ups of names in --draft.", minimum=0.1, maximum=3600)
     draft_auth_token: str = option("", "Bearer token for the draft services.", secret=True)
     draft_auth_token_file: str = option("", "File that holds it, instead of --draft-auth-token.")
     draft_tls_ca: str = option(

@@ -1,27 +1,36 @@
 from __future__ import annotations
 
+import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from names_shown import Names
 
 from gateway.core.replica import Replica, ReplicaState
 from gateway.core.router import Router
 from outrider.errors import UnavailableError
+from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate
+from outrider.protocol.generation_codec import UPDATE
+from outrider.rpc.names import PeerAddresses
+from outrider.sampling.params import SamplingParams
+
+
+def connect(address: str) -> Replica:
+    replica = Replica(address, auth_token="", probe_seconds=1, max_message_bytes=1 << 20)
+    replica.state = ReplicaState.READY
+    return replica
+
+
+async def accept(*_: Any) -> None:
+    return None
 
 
 async def make(num_replicas: int) -> Router:
-    replicas = [
-        Replica(f"127.0.0.1:{50100 + i}", auth_token="", probe_seconds=1, max_message_bytes=1 << 20)
-        for i in range(num_replicas)
-    ]
-    for replica in replicas:
-        replica.state = ReplicaState.READY
-
-    async def accept(*_: Any) -> None:
-        return None
-
-    return Router(replicas, affinity_tokens=8, accept=accept)
+    addresses = PeerAddresses([f"127.0.0.1:{50100 + i}" for i in range(num_replicas)], "--verify", seconds=1)
+    return Router(addresses, connect, affinity_tokens=8, accept=accept)
 
 
 async def test_equal_beginnings_meet_the_same_replica_and_different_ones_spread() -> None:
@@ -63,3 +72,35 @@ async def test_a_busy_favourite_gives_way_to_the_idlest() -> None:
     with pytest.raises(UnavailableError):
         router.choose([1, 2, 3])
     await router.close()
+
+
+async def test_replicas_follow_a_name_and_one_that_leaves_it_finishes_its_answers(tmp_path: Path) -> None:
+    ends = asyncio.Event()
+
+    async def generate(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        await ends.wait()
+        return UPDATE.encode(GenerationUpdate(token_ids=[7], finish_reason=FinishReason.LENGTH)).SerializeToString()
+
+    server = grpc.aio.server()
+    handlers: Any = {"Generate": grpc.unary_unary_rpc_method_handler(generate)}
+    service = grpc.method_handlers_generic_handler("outrider.v1.VerifyService", handlers)
+    server.add_generic_rpc_handlers((service,))
+    here = f"unix:{tmp_path}/v"
+    server.add_insecure_port(here)
+    await server.start()
+    names = Names([here, "127.0.0.1:2"], ["127.0.0.1:2", "127.0.0.1:3"])
+    addresses = PeerAddresses(["dns:///verify:1"], "--verify", seconds=1, lookup=names.lookup, sleep=names.sleep)
+    router = Router(addresses, connect, affinity_tokens=8, accept=accept)
+    assert not router.ready
+    router.start()
+    await names.next()
+    stays, leaves = sorted(router.replicas, key=lambda replica: replica.address)
+    answer = asyncio.ensure_future(anext(leaves.generate(GenerationRequest("r", [1], SamplingParams(), 1))))
+    await asyncio.sleep(0)
+    await names.next()
+    assert [replica.address for replica in router.replicas] == ["127.0.0.1:2", "127.0.0.1:3"]
+    assert router.replicas[0] is stays, "what has not changed is left alone"
+    ends.set()
+    assert (await answer).token_ids == [7]
+    await router.close()
+    await server.stop(0)

@@ -130,7 +130,7 @@ class VerifyMetrics:
         horizon = time.monotonic() - _WINDOW_SECONDS
         return sum(count for at, count in list(self._recent) if at >= horizon) / _WINDOW_SECONDS
 
-    def watch(self, engine: RemoteVerifyEngine, dialers: Sequence[DraftDialer]) -> None:
+    def watch(self, engine: RemoteVerifyEngine, dialers: Iterable[DraftDialer]) -> None:
         """Report this engine and its drafts too."""
         self._has_drafts = bool(dialers)
 
@@ -193,7 +193,7 @@ class VerifyMetrics:
 class _EngineState(Collector):
     """What engine and drafts count themselves, read when somebody scrapes."""
 
-    def __init__(self, engine: RemoteVerifyEngine, dialers: Sequence[DraftDialer], metrics: VerifyMetrics) -> None:
+    def __init__(self, engine: RemoteVerifyEngine, dialers: Iterable[DraftDialer], metrics: VerifyMetrics) -> None:
         self._engine = engine
         self._dialers = dialers
         self._metrics = metrics

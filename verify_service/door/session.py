@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import cast
 
 import grpc
@@ -38,6 +38,7 @@ from outrider.protocol.speculation_codec import (
     in_parts,
 )
 from outrider.rpc.channel import open_channel
+from outrider.rpc.names import PeerAddresses
 from outrider.tree.handshake import HandshakeError, Terms, agree
 from outrider.tree.projection import ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -360,10 +361,12 @@ class DraftDialer:
         self._features_failed = False
         self._failure = ""
         """What kept the last dial from becoming a session, or ended that; it is logged once while it stays the same."""
+        self.wanted = True
+        """Whether to dial again when a session has ended."""
 
     async def run(self) -> None:
-        """Dial until cancelled."""
-        while True:
+        """Dial until cancelled or no longer `wanted`."""
+        while self.wanted:
             state, failure = "connecting", ""
             self._features_failed = False
             began = self._clock()
@@ -433,3 +436,45 @@ class DraftDialer:
         if len(messages) != 1 or not isinstance(messages[0], Hello):
             raise ConfigError("its first message is not a hello")
         return agree(self._hello, messages[0])
+
+
+class DraftDialers:
+    """A dialer for each address of a draft service, as addresses come and go."""
+
+    def __init__(self, addresses: PeerAddresses, make: Callable[[str], DraftDialer]) -> None:
+        self._addresses = addresses
+        self._make = make
+        self._tasks: dict[DraftDialer, asyncio.Task[None]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether drafts are configured, there or not."""
+        return bool(self._addresses)
+
+    def __iter__(self) -> Iterator[DraftDialer]:
+        """Those at work now."""
+        return iter(tuple(self._tasks))
+
+    async def run(self) -> None:
+        """Follow the addresses, and dial, until cancelled."""
+        try:
+            async for addresses in self._addresses.follow():
+                self._take(addresses)
+            await asyncio.gather(*self._tasks.values())
+        finally:
+            tasks = tuple(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(self, addresses: Collection[str]) -> None:
+        """Dial these and no others. The session with another one goes on until the draft ends it, drained."""
+        dialers = {dialer.address: dialer for dialer in self}
+        for address in addresses:
+            if address not in dialers:
+                dialers[address] = dialer = self._make(address)
+                self._tasks[dialer] = task = asyncio.create_task(dialer.run(), name=f"dial {address}")
+                task.add_done_callback(lambda _, dialer=dialer: self._tasks.pop(dialer, None))  # type: ignore[misc]
+        for address, dialer in dialers.items():
+            dialer.wanted = address in addresses
+            if not dialer.wanted and dialer.state != "connected":
+                self._tasks[dialer].cancel()
