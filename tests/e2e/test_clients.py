@@ -52,7 +52,8 @@ def test_scores_are_the_same_bitwise_with_and_without_speculation(cluster: Clust
     # As lm-eval asks: token ids, one token, echo. The draft has seen the text before and would guess it.
     ids = post(cluster, "/tokenize", prompt=TEXT)["tokens"]
     asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "echo": True, "logprobs": 1, "seed": 1}
-    # One at a time: a prompt that is computed beside another one's round is rounded in another way.
+    # One at a time: a prompt that is computed beside another one's round is rounded in another way. Guesses that
+    # are there before the prompt is computed (a draft has seen it before) do not come beside it.
     for prompt in (ids, ids[:9]):
         found = []
         for speculation in ("on", "off"):

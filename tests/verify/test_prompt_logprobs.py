@@ -169,6 +169,20 @@ def test_preemption_neither_repeats_nor_loses_a_position(
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_draft_does_not_round_them_in_another_way(make: Make, target: Target, engines: list[ThreadedEngine]) -> None:
+    prompt = prompt_of(12)
+    plain = told(ask(start(engines, make(target.model)), prompt))
+    engine = start(engines, make(target.model))
+    # Its nodes are there before the prompt is computed; on a CPU one forward computes a chunk's end and the root.
+    engine.draft_connected(LocalDraft(engine, VOCAB, noise(8, VOCAB)))
+    drafted = ask(engine, prompt, max_tokens=24)
+    for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
+        np.testing.assert_array_equal(getattr(told(drafted), name), getattr(plain, name))
+    rounds = [told_round for update in drafted.updates for told_round in update.rounds]
+    assert any(one.num_draft_tokens for one in rounds)
+
+
 def test_a_model_that_breaks_fails_the_request_alone(
     target: Target, engines: list[ThreadedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

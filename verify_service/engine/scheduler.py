@@ -229,6 +229,9 @@ class Scheduler:
                 continue
             num_tokens += entry.num_extend
             num_roots += 1
+            if entry.num_extend > 1 and entry.scored:
+                # Rows of a forward round with its width: what is told of a prompt must not depend on a draft.
+                continue
             spec = spec_of(entry.request)
             if spec is None or (room := entry.request.draft_room) <= 0:
                 continue
