@@ -2,8 +2,8 @@
 
 python -m benchmarks.serving.client_checks CHECK --rest http://127.0.0.1:8000 --grpc 127.0.0.1:50051
 
-Nothing of this project is imported: requirements-clients.txt is all that it needs. A client that does not get what it
-expects raises.
+Nothing of this project is imported: requirements-clients.txt, or a file of client_requirements, is all that it needs. A
+client that does not get what it expects raises.
 """
 
 from __future__ import annotations
@@ -128,22 +128,16 @@ def openai(rest: str, _grpc: str) -> dict[str, Any]:
 def openai_tools(rest: str, _grpc: str) -> dict[str, Any]:
     """OpenAI's own client with tools: a forced call, streamed, parsed into a model, its result sent back; a choice."""
     import openai as library
-    from pydantic import BaseModel
 
-    class WeatherReport(BaseModel):
-        """Tells the weather."""
-
-        city: str
-        unit: Literal["celsius", "fahrenheit"]
-
+    report = weather_report()
     client = library.OpenAI(base_url=f"{rest}/v1", api_key="none", max_retries=0)
-    tool: Any = library.pydantic_function_tool(WeatherReport)
+    tool: Any = library.pydantic_function_tool(report)
     messages: list[Any] = [{"role": "user", "content": WEATHER}]
     named: Any = {"type": "function", "function": {"name": "WeatherReport"}}
     asked: dict[str, Any] = {"model": model_name(rest), "tools": [tool], "max_completion_tokens": 96, "temperature": 0}
     parsed = client.chat.completions.parse(messages=messages, tool_choice=named, **asked).choices[0]
     (call,) = parsed.message.tool_calls or []
-    require(isinstance(call.function.parsed_arguments, WeatherReport), "the arguments are not parsed")
+    require(isinstance(call.function.parsed_arguments, report), "the arguments are not parsed")
     require(parsed.finish_reason == "tool_calls", f"it ended with {parsed.finish_reason}")
     with client.chat.completions.stream(messages=messages, tool_choice="required", **asked) as stream:
         events = [event.type for event in stream]
@@ -162,6 +156,152 @@ def openai_tools(rest: str, _grpc: str) -> dict[str, Any]:
     chosen = client.chat.completions.create(messages=messages, tool_choice="auto", **asked).choices[0]
     require(bool(chosen.message.content or chosen.message.tool_calls), "neither words nor a call")
     return {"answer": answer.message.content, "arguments": call.function.arguments, "events": len(events)}
+
+
+def langchain_tools(rest: str, _grpc: str) -> dict[str, Any]:
+    """LangChain's bind_tools: a call that is asked for, streamed, its result sent back, a choice; structured output."""
+    from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def weather_of(city: str, unit: Literal["celsius", "fahrenheit"]) -> str:
+        """Tells the weather of a city."""
+        return f"21 degrees {unit} in {city}"
+
+    model = ChatOpenAI(
+        base_url=f"{rest}/v1", api_key="none", model=model_name(rest), temperature=0, max_tokens=96, max_retries=0
+    )
+    question = HumanMessage(WEATHER)
+    forced = {}
+    for choice in ("weather_of", "any"):
+        bound = model.bind_tools([weather_of], tool_choice=choice)
+        answer = bound.invoke([question])
+        require(not answer.invalid_tool_calls, f"an invalid call with tool_choice {choice}")
+        (call,) = answer.tool_calls
+        require(call["name"] == "weather_of" and bool(weather_of.invoke(call["args"])), "the arguments do not fit")
+        forced[choice] = call["args"]
+    require(forced["weather_of"] == forced["any"], "the way to force a call changes it")
+    pieces = list(bound.stream([question]))
+    merged = AIMessageChunk("")
+    for piece in pieces:
+        merged = merged + piece
+    require([call["args"] for call in merged.tool_calls] == [forced["any"]], "the stream differs")
+    result = weather_of.invoke(answer.tool_calls[0])
+    require(isinstance(result, ToolMessage), "no message of a tool")
+    # The model may call once more or say something: either is an answer.
+    chosen = model.bind_tools([weather_of]).invoke([question, answer, result])
+    require(bool(chosen.content or chosen.tool_calls or chosen.invalid_tool_calls), "neither words nor a call")
+    report = weather_report()
+    for method in ("function_calling", "json_schema"):
+        found = model.with_structured_output(report, method=method).invoke([question])
+        require(isinstance(found, report), f"{method} gives {found!r}")
+    return {"arguments": json.dumps(forced["any"]), "events": len(pieces)}
+
+
+def pydantic_ai(rest: str, _grpc: str) -> dict[str, Any]:
+    """pydantic-ai's agents: their default output, which is a call of a tool, whole and streamed; tools beside text."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(model_name(rest), provider=OpenAIProvider(base_url=f"{rest}/v1", api_key="none"))
+    settings: Any = {"temperature": 0.0, "max_tokens": 96}
+    report = weather_report()
+    agent = Agent(model, output_type=report, model_settings=settings, retries=0)
+    whole = agent.run_sync(WEATHER)
+    require(isinstance(whole.output, report), f"the output is {whole.output!r}")
+    require(whole.usage.output_tokens > 0, "no usage")
+    streamed = agent.run_stream_sync(WEATHER)
+    parts = list(streamed.stream_output(debounce_by=None))
+    require(parts[-1] == whole.output, "the stream differs")
+    again = agent.run_sync("And in Paris?", message_history=whole.all_messages())
+    require(isinstance(again.output, report), "no output with a history of calls")
+
+    def weather_of(city: str) -> str:
+        """Tells the weather of a city."""
+        return f"21 degrees in {city}"
+
+    talker = Agent(model, tools=[weather_of], model_settings=settings, retries=3)
+    require(isinstance(talker.run_sync("Say hello.").output, str), "no words where a tool may be called")
+    return {"arguments": whole.output.model_dump_json(), "events": len(parts)}
+
+
+def instructor(rest: str, _grpc: str) -> dict[str, Any]:
+    """instructor's TOOLS mode, and its strict one: a model, the same in parts, and several of them."""
+    import instructor as library
+    import openai
+
+    report = weather_report()
+    asked: Any = {
+        "model": model_name(rest),
+        "messages": [{"role": "user", "content": WEATHER}],
+        "temperature": 0,
+        "max_tokens": 96,
+        "max_retries": 0,
+    }
+    found = []
+    for mode in (library.Mode.TOOLS, library.Mode.TOOLS_STRICT):
+        client = library.from_openai(openai.OpenAI(base_url=f"{rest}/v1", api_key="none", max_retries=0), mode=mode)
+        found.append(client.chat.completions.create(response_model=report, **asked))
+    require(all(isinstance(value, report) for value in found), f"the answers are {found!r}")
+    client = library.from_openai(openai.OpenAI(base_url=f"{rest}/v1", api_key="none", max_retries=0))
+    parts = list(client.chat.completions.create_partial(response_model=report, **asked))
+    require(parts[-1].model_dump() == found[0].model_dump(), "the stream differs")
+    return {"arguments": found[0].model_dump_json(), "events": len(parts)}
+
+
+def litellm(rest: str, _grpc: str) -> dict[str, Any]:
+    """litellm's completion with tools: a forced call, streamed and put together, its result sent back, a choice."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm as library
+
+    report = weather_report()
+    function = {
+        "name": "weather_report",
+        "description": "Tells the weather.",
+        "parameters": report.model_json_schema(),
+    }
+    messages: list[Any] = [{"role": "user", "content": WEATHER}]
+    asked: dict[str, Any] = {
+        "model": f"openai/{model_name(rest)}",
+        "api_base": f"{rest}/v1",
+        "api_key": "none",
+        "tools": [{"type": "function", "function": function}],
+        "temperature": 0,
+        "max_tokens": 96,
+    }
+    named = {"type": "function", "function": {"name": "weather_report"}}
+    whole = library.completion(messages=messages, tool_choice=named, **asked).choices[0]
+    (call,) = whole.message.tool_calls
+    report.model_validate_json(call.function.arguments)
+    require(whole.finish_reason == "tool_calls", f"it ended with {whole.finish_reason}")
+    chunks = list(library.completion(messages=messages, tool_choice="required", stream=True, **asked))
+    built = library.stream_chunk_builder(chunks, messages=messages).choices[0]
+    require([made.function.arguments for made in built.message.tool_calls] == [call.function.arguments], "it differs")
+    history = [
+        *messages,
+        whole.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
+    ]
+    answer = library.completion(messages=history, tool_choice="none", **asked).choices[0]
+    require(bool(answer.message.content) and not answer.message.tool_calls, "no answer in words")
+    chosen = library.completion(messages=messages, tool_choice="auto", **asked).choices[0]
+    require(bool(chosen.message.content or chosen.message.tool_calls), "neither words nor a call")
+    return {"arguments": call.function.arguments, "events": len(chunks)}
+
+
+def weather_report() -> Any:
+    """The class of a report, which clients turn into a tool."""
+    from pydantic import BaseModel
+
+    class WeatherReport(BaseModel):
+        """Tells the weather."""
+
+        city: str
+        unit: Literal["celsius", "fahrenheit"]
+
+    return WeatherReport
 
 
 def load_generator(rest: str, _grpc: str) -> dict[str, Any]:
@@ -243,6 +383,10 @@ CHECKS: dict[str, tuple[Callable[[str, str], dict[str, Any]], tuple[str, ...]]] 
     "langchain": (langchain, ("langchain-openai", "langchain-core")),
     "openai": (openai, ("openai",)),
     "openai-tools": (openai_tools, ("openai",)),
+    "langchain-tools": (langchain_tools, ("langchain-openai", "langchain-core")),
+    "pydantic-ai": (pydantic_ai, ("pydantic-ai-slim",)),
+    "instructor": (instructor, ("instructor",)),
+    "litellm": (litellm, ("litellm",)),
     "load-generator": (load_generator, ("requests",)),
     "health": (health, ("grpcio-health-checking",)),
 }

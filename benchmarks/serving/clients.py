@@ -1,7 +1,11 @@
 """Other projects' clients against the three services: each must work, and scores must not depend on speculation.
 
-python -m venv clients && clients/bin/pip install -r requirements-clients.txt
-python -m benchmarks.serving.clients --client-python clients/bin/python --out benchmarks/results/clients_cpu.json
+for name in instructor litellm pydantic-ai; do
+    python -m venv environments/$name
+    environments/$name/bin/pip install -r benchmarks/serving/client_requirements/$name.txt
+done
+python -m venv environments/clients && environments/clients/bin/pip install -r requirements-clients.txt
+python -m benchmarks.serving.clients --environments environments --out benchmarks/results/clients_cpu.json
 
 The services run in float32, once with drafts and once without; client_checks.py does what the clients do. lm-eval's
 local-completions must give the same scores and the same samples, bit by bit, both times. Exit code 1 if anything fails.
@@ -22,22 +26,27 @@ from outrider.cli.cluster import Cluster
 from outrider.config.verify import VerifyOptions
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
-CHECKS = (
-    "openai",
-    "langchain",
-    "openai-tools",
-    "load-generator",
-    "health",
-    "lm-eval",
-)
+CHECKS = {
+    "openai": "clients",
+    "openai-tools": "clients",
+    "langchain": "clients",
+    "langchain-tools": "clients",
+    "pydantic-ai": "pydantic-ai",
+    "instructor": "instructor",
+    "litellm": "litellm",
+    "load-generator": "clients",
+    "health": "clients",
+    "lm-eval": "clients",
+}
+"""Each check, and the environment that has its client: not all of them bear the same release of openai."""
 PACKAGES = ("torch", "grpcio", "starlette")
 WORKER = Path(__file__).with_name("client_checks.py")
 
 
-def run_check(python: str, check: str, cluster: Cluster) -> tuple[dict[str, Any], dict[str, str], float]:
+def run_check(python: Path, check: str, cluster: Cluster) -> tuple[dict[str, Any], dict[str, str], float]:
     """What a client found, the versions of its packages, and its seconds. Raises CalledProcessError."""
     start = time.monotonic()
-    command = [python, str(WORKER), check, "--rest", cluster.rest_url, "--grpc", cluster.gateway_address]
+    command = [str(python), str(WORKER), check, "--rest", cluster.rest_url, "--grpc", cluster.gateway_address]
     # Its own packages alone: not those of the environment that runs this.
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
@@ -58,7 +67,7 @@ def rows_of(model: str, mode: str, check: str, found: dict[str, Any]) -> list[Ro
 def main() -> int:
     """Run all checks and write the report; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--client-python", required=True, help="Python with requirements-clients.txt")
+    parser.add_argument("--environments", type=Path, required=True, help="folder with the clients' environments")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct", help="model to serve")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     given = parser.parse_args()
@@ -71,8 +80,9 @@ def main() -> int:
             model=given.model, dtype="float32", max_total_tokens=16384, no_speculation=mode == "plain"
         )
         with Cluster(verify=verify) as cluster:
-            for check in CHECKS:
-                found, used, seconds = run_check(given.client_python, check, cluster)
+            for check, environment in CHECKS.items():
+                python = given.environments / environment / "bin" / "python"
+                found, used, seconds = run_check(python, check, cluster)
                 versions |= used
                 rows += rows_of(name, mode, check, found)
                 print(f"{mode} {check}: {seconds:.1f} s", flush=True)
