@@ -27,7 +27,9 @@ from outrider.protocol.speculation import (
     ProjectionPart,
 )
 
-GROWTH_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+GROWTH_SECONDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0),
+)
 """Bounds by which slices of growth are counted."""
 
 

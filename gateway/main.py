@@ -21,6 +21,7 @@ from gateway.http.app import HostRule, RestApp
 from gateway.http.info import InfoRoutes
 from gateway.http.responses import DOOR
 from gateway.http.server import HttpServer
+from gateway.sglang.metrics import SglangNames
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import read_secret
@@ -131,7 +132,10 @@ def build_gateway(options: GatewayOptions) -> Gateway:
     )
     addresses = PeerAddresses(options.verify, "--verify", seconds=options.dns_seconds)
     router = VerifyRouter(addresses, connect, affinity_tokens=options.affinity_tokens, accept=catalogue.accept)
-    return Gateway(catalogue, router, Gate(options.max_answers), GatewayMetrics(), Allowance(options.max_logprobs))
+    metrics = GatewayMetrics()
+    if options.sglang_metrics:
+        metrics.registry.register(SglangNames(metrics))
+    return Gateway(catalogue, router, Gate(options.max_answers), metrics, Allowance(options.max_logprobs))
 
 
 async def _follow_readiness(

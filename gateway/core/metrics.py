@@ -30,12 +30,30 @@ LOAD_DEADLINE = 0.5
 """Seconds that a scrape waits for the loads of the verify replicas."""
 
 _MAX_POSITIONS = 64
-_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_TOKEN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
-_E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
-_SPEED_BUCKETS = (1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 500, 750, 1000, 2000)
-_ACCEPT_BUCKETS = (*range(1, 17), 24, 32, 64)
+# The last bound of each is beyond what options allow (docs/operations.md, Histograms): an outlier without a bound
+# above it would tell no more than that it was long.
+_LONGEST = (1920, 3600, 7200, 86_400)
+_TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640),
+    *_LONGEST,
+)
+_TOKEN_BUCKETS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1),
+    *(2.5, 5, 10, 20, 60, 300),
+    *_LONGEST,
+)
+_E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, *_LONGEST)
+_COUNT_BUCKETS = (
+    *(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000),
+    *(500_000, 1 << 20),
+)
+_SPEED_BUCKETS = (
+    *(0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 500, 750, 1000, 1500, 2000, 3000, 5000),
+    *(10_000, 20_000, 100_000),
+)
+_LEAST_SECONDS = 0.01
+"""An answer whose tokens all came within less than this tells no speed."""
+_ACCEPT_BUCKETS = (*range(1, 17), 24, 32, 64, 128, 256, 1025)
 
 
 class GatewayMetrics:
@@ -212,7 +230,7 @@ class AnswerMeter:
             metrics.queue_time.labels(name).observe(self._queued)
             metrics.prefill_time.labels(name).observe(max(0.0, self._first - self._arrived - self._queued))
             metrics.decode_time.labels(name).observe(self._last - self._first)
-        if self._first is not None and num_tokens > 1 and self._last > self._first:
+        if self._first is not None and num_tokens > 1 and self._last - self._first >= _LEAST_SECONDS:
             mean = (self._last - self._first) / (num_tokens - 1)
             metrics.request_per_token.labels(name).observe(mean)
             metrics.request_speed.labels(name).observe(1 / mean)

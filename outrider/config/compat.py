@@ -78,7 +78,9 @@ SERVING = (
         "--enable-prefix-caching", moot="prefixes are always shared; --disable-radix-cache stops it", takes_value=False
     ),
     Foreign("--enable-chunked-prefill", moot="prompts are always computed in chunks", takes_value=False),
-    Foreign("--enable-metrics", moot="/metrics is always there", takes_value=False),
+    Foreign(
+        "--enable-metrics", moot="/metrics is always there; --sglang-metrics adds SGLang's names", takes_value=False
+    ),
     Foreign("--disable-log-requests", moot="requests are not logged", takes_value=False),
     Foreign(
         "--kv-cache-dtype",

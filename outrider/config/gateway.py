@@ -28,6 +28,9 @@ class GatewayOptions(ServiceOptions):
     metrics_address: str = option(
         "", "Address of a further Prometheus page, host:port, for scrapers without the API key; empty turns it off."
     )
+    sglang_metrics: bool = option(
+        False, "Have the metrics page tell by SGLang's names (sglang:num_running_reqs and so on), too."
+    )
     verify: tuple[str, ...] = option(
         ("127.0.0.1:50052",),
         "Addresses of the verify replicas, host:port or unix:/path, comma separated. dns:///name:port stands for all "

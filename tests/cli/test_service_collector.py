@@ -7,23 +7,49 @@ import sys
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from draft_service.door.metrics import DraftMetrics
 from outrider.metrics import ServiceCollector
+from verify_service.door.metrics import VerifyMetrics
 
 _HOLD = "import sys; held = bytearray(b'x') * (200 << 20); print('there', flush=True); sys.stdin.read()"
 
 
-def memory(collector: object) -> float:
+_WORK = """
+import sys, time
+while time.process_time() < 0.5:
+    pass
+print('there', flush=True)
+sys.stdin.read()
+"""
+
+
+def value(collector: object, name: str) -> float:
     registry = CollectorRegistry()
     registry.register(collector)  # type: ignore[arg-type]
-    value = registry.get_sample_value("process_resident_memory_bytes")
-    assert value is not None and registry.get_sample_value("process_cpu_seconds_total") is not None
-    return value
+    found = registry.get_sample_value(name)
+    assert found is not None
+    return found
+
+
+def own_and_all(code: str, name: str) -> tuple[float, float]:
+    """A figure of this process, and of this one with a child that runs the code."""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"there\n"
+        own, all_of_them = value(ProcessCollector(registry=None), name), value(ServiceCollector(), name)
+        child.communicate(b"")
+    return own, all_of_them
 
 
 def test_memory_of_a_process_below_counts() -> None:
-    command = [sys.executable, "-c", _HOLD]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None and child.stdout.readline() == b"there\n"
-        own, all_of_them = memory(ProcessCollector(registry=None)), memory(ServiceCollector())
-        child.communicate(b"")
+    own, all_of_them = own_and_all(_HOLD, "process_resident_memory_bytes")
     assert all_of_them > own + (190 << 20)
+
+
+def test_cpu_of_a_process_below_counts() -> None:
+    own, all_of_them = own_and_all(_WORK, "process_cpu_seconds_total")
+    assert all_of_them > own + 0.45
+
+
+def test_verify_and_draft_tell_of_their_engines() -> None:
+    for registry in (VerifyMetrics().registry, DraftMetrics(("ngram",)).registry):
+        assert any(isinstance(collector, ServiceCollector) for collector in registry._collector_to_names)

@@ -21,7 +21,12 @@ OF_PROMETHEUS = {"up"}
 
 def exported() -> set[str]:
     """Of gateway, verify and draft."""
-    return names_of(GatewayMetrics().registry) | names_of(_verify()) | names_of(_draft())
+    return set().union(*map(names_of, registries()))
+
+
+def registries() -> tuple[CollectorRegistry, ...]:
+    """Of gateway, verify and draft."""
+    return GatewayMetrics().registry, _verify(), _draft()
 
 
 def asked(expression: str) -> set[str]:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
-from gateway_world import World
+from gateway_world import World, open_world
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_verify import MODEL, QUEUE_SECONDS
+from scripted_verify import MODEL, QUEUE_SECONDS, ScriptedVerify
 
 VLLM = {
     "vllm:num_requests_running": "gauge",
@@ -101,6 +102,71 @@ async def test_load_generators_find_their_sums_by_the_beginning_of_a_name(world:
 async def test_a_scrape_does_not_wait_for_a_dead_verify_service(world: World) -> None:
     await world.host.stop()
     assert "vllm:num_requests_running" in await page(world)
+
+
+SGLANG = {
+    "sglang:num_running_reqs": "gauge",
+    "sglang:num_queue_reqs": "gauge",
+    "sglang:token_usage": "gauge",
+    "sglang:gen_throughput": "gauge",
+    "sglang:cache_hit_rate": "gauge",
+    "sglang:spec_accept_length": "gauge",
+    "sglang:spec_accept_rate": "gauge",
+    "sglang:prompt_tokens": "counter",
+    "sglang:generation_tokens": "counter",
+    "sglang:cached_tokens": "counter",
+    "sglang:num_requests": "counter",
+    "sglang:num_aborted_requests": "counter",
+    "sglang:time_to_first_token_seconds": "histogram",
+    "sglang:inter_token_latency_seconds": "histogram",
+    "sglang:time_per_output_token_seconds": "histogram",
+    "sglang:e2e_request_latency_seconds": "histogram",
+    "sglang:queue_time_seconds": "histogram",
+    "sglang:prompt_tokens_histogram": "histogram",
+    "sglang:generation_tokens_histogram": "histogram",
+}
+
+
+async def test_sglangs_names_tell_the_same_where_they_are_asked_for(verify: ScriptedVerify, tmp_path: Path) -> None:
+    async with open_world(verify, tmp_path, sglang_metrics=True) as world:
+        verify.round_size = 4
+        verify.say("The capital of France is Paris")
+        for _ in range(2):
+            await world.http.post("/v1/completions", json={"prompt": "x y z"})
+        text = await page(world)
+    kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert {name: kind for name, kind in kinds.items() if name.startswith("sglang:")} == SGLANG
+    found = values(text)
+    same = {
+        "sglang:num_queue_reqs": "vllm:num_requests_waiting",
+        "sglang:token_usage": "vllm:kv_cache_usage_perc",
+        "sglang:gen_throughput": "outrider_gateway_tokens_per_second",
+        "sglang:generation_tokens_total": "vllm:generation_tokens_total",
+        "sglang:cached_tokens_total": "vllm:prefix_cache_hits_total",
+        "sglang:e2e_request_latency_seconds_sum": "vllm:e2e_request_latency_seconds_sum",
+        "sglang:prompt_tokens_histogram_sum": "vllm:request_prompt_tokens_sum",
+        "sglang:queue_time_seconds_count": "vllm:request_queue_time_seconds_count",
+    }
+    assert {ours: found[ours, ()] for ours in same} == {ours: found[theirs, ()] for ours, theirs in same.items()}
+    length = found["outrider_gateway_accept_length_sum", ()] / found["outrider_gateway_accept_length_count", ()]
+    assert found["sglang:spec_accept_length", ()] == length > 1
+    drafted, accepted = (found[f"vllm:spec_decode_num_{name}_tokens_total", ()] for name in ("draft", "accepted"))
+    assert found["sglang:spec_accept_rate", ()] == accepted / drafted
+    hits, queries = (found[f"vllm:prefix_cache_{name}_total", ()] for name in ("hits", "queries"))
+    assert found["sglang:cache_hit_rate", ()] == hits / queries
+    assert found["sglang:num_requests_total", ()] == 2 and found["sglang:num_aborted_requests_total", ()] == 0
+
+
+async def test_without_the_option_no_name_is_sglangs(world: World) -> None:
+    assert "sglang:" not in await page(world)
+
+
+async def test_tokens_that_come_at_once_tell_no_speed(world: World) -> None:
+    world.verify.round_size = 2
+    world.verify.say("one two three four five")
+    await world.http.post("/v1/completions", json={"prompt": "x"})
+    found = values(await page(world))
+    assert not any(name.startswith("outrider_gateway_request_tokens_per_second") for name, _ in found)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

@@ -15,17 +15,30 @@ from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.session import DraftDialer
 from verify_service.frames import RoundReport
 
-_ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
-_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
-_GAP_BUCKETS = (0.00005, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0004, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
+# The last bound of each is beyond what options and machines bring (docs/operations.md, Histograms): an outlier without
+# a bound above it would tell no more than that it was long.
+_ACCEPT_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256, 1025)
+_SECONDS_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5, 10, 30, 120, 600),
+)
+_GAP_BUCKETS = (
+    *(0.00005, 0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.0004, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05),
+    *(0.1, 0.25, 0.5, 1, 2.5, 10, 60),
+)
 # Closest where a round of an 8B model lies on a large GPU.
 _GPU_BUCKETS = (
     *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.00425, 0.0045, 0.00475, 0.005, 0.0055, 0.006, 0.007, 0.008),
-    *(0.01, 0.012, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5),
+    *(0.01, 0.012, 0.015, 0.02, 0.03, 0.05, 0.1, 0.5, 1, 2.5, 10),
 )
-_DRAFTING_BUCKETS = (0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.05)
-_ANSWER_BUCKETS = (0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5)
-_NODES_BUCKETS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64)
+_DRAFTING_BUCKETS = (
+    *(0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5, 1),
+    10,
+)
+_ANSWER_BUCKETS = (
+    *(0.0002, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 60),
+)
+_NODES_BUCKETS = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 _USUAL_NODES_LEARN = 0.05
 """Weight of a round in the usual number of nodes."""
 _WINDOW_SECONDS = 5.0
