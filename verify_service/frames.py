@@ -23,7 +23,8 @@ from outrider.host.frames import (
     decoder,
 )
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo
-from outrider.protocol.speculation import DraftMessage, FeaturesBegin, ProjectionPart
+from outrider.protocol.speculation import PROTOCOL_VERSION, DraftMessage, FeaturesBegin, Hello, ProjectionPart
+from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import Terms
 
 
@@ -35,6 +36,20 @@ class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
     max_waiting: int
     hidden_size: int = 0
     num_layers: int = 0
+
+    def hello(self) -> Hello:
+        """What a draft is told of it."""
+        info = self.info
+        return Hello(
+            protocol_version=PROTOCOL_VERSION,
+            noise_version=NOISE_VERSION,
+            model=info.model,
+            tokenizer_hash=info.tokenizer_hash,
+            vocab_size=info.vocab_size,
+            max_positions=info.context_length,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+        )
 
 
 class RoundFigures(NamedTuple):

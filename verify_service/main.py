@@ -13,12 +13,10 @@ from outrider.config.verify import VerifyOptions
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.metrics import MetricsServer
 from outrider.protocol.generation import VerifyLoad
-from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.names import PeerAddresses
 from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
-from outrider.sampling.noise import NOISE_VERSION
 from outrider.v1 import verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.grammar_check import GrammarChecker
@@ -55,7 +53,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             if served is None:
                 return EXIT_OK
             speculates = bool(addresses or (options.speculative_algorithm and not options.no_speculation))
-            hello = _hello(served)
+            hello = served.hello()
             dialers = DraftDialers(addresses, lambda address: DraftDialer(address, hello, engine, dial=dial))
             metrics.watch(engine, dialers)
             engine.backlog.max_tokens = options.max_queued_tokens
@@ -102,20 +100,6 @@ def _draft_dial(options: VerifyOptions) -> Dial:
     """How drafts are called. Raises ConfigError."""
     token = read_secret(options.draft_auth_token, options.draft_auth_token_file, "--draft-auth-token")
     return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
-
-
-def _hello(served: TargetProfile) -> Hello:
-    info = served.info
-    return Hello(
-        protocol_version=PROTOCOL_VERSION,
-        noise_version=NOISE_VERSION,
-        model=info.model,
-        tokenizer_hash=info.tokenizer_hash,
-        vocab_size=info.vocab_size,
-        max_positions=info.context_length,
-        hidden_size=served.hidden_size,
-        num_layers=served.num_layers,
-    )
 
 
 def _load_report(engine: RemoteVerifyEngine, metrics: VerifyMetrics) -> VerifyLoad:

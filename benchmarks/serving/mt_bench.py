@@ -5,8 +5,9 @@ python -m benchmarks.serving.mt_bench --prompts mt_bench.jsonl --out benchmarks/
 A line of the file is a JSON object with "turns", whose first is asked, or "prompt", and "category" or "kind". Every
 prompt is answered by each of `--runs` before the next prompt's turn comes, in an order that moves on by one each time,
 so that all of them see the same machine. Greedy, end of sequence obeyed, the radix cache off. Times run from the
-request to the last token. `plain` is the verify service of `default` with speculation off; `ngram` has services of its
-own, which sleep meanwhile. Without `--prompts` the few questions that lie beside this file are asked.
+request to the last token. `default` has a draft service, `colocated` the same drafters in verify's process. `plain` is
+the verify service of the first of these with speculation off; `ngram` has services of its own; all that are not asked
+sleep meanwhile. Without `--prompts` the few questions that lie beside this file are asked.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.serving.services import SHORT, Run, Transformers, ours
 from outrider.cli.cluster import Cluster
+from outrider.cli.placement import DRAFTING
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
@@ -33,7 +37,9 @@ from outrider.v1 import gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"
-RUNS = ("plain", "default", "ngram", "transformers")
+RUNS = ("plain", "default", "colocated", "ngram", "transformers")
+CLUSTERS = ("default", "colocated", "ngram")
+"""Runs with services of their own."""
 WARM = ("Say hello to everyone in the room.", "Explain how a bicycle stays upright.")
 MODEL = "smollm2-135m"
 
@@ -87,6 +93,7 @@ class MtBench:
         self._clusters: dict[str, Cluster] = {}
         self._stubs: dict[str, Any] = {}
         self._reference: Transformers | None = None
+        self._memory: dict[str, list[Row]] = {}
         self.drafters = ""
         self.dtype = ""
         self.tallies = {name: CategoryTally() for name in arguments.runs}
@@ -102,6 +109,7 @@ class MtBench:
                     await self._ask(index, question)
                 # Verify reports its last rounds with a snapshot, a quarter of a second later at most.
                 await asyncio.sleep(0.3)
+                self._memory = {name: list(self._resident(name, one)) for name, one in self._clusters.items()}
                 pages = {
                     name: [now.since(then) for now, then in zip(_pages(cluster), before[name], strict=True)]
                     for name, cluster in self._clusters.items()
@@ -112,16 +120,20 @@ class MtBench:
         arguments = self._arguments
         verify = parse_options(VerifyOptions, ["--disable-radix-cache", *arguments.verify_option], env={})
         verify = replace(verify, dtype=arguments.dtype)
-        for name in ("default", "ngram"):
-            if name not in arguments.runs and (name != "default" or "plain" not in arguments.runs):
-                continue
-            argv = [] if name == "default" else ["--speculative-algorithm=NGRAM"]
-            given = parse_options(DraftOptions, [*argv, *(arguments.draft_option if not argv else [])], env={})
-            draft = choose_drafters(given, verify.model, print)
-            if name == "default":
+        on_line = print_line if arguments.verbose else None
+        asked = [name for name in CLUSTERS if name in arguments.runs]
+        if "plain" in arguments.runs and asked in ([], ["ngram"]):
+            asked.insert(0, "default")
+        for name in asked:
+            argv = ["--speculative-algorithm=NGRAM"] if name == "ngram" else arguments.draft_option
+            draft = choose_drafters(parse_options(DraftOptions, argv, env={}), verify.model, print)
+            if name != "ngram":
                 self.drafters = "+".join(draft.speculative_algorithm).lower()
-            on_line = print_line if arguments.verbose else None
-            cluster = Cluster(verify=verify, draft=draft, on_line=on_line)
+            if name == "colocated":
+                told: dict[str, Any] = {option: getattr(draft, option) for option in DRAFTING}
+                cluster = Cluster(verify=replace(verify, **told), services=("verify", "gateway"), on_line=on_line)
+            else:
+                cluster = Cluster(verify=verify, draft=draft, on_line=on_line)
             self._clusters[name] = services.enter_context(cluster)
         if "transformers" in arguments.runs:
             self._reference = Transformers(arguments.dtype)
@@ -158,7 +170,8 @@ class MtBench:
             if self._reference is None:
                 raise RuntimeError("transformers was not started")
             return await asyncio.to_thread(self._reference.generate, text, max_tokens)
-        return await ours(self._stubs["ngram" if name == "ngram" else "default"], text, max_tokens, name != "plain")
+        stub = self._stubs[name if name in self._stubs else next(iter(self._stubs))]
+        return await ours(stub, text, max_tokens, name != "plain")
 
     def _rows(self, pages: dict[str, list[MetricsPage]]) -> Iterator[Row]:
         categories = ["", *dict.fromkeys(category for tally in self.tallies.values() for category in tally.runs)]
@@ -168,19 +181,30 @@ class MtBench:
                 case = self._case(name, category)
                 yield Row(case, "tokens_per_second", rates[name], "tokens/s")
                 yield Row(case, "tokens", sum(run.tokens for run in tally.of(category)), "tokens")
-                for other in ("plain", "transformers"):
-                    if other in rates and name not in (other, "transformers"):
+                for other in ("plain", "default", "transformers"):
+                    if other in rates and name not in (other, "transformers") and (other, name) != ("default", "plain"):
                         yield Row(case, f"speedup_over_{other}", rates[name] / rates[other], "ratio")
                 rounds = sum(run.rounds for run in tally.of(category))
                 if rounds and name != "plain":
                     yield from _drafting(case, tally.of(category), rounds)
-        for name, (verify, draft) in pages.items():
+        for name, found in pages.items():
             if name in self.tallies:
-                yield from _services(self._case(name, ""), verify, draft)
+                yield from _services(self._case(name, ""), *found)
+                yield from self._memory[name]
+
+    def _resident(self, name: str, cluster: Cluster) -> Iterator[Row]:
+        """Resident memory of a run's services, each with its engine process."""
+        total = 0.0
+        for service in cluster.services:
+            door = psutil.Process(cluster.children[service].pid)
+            size = sum(one.memory_info().rss for one in (door, *door.children(recursive=True))) / 2**20
+            total += size
+            yield Row(self._case(name, ""), f"{service}_resident_mib", size, "MiB")
+        yield Row(self._case(name, ""), "resident_mib", total, "MiB")
 
     def _case(self, name: str, category: str) -> str:
-        drafter = self.drafters if name == "default" else name
-        mode = "" if name == "transformers" else "split"
+        drafter = self.drafters if name in ("default", "colocated") else name
+        mode = "" if name == "transformers" else "colocated" if name == "colocated" else "split"
         dtype = SHORT.get(self.dtype or self._arguments.dtype, self._arguments.dtype)
         return " ".join(word for word in (MODEL, drafter, mode, "b1", dtype, "greedy", category) if word)
 
@@ -190,7 +214,7 @@ def _drafting(case: str, runs: Sequence[Run], rounds: int) -> Iterator[Row]:
     yield Row(case, "draft_tokens_per_round", sum(run.drafted for run in runs) / rounds, "tokens")
 
 
-def _services(case: str, verify: MetricsPage, draft: MetricsPage) -> Iterator[Row]:
+def _services(case: str, verify: MetricsPage, draft: MetricsPage | None = None) -> Iterator[Row]:
     """What verify and draft counted, plain answers of the same verify service aside where they leave no mark."""
     drafted = max(verify.counter("outrider_verify_drafted_rounds"), 1)
     yield Row(case, "hit_rate", verify.counter("outrider_verify_hit_rounds") / drafted, "ratio")
@@ -202,6 +226,8 @@ def _services(case: str, verify: MetricsPage, draft: MetricsPage) -> Iterator[Ro
     accepted = [count for _, count in verify.labelled("outrider_verify_accepted_tokens_per_position")]
     for depth, count in enumerate(accepted[:10], 1):
         yield Row(case, f"rounds_accepting_depth_{depth}", count / drafted, "ratio")
+    if draft is None:
+        return
     for source, count in draft.labelled("outrider_draft_nodes_grown"):
         yield Row(case, f"{source}_nodes_per_round", count / drafted, "tokens")
     bursts = draft.counter("outrider_draft_bursts")
@@ -212,7 +238,7 @@ def _services(case: str, verify: MetricsPage, draft: MetricsPage) -> Iterator[Ro
 
 
 def _pages(cluster: Cluster) -> list[MetricsPage]:
-    return [MetricsPage.read(cluster.metrics_url(name)) for name in ("verify", "draft")]
+    return [MetricsPage.read(cluster.metrics_url(name)) for name in ("verify", "draft") if name in cluster.services]
 
 
 def _rate(runs: Sequence[Run]) -> float:

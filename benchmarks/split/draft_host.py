@@ -148,6 +148,11 @@ class DrawnBurst:
         """Steps of this part."""
         return self.further or self.burst.num_steps
 
+    @property
+    def has_begun(self) -> bool:
+        """See PendingBurst."""
+        return True
+
     def done(self) -> bool:
         """See PendingBurst."""
         return True

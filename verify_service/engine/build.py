@@ -15,10 +15,12 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
-from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.drafting.model.round_drafter import MAX_CHOSEN
+from outrider.drafting.registry import build_drafter
+from outrider.drafting.requests import introduce
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.garbage import disable_automatic_collection
@@ -37,6 +39,7 @@ from outrider.models.store import resolve_model, served_name
 from outrider.models.store_folder import TOKENIZER_FILE, hash_tokenizer
 from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.lossy import AcceptRule
+from outrider.tree.handshake import HandshakeError, agree
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
@@ -51,6 +54,7 @@ from verify_service.executors.torch_executor import TorchExecutor
 from verify_service.features.base import FeatureExecutor
 from verify_service.frames import TargetProfile
 from verify_service.speculation.budget import CostModel
+from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.growth_policy import GrowthPolicy
 
 log = get_logger(__name__)
@@ -71,8 +75,6 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     path, model = load(options)
     parts = build(options, path, model, load_draft(options, path, model))
     limits = parts.limits
-    vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
-    engine = VerifyEngine(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary, parts.growth)
     info = VerifyInfo(
         model=options.served_model_name or served_name(options.model),
         model_path=str(path),
@@ -90,9 +92,45 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
         hidden_size=model.config.hidden_size,
         num_layers=model.config.num_layers,
     )
+    vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
+    colocated = None if model.device.type == "cuda" else _colocated_draft(options, path, model, served, vocabulary)
+    engine = VerifyEngine(
+        *(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary, parts.growth, colocated)
+    )
     # A collection at a time of its own choosing could fall between two rounds.
     disable_automatic_collection()
     return Built(engine, served)
+
+
+def _colocated_draft(
+    options: VerifyOptions,
+    path: Path,
+    model: CausalLM,
+    served: TargetProfile,
+    vocabulary: GrammarVocabulary | None,
+) -> ColocatedDraft | None:
+    """What drafts on the engine's thread, if the options name it. Raises ConfigError."""
+    if not options.speculative_algorithm or options.no_speculation:
+        return None
+    told = choose_drafters(options.draft_model(str(path)), options.model)
+    if "NAIVE_EAGLE" in told.speculative_algorithm:
+        raise ConfigError("--speculative-algorithm: NAIVE_EAGLE drafts inside rounds on a GPU; use EAGLE3 or EAGLE")
+    told = replace(
+        told,
+        speculative_num_steps=options.speculative_num_steps,
+        speculative_eagle_topk=options.speculative_eagle_topk,
+        lockstep=options.lockstep,
+        device="cpu",
+        dtype=str(model.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+    )
+    drafter = build_drafter(told)
+    try:
+        terms = agree(served.hello(), introduce(drafter, told))
+    except HandshakeError as error:
+        raise ConfigError(f"--speculative-algorithm: {error.message}") from None
+    log.info("%s draft in this process", ", ".join(told.speculative_algorithm))
+    return ColocatedDraft(drafter, told, terms, served.info.tokenizer_hash, vocabulary)
 
 
 def _grammar_vocabulary(path: Path, vocab_size: int, end_ids: Sequence[int]) -> GrammarVocabulary | None:
@@ -163,16 +201,11 @@ def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
 
 
 def load_draft(options: VerifyOptions, path: Path, target: CausalLM) -> RoundDraft | None:
-    """The draft model that drafts inside rounds, if the options name one. Raises ConfigError."""
+    """The draft model that drafts inside rounds on a GPU, if the options name one. Raises ConfigError."""
     told = named_draft(options, path)
-    if told is None:
+    if told is None or target.device.type != "cuda":
         return None
     names = told.speculative_algorithm
-    if target.device.type != "cuda" and options.speculative_algorithm == AUTO:
-        log.info("--speculative-algorithm AUTO: without a GPU drafting is left to draft services")
-        return None
-    if target.device.type != "cuda":
-        raise ConfigError("--speculative-algorithm: a draft model inside rounds needs a GPU; run a draft service")
     is_chain = names == ("NAIVE_EAGLE",)
     if is_chain:
         folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)

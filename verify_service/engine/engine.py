@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.base import FeatureExecutor
 from verify_service.features.sender import FeatureSender
 from verify_service.speculation.budget import Budget, CostModel
+from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.draft_wait import DraftWaitPolicy, DraftWaitState
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
@@ -39,6 +41,9 @@ _CALM_SECONDS = 0.25
 
 _SLEEP_SHARE = 0.75
 """Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
+
+_DRAFT_WORK_SHARE = 0.1
+"""Part of a round's expected time that a colocated draft may take before it for work that no round waits for."""
 
 _MAX_DEFERRED_ACTIONS = 2
 """Actions for each request of a round, two requests at least, that may wait until the next one is launched.
@@ -82,10 +87,12 @@ class VerifyEngine:
         inbox: VerifyInbox,
         vocabulary: GrammarVocabulary | None = None,
         growth: RoundGrowth | None = None,
+        colocated: ColocatedDraft | None = None,
     ) -> None:
         """`vocabulary`: the tokenizer as grammars see it; without one requests with a grammar are refused.
 
-        `growth`: for an executor that drafts on its own device.
+        `growth`: for an executor that drafts on its own device. `colocated`: drafts on the engine's thread, where
+        rounds wait for drafts without spinning.
         """
         self.limits = limits
         self.memory = memory
@@ -102,6 +109,7 @@ class VerifyEngine:
         self._draft_wait = DraftWaitPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
         self._executor = executor
         self._growth = growth
+        self._colocated = colocated
         self._warmer = HotPathWarmer(self.scheduler, executor, self._commit)
         self._observer = observer
         self._inbox = inbox
@@ -119,6 +127,8 @@ class VerifyEngine:
         self._ended_at: float | None = None
         self._worked_at = float("-inf")
         cost.prepare(limits.max_running + limits.max_nodes + 1)
+        if colocated is not None:
+            colocated.join(self.drafts, self.features)
 
     def run(self) -> None:
         """Run rounds until `stop`; unfinished requests get UnavailableError."""
@@ -248,9 +258,14 @@ class VerifyEngine:
         return entries, plan, waited
 
     def _receive_for(self, seconds: float, entries: Sequence[Entry], awaited: Sequence[DraftWaitState]) -> None:
-        """Wait for messages, at most so long, and do what they ask, or enough of it that no draft is awaited."""
+        """Wait for messages, at most so long, and do what they ask, or enough of it that no draft is awaited.
+
+        A colocated draft grows meanwhile.
+        """
         if not self.limits.spin:
-            self._process_messages(seconds)
+            has_grown = self._colocated is not None and self._colocated.grow(seconds, self._is_called)
+            is_waiting = not has_grown and any(state.expects for state in awaited)
+            self._process_messages(seconds if is_waiting else None)
             self.features.work()
             return
         # An engine that slept here would launch the round with cold code, and wake some 50 us late.
@@ -275,12 +290,15 @@ class VerifyEngine:
             if self._garbage.overdue:
                 self._garbage.collect_young()
         else:
+            num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
+            seconds = self.budget.cost.seconds(num_decoded)
+            if self._colocated is not None:
+                self._colocated.work(_DRAFT_WORK_SHARE * seconds, self._is_called)
             self._process_messages(None)
             self._maintain()
             # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
             self._garbage.collect_young()
-            num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
-            sleep_until += _SLEEP_SHARE * self.budget.cost.seconds(num_decoded)
+            sleep_until += _SLEEP_SHARE * seconds
         self._warmer.pause_until(sleep_until)
         is_maintained = False
         # Also for a round that is over by now.
@@ -315,6 +333,8 @@ class VerifyEngine:
         self._garbage.collect_all()
         busy = (self.scheduler.running or self.scheduler.waiting) and not self.scheduler.stalled
         timeout = POLL_SECONDS if self.grammars.compiling else _IDLE_POLL_SECONDS
+        if self._colocated is not None:
+            self._colocated.work(math.inf, self._is_called, is_idle=True)
         calm = not busy and time.monotonic() - self._worked_at >= _CALM_SECONDS
         self._process_messages(None if busy or (calm and self.features.refresh()) else timeout)
         self._maintain()
@@ -350,6 +370,10 @@ class VerifyEngine:
         """Take messages, after waiting for one up to `timeout` seconds; whether any are to be processed."""
         self._actions += self._inbox.take(timeout)
         return bool(self._actions)
+
+    def _is_called(self) -> bool:
+        """Whether messages have come, or the engine is to end."""
+        return self._stopping or self._receive(None)
 
     def _process_messages(self, timeout: float | None) -> bool:
         """Do what messages ask, after waiting for one up to `timeout` seconds; whether there was any."""

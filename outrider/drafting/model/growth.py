@@ -105,8 +105,14 @@ class BurstGrowth(Grower):
             self._withhold(tree)
 
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
-        """The forest follows the commit with the next call of `grow`, or when the burst under way has ended."""
+        """The forest follows the commit with the next call of `grow`, or when the burst under way has ended.
+
+        On a CPU one that was launched and has not begun is ended at once: it would run what is outdated now.
+        """
         self._withhold(tree)
+        if self._active is not None and not self._active.pending.has_begun:
+            self._active.pending.cut = True
+            self._land(self._active)
 
     def changed(self, tree: Tree) -> None:
         """Look again with the next call of `grow`, or when the burst under way has ended."""

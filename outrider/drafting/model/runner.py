@@ -91,6 +91,11 @@ class PendingBurst:
         """What a step like its own takes, as far as that is known; else 0."""
         return self._runner.expected_seconds(self) / self.num_steps
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it runs, or has run; on a CPU one that was launched is run later, and not at all if `cut` is set."""
+        return self.ran or self.event is not None
+
     def done(self) -> bool:
         """Whether `wait` would return at once, or, without a device that works meanwhile, runs the burst."""
         return self.event is None or self.event.query()

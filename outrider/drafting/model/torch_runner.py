@@ -87,7 +87,7 @@ class TorchRunner(BurstRunner):
         for number, line in enumerate(lines):
             if number and burst.min_chance and frontier.chance < burst.min_chance:
                 break
-            pending.cut = number > 0 and self._interrupted()
+            pending.cut = pending.cut or (number > 0 and self._interrupted())
             nodes = [] if pending.cut else frontier.take()
             if not nodes:
                 break
