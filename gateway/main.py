@@ -155,10 +155,17 @@ async def _follow_readiness(
 
 
 async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
-    """Refuses new requests on doors that stay open, until the running ones are done or out of time."""
+    """Takes no new requests, until the running ones are done or out of time.
+
+    Clients of gRPC are told to go at once: with their next call they find another gateway, if there is one. The REST
+    door stays open to say so, and ends the connection with that.
+    """
     server.set_serving(False)
     _logger.info("draining %d requests for at most %g s", gateway.gate.num_requests, seconds)
+    leaving = asyncio.create_task(server.stop(seconds + _LAST_WORDS_SECONDS))
     if not await gateway.gate.drain(seconds):
         _logger.warning("%d requests were not done in time and are cancelled", gateway.gate.num_requests)
         gateway.router.end_answers()
         await gateway.gate.drain(_LAST_WORDS_SECONDS)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)

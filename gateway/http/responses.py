@@ -85,6 +85,8 @@ def error_response(error: OutriderError) -> Response:
     retry_after = getattr(error, "retry_after", None)
     if retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+    if error.code == "draining":  # another connection may lead to another gateway
+        headers["connection"] = "close"
     return Response(error_json(error), error.http_status, headers, "application/json")
 
 

@@ -159,7 +159,9 @@ async def test_drain_finishes_running_streams_and_refuses_new_ones(world: World)
     verify.say("one two three")
     verify.gate = asyncio.Event()
     running = asyncio.create_task(events_of(world, {"prompt": "x", "stream": True}))
-    await until(lambda: verify.num_open)
+    call = world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x"))
+    assert (await call.read()).text
+    await until(lambda: verify.num_open == 2)
     world.stop.set()
     async with asyncio.timeout(5):
         while await status_of(world, "/ready") != 503:
@@ -167,12 +169,16 @@ async def test_drain_finishes_running_streams_and_refuses_new_ones(world: World)
     assert await status_of(world, "/health") == 200
     refused = await world.http.post(TEXT, json={"prompt": "x"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert refused.headers["connection"] == "close", "the next one may lead to another gateway"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x")):
             pass
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     verify.gate.set()
     assert (await running)[-1] == "[DONE]"
+    while (response := await call.read()) is not grpc.aio.EOF:
+        last = response
+    assert last.HasField("usage")
     await world.task
 
 
