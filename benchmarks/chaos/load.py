@@ -121,8 +121,15 @@ async def answered_plainly(address: str, asked: Sequence[KnownAnswer], at_once: 
 class ChaosLoad:
     """Clients that ask one question after the other until stopped. Use it with `async with`."""
 
-    def __init__(self, address: str, asked: Sequence[KnownAnswer], clients: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        asked: Sequence[KnownAnswer],
+        clients: int,
+        dial: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
         self.record = Record()
+        self._dial = dial
         self._address = address
         self._asked = asked
         self._clients = clients
@@ -132,7 +139,7 @@ class ChaosLoad:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> ChaosLoad:
-        self._channel = open_channel(self._address)
+        self._channel = self._dial(self._address)
         stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
         self._tasks = [asyncio.create_task(self._client(stub)) for _ in range(self._clients)]
         return self

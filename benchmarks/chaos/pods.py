@@ -1,0 +1,138 @@
+"""Services as Kubernetes runs them: pods with addresses of their own, behind names, rolled out one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.names import NameServer
+from outrider.cli.child import Child, LineSink
+from outrider.cli.cluster import MODULES, service_env
+from outrider.config.base import options_to_argv, options_to_env
+from outrider.config.service import ServiceOptions
+
+START_SECONDS = 180.0
+PORTS = {"gateway": 50051, "verify": 50052, "draft": 50053}
+METRICS_PORTS = {"gateway": 9101, "verify": 9102, "draft": 9103}
+REST_PORT = 8000
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What Kubernetes waits for, in seconds; as in deploy/kubernetes, but shorter."""
+
+    before_stop: float = 3.0
+    """preStop: from leaving the name to SIGTERM."""
+    ready: float = 3.0
+    """minReadySeconds: from a pod's readiness to the next pod's turn."""
+    unready: float = 3.0
+    """From the death of a pod until it leaves the name: what probes take to see it."""
+
+
+class Pod:
+    """One process of a service, at an address of its own."""
+
+    def __init__(self, kind: str, address: str, options: ServiceOptions, folder: Path, on_line: LineSink) -> None:
+        changes: dict[str, Any] = {
+            "address": f"{address}:{PORTS[kind]}",
+            "metrics_address": f"{address}:{METRICS_PORTS[kind]}",
+            "ready_file": str(folder / f"{kind}-{address}.json"),
+        }
+        if kind == "gateway":
+            changes["rest_address"] = f"{address}:{REST_PORT}"
+        self.kind = kind
+        self.address = address
+        self.options: ServiceOptions = replace(options, **changes)
+        self.child = Child(f"{kind} {address}", MODULES[kind], Path(changes["ready_file"]), on_line)
+
+    async def start(self) -> None:
+        """Start the process; returns when it serves. Raises ServiceFailedError."""
+        env = {**service_env(self.kind, os.environ), **options_to_env(self.options)}
+        self.child.start(options_to_argv(self.options), env)
+        await asyncio.to_thread(self.child.wait_ready, START_SECONDS, threading.Event())
+
+    async def end(self) -> int:
+        """Ask the process to drain and end; its exit code, or the signal that it had to be ended with."""
+        self.child.terminate()
+        if not await asyncio.to_thread(self.child.wait, self.options.drain_seconds + 10):
+            self.child.kill()
+        code = self.child.poll()
+        return -9 if code is None else code
+
+
+class Deployment:
+    """The pods of a service and the name that those which are ready have."""
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        names: NameServer,
+        make: Callable[[str], Pod],
+        network: str,
+        waits: Waits,
+        surge: bool,
+    ) -> None:
+        """`make` makes the pod at an address of `network` ("127.0.1"). `surge`: a new pod comes before the old goes."""
+        self.pods: list[Pod] = []
+        self.exit_codes: list[int] = []
+        """Of pods that were asked to end."""
+        self.name = name
+        self._names = names
+        self._make = make
+        self._addresses = (f"{network}.{number}" for number in count(1))
+        self._waits = waits
+        self._surge = surge
+
+    async def scale(self, size: int) -> None:
+        """Start pods until there are so many; returns when all are ready."""
+        await asyncio.gather(*(self._add() for _ in range(size - len(self.pods))))
+
+    async def roll(self) -> None:
+        """Replace every pod, one after the other."""
+        for pod in tuple(self.pods):
+            if not self._surge:
+                await self._retire(pod)
+            await self._add()
+            await asyncio.sleep(self._waits.ready)
+            if self._surge:
+                await self._retire(pod)
+
+    async def lose(self, pod: Pod) -> None:
+        """Kill a pod; it leaves the name when probes have seen that, and another one comes."""
+        self.pods.remove(pod)
+        await asyncio.to_thread(pod.child.kill)
+        await asyncio.sleep(self._waits.unready)
+        self._names.remove(self.name, pod.address)
+        await self._add()
+        await asyncio.sleep(self._waits.ready)
+
+    async def end(self) -> None:
+        """End all pods."""
+        await asyncio.gather(*(self._end(pod) for pod in tuple(self.pods)))
+
+    def kill(self) -> None:
+        """End all processes at once, whatever they do."""
+        for pod in self.pods:
+            pod.child.kill()
+
+    async def _add(self) -> None:
+        pod = self._make(next(self._addresses))
+        self.pods.append(pod)
+        await pod.start()
+        self._names.add(self.name, pod.address)
+
+    async def _retire(self, pod: Pod) -> None:
+        self._names.remove(self.name, pod.address)
+        await asyncio.sleep(self._waits.before_stop)
+        await self._end(pod)
+
+    async def _end(self, pod: Pod) -> None:
+        self.exit_codes.append(await pod.end())
+        self.pods.remove(pod)
