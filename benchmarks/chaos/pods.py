@@ -71,7 +71,6 @@ class Deployment:
 
     def __init__(
         self,
-        kind: str,
         name: str,
         names: NameServer,
         make: Callable[[str], Pod],
