@@ -312,6 +312,40 @@ def fault_lines(one: ResultFile) -> Iterable[Cells]:
         )
 
 
+def rollout_table() -> str:
+    """What clients go through while replicas are replaced."""
+    one = report("rollout_cpu")
+    steps = {
+        "calm": "nothing",
+        "verify_rolled": "each verify replaced",
+        "draft_rolled": "each draft replaced",
+        "gateway_rolled": "each gateway replaced",
+        "verify_killed": "SIGKILL of a verify",
+        "calm_again": "nothing",
+    }
+    titles = {match[1]: row.case for row in one.rows if (match := re.search(r" rollout (\w+) ", row.case))}
+    lines = [
+        (
+            text,
+            f"{one.cell(titles[step], 'seconds', '.0f')} s",
+            " / ".join(one.cell(titles[step], metric, "g") for metric in ("failed", "refused", "complete")),
+            " / ".join(one.cell(titles[step], metric, "g") for metric in ("rest_failed", "rest_complete")),
+            f"{one(titles[step], 'wrong_tokens') + one(titles[step], 'rest_wrong'):g}",
+            f"{one.cell(titles[step], 'stall_ms', '.0f')} ms",
+        )
+        for step, text in steps.items()
+    ]
+    head = (
+        "what happens",
+        "for",
+        "gRPC: failed / refused / complete",
+        "REST: failed / complete",
+        "wrong",
+        "longest stall",
+    )
+    return f"{one.source()}\n\n{table(head, lines)}"
+
+
 def cases_table() -> str:
     """What users see in each case of the chaos benchmark."""
     lines = [(f"`{name}`", case.title, case.seen) for name, case in CASES.items()]
@@ -432,6 +466,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "drafts": drafts_table,
     "kinds": kinds_table,
     "faults": faults_table,
+    "rollout": rollout_table,
     "cases": cases_table,
     "soak": soak_table,
     "load": load_table,

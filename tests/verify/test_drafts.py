@@ -8,8 +8,9 @@ from scripted_peer import Clock, Recorder, follow, request, tree
 
 from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
+from verify_service.speculation.calibration import Calibrator
 from verify_service.speculation.draft_wait import DraftWaitPolicy
-from verify_service.speculation.drafts import Drafts, SpeculativeRequest
+from verify_service.speculation.drafts import MAX_CALIBRATORS, Drafts, SpeculativeRequest
 
 
 @pytest.fixture
@@ -302,3 +303,18 @@ def test_a_draft_that_speaks_of_another_epoch_is_told_of_its_request_anew_but_no
     drafts.check_replicas()
     drafts.receive(port, [tree(spec.number, 1, 2, [3, 4])], clock.now)
     assert num_nodes(spec) == 2
+
+
+def test_a_draft_that_comes_back_is_known_and_addresses_without_end_are_not_all_remembered(drafts: Drafts) -> None:
+    def calibrator(address: str) -> Calibrator:
+        port = Recorder(address)
+        drafts.connected(port)
+        found = drafts.replicas[port].calibrator
+        drafts.disconnected(port)
+        return found
+
+    first, kept = calibrator("first:1"), calibrator("kept:1")
+    for number in range(2 * MAX_CALIBRATORS):
+        calibrator(f"pod-{number}:1")
+        assert calibrator("kept:1") is kept
+    assert calibrator("first:1") is not first

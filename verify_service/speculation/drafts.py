@@ -45,6 +45,9 @@ takes hangs below one of many such tokens. Simulated, half as many cost 2 to 3 %
 bring nothing.
 """
 
+MAX_CALIBRATORS = 64
+"""Drafts whose calibration is remembered; those behind a DNS name come with ever new addresses."""
+
 _MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
 
@@ -230,7 +233,10 @@ class Drafts:
 
     def connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
         """A session began; requests without a draft get this one."""
-        calibrator = self._calibrators.setdefault(connection.address, Calibrator())
+        calibrator = self._calibrators.pop(connection.address, None) or Calibrator()
+        self._calibrators[connection.address] = calibrator
+        if len(self._calibrators) > MAX_CALIBRATORS:
+            del self._calibrators[next(iter(self._calibrators))]
         health = ReplicaHealth(self._clock, self._wait_mode.turns)
         self.replicas[connection] = DraftReplica(connection, health, calibrator, terms or Terms())
         self._assign_all()
