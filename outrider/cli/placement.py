@@ -1,4 +1,4 @@
-"""Where a draft model runs: in the draft service, or inside the rounds of verify (colocated)."""
+"""Where drafters run: in the draft service, or colocated: inside verify's rounds on a GPU, in its process on a CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ from outrider.models.shipped import choose_drafters, shipped_head
 PLACEMENTS = ("auto", "remote", "colocated")
 NGRAM = ("NGRAM",)
 COLOCATED_MODELS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE", "NAIVE_EAGLE")
-"""What drafts inside rounds; the last one there alone."""
+"""What drafts inside rounds; the last one there alone. On a CPU the others do, with or without n-grams."""
 DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
 """Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
+_OTHERS = tuple(
+    field.name
+    for field in fields(DraftOptions)
+    if field.name not in (*DRAFTING, "target_model_path", "log_level", "drain_seconds", "lockstep")
+)
+"""Options that a draft service alone has, and what it may be called by."""
 _MAX_STEPS = 16
 """--speculative-num-steps of verify at most."""
 
@@ -33,7 +39,7 @@ class Placed:
 
     verify: VerifyOptions
     draft: DraftOptions | None
-    """None where no draft service is needed: the draft model is verify's, and n-grams were not named."""
+    """None where no draft service is needed: verify has all that drafts."""
 
 
 def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpus: int, say: Say) -> Placed:
@@ -42,7 +48,7 @@ def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
     `say` is told why where n-grams are alone. Raises ConfigError for what cannot be had.
     """
     if is_colocated(verify, draft, placement, gpus):
-        return _colocate(verify, draft, say)
+        return _colocate(verify, draft, say, is_on_gpu(verify, gpus))
     if "NAIVE_EAGLE" in draft.speculative_algorithm:
         raise ConfigError(
             "--speculative-algorithm: NAIVE_EAGLE drafts inside rounds on a GPU alone; give --draft-placement "
@@ -51,19 +57,19 @@ def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
     return Placed(verify, draft_for(draft, verify, gpus, say))
 
 
+def is_on_gpu(verify: VerifyOptions, gpus: int) -> bool:
+    """Whether verify takes a GPU."""
+    return gpus > 0 and verify.device != "cpu"
+
+
 def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpus: int) -> bool:
-    """Whether a draft model is to run inside verify's rounds. Raises ConfigError where it was asked for and cannot."""
-    on_gpu = gpus > 0 and verify.device != "cpu"
-    if placement == "colocated":
-        if not on_gpu:
-            raise ConfigError(
-                "--draft-placement: colocated drafts inside rounds on a GPU, and verify has none here; use remote or "
-                "auto"
-            )
-        return True
-    if placement == "remote" or not on_gpu:
-        return False
+    """Whether verify is to have what drafts: the draft model on a GPU, all of it on a CPU."""
+    if placement != "auto":
+        return placement == "colocated"
     names = draft.speculative_algorithm
+    if not is_on_gpu(verify, gpus):
+        is_possible = "NAIVE_EAGLE" not in names and draft.speculative_num_steps <= _MAX_STEPS and not verify.lockstep
+        return is_possible and is_default(verify, "draft") and not _of_draft_service(draft)
     if "NAIVE_EAGLE" in names:
         return True
     if gpus > 1 or verify.lockstep or verify.no_speculation or not is_default(draft, "device"):
@@ -73,14 +79,25 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
     return names != NGRAM
 
 
-def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say) -> Placed:
-    """The options with the draft model at verify, and n-grams, if they are named, at the draft service."""
+def _of_draft_service(draft: DraftOptions) -> list[str]:
+    """Options of a draft service that were given and that verify has not."""
+    return [name for name in _OTHERS if not is_default(draft, name)]
+
+
+def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool) -> Placed:
+    """The options with the draft model at verify; n-grams, if they are named, at the draft service on a GPU alone."""
     if verify.lockstep:
         raise ConfigError("--lockstep: it is for draft services; leave it out, or give --draft-placement remote")
     draft = choose_drafters(draft, verify.model, say)
     names = [name for name in draft.speculative_algorithm if name != "NGRAM"]
-    known = ", ".join(COLOCATED_MODELS)
-    if not names:
+    models = COLOCATED_MODELS if on_gpu else COLOCATED_MODELS[:-1]
+    known = ", ".join(models)
+    if not on_gpu and (foreign := _of_draft_service(draft)):
+        raise ConfigError(
+            f"--draft-placement: colocated has no draft service on a CPU, and {', '.join(foreign)} of one was given; "
+            "leave it out, or use remote"
+        )
+    if not names and on_gpu:
         raise ConfigError(
             f"--draft-placement: colocated is for a draft model, and NGRAM has none; give --speculative-algorithm one "
             f"of {known}, or use remote"
@@ -90,7 +107,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say) -> Placed:
             f"--speculative-algorithm: {','.join(names)} are models and do not run together; use one of them, with or "
             "without NGRAM"
         )
-    if names[0] not in COLOCATED_MODELS:
+    if names and names[0] not in models:
         raise ConfigError(f"--speculative-algorithm: {names[0]!r} is not known; use one of {known}, or NGRAM")
     if draft.speculative_num_steps > _MAX_STEPS:
         raise ConfigError(
@@ -98,6 +115,8 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say) -> Placed:
             "lower it, or give --draft-placement remote"
         )
     moved: dict[str, Any] = {name: getattr(draft, name) for name in DRAFTING}
+    if not on_gpu:
+        return Placed(replace(verify, **moved), None)
     verify = replace(verify, **moved | {"speculative_algorithm": (names[0],)})
     if "NGRAM" not in draft.speculative_algorithm:
         return Placed(verify, None)

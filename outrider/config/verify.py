@@ -74,9 +74,10 @@ class VerifyOptions(PeerServiceOptions):
     draft_tls_name: str = option("", "Name that drafts' certificates are made out to, if not their address.")
     speculative_algorithm: tuple[str, ...] = option(
         (),
-        "On a GPU, the draft model that drafts inside verify's own rounds: EAGLE, EAGLE3, NEXTN, STANDALONE, or "
-        "NAIVE_EAGLE, which is a head with one step and one candidate; AUTO takes the head that ships for the target, "
-        "if one does; empty leaves drafting to draft services, as NGRAM is in any case.",
+        "What drafts with verify: on a GPU a draft model inside its rounds, EAGLE, EAGLE3, NEXTN, STANDALONE, or "
+        "NAIVE_EAGLE, which is a head with one step and one candidate, and NGRAM is left to draft services; on a CPU "
+        "one of the first four, or NGRAM, or both, in verify's own process. AUTO takes the head that ships for the "
+        "target, if one does, and NGRAM on a CPU; empty leaves drafting to draft services.",
     )
     speculative_draft_model_path: str = option(
         "", "That draft model: a local folder or a hub id; for NEXTN empty takes the target's own."
@@ -132,7 +133,7 @@ class VerifyOptions(PeerServiceOptions):
     )
 
     def draft_model(self, target: str) -> DraftOptions:
-        """The draft model that drafts inside rounds, as a draft service would be told of it; none if none is named."""
+        """What drafts with verify, as a draft service would be told of it; none if none is named."""
         return DraftOptions(
             speculative_algorithm=self.speculative_algorithm or ("NGRAM",),
             speculative_draft_model_path=self.speculative_draft_model_path,

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from outrider.cli.cluster import LINKS, link
 from outrider.cli.options import add_connect_tls_options, add_service_options, number, parse_service_options
-from outrider.cli.placement import is_colocated, num_gpus, place_drafts
+from outrider.cli.placement import is_colocated, is_on_gpu, num_gpus, place_drafts
 from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.service import ServiceOptions, peer_tls
@@ -90,7 +90,11 @@ def _place(
         findings.append(problem("placement", error.message, "correct the option"))
         return verify, draft
     names = ", ".join(placed.speculative_algorithm)
-    findings.append(ok("placement", f"{names} drafts inside verify's rounds; outrider plan tells its memory"))
+    if is_on_gpu(verify, num_gpus()):
+        text = f"{names} drafts inside verify's rounds; outrider plan tells its memory"
+    else:
+        text = f"{names} drafts in verify's process"
+    findings.append(ok("placement", text))
     return placed, placed.draft_model(verify.model)
 
 

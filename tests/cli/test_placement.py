@@ -56,15 +56,30 @@ def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
 
 
 def test_auto_takes_the_round_on_one_gpu_and_the_split_on_two() -> None:
-    for gpus, wanted in ((0, False), (1, True), (2, False)):
+    for gpus, wanted in ((1, True), (2, False)):
         assert is_colocated(VerifyOptions(), HEAD, "auto", gpus) == wanted
     assert is_colocated(VerifyOptions(), HEAD, "colocated", 2)
     assert not is_colocated(VerifyOptions(), HEAD, "remote", 1)
-    assert not is_colocated(VerifyOptions(device="cpu"), HEAD, "auto", 1)
     assert not is_colocated(VerifyOptions(lockstep=True), HEAD, "auto", 1)
     assert not is_colocated(VerifyOptions(), replace(HEAD, device="cuda:0"), "auto", 1)
     assert not is_colocated(VerifyOptions(), DraftOptions(speculative_algorithm=("NGRAM",)), "auto", 1)
     assert placed(HEAD, "remote").draft == HEAD
+
+
+def test_on_a_cpu_verify_has_all_that_drafts_unless_a_draft_service_is_spoken_of() -> None:
+    both = replace(HEAD, branch_length=18)
+    for placement, options in (("auto", {}), ("colocated", {}), ("auto", {"device": "cpu"})):
+        found = placed(both, placement, 1 if options else 0, **options)
+        assert found.draft is None
+        assert found.verify.speculative_algorithm == ("EAGLE3", "NGRAM")
+        assert found.verify.speculative_draft_model_path == "head"
+    alone = placed(DraftOptions(speculative_algorithm=("NGRAM",)), gpus=0)
+    assert alone.draft is None and alone.verify.speculative_algorithm == ("NGRAM",)
+    for draft in (HEAD, replace(both, speculative_num_steps=17), replace(both, address="127.0.0.1:7")):
+        assert placed(draft, gpus=0).draft == draft
+    assert placed(both, gpus=0, lockstep=True).draft == both
+    assert place_drafts(VerifyOptions(draft=("elsewhere:1",)), both, "auto", 0, print).draft == both
+    assert placed(both, "remote", 0).verify == VerifyOptions()
 
 
 def test_the_head_that_ships_drafts_inside_rounds_of_its_target(head: Path, tmp_path: Path) -> None:
@@ -89,8 +104,9 @@ def test_naive_eagle_runs_inside_rounds_alone() -> None:
 @pytest.mark.parametrize(
     ("draft", "verify", "gpus", "message"),
     [
-        (HEAD, {}, 0, r"^--draft-placement: colocated .* verify has none here; use remote or auto"),
-        (HEAD, {"device": "cpu"}, 1, r"^--draft-placement: .* verify has none here"),
+        (HEAD, {}, 0, r"^--draft-placement: colocated has no draft service on a CPU, and branch_length of one"),
+        (HEAD, {"device": "cpu"}, 1, r"^--draft-placement: .* branch_length"),
+        (replace(HEAD, speculative_algorithm=("NAIVE_EAGLE",), branch_length=18), {}, 0, "'NAIVE_EAGLE' is not known"),
         (HEAD, {"lockstep": True}, 1, r"^--lockstep: .*--draft-placement remote"),
         (DraftOptions(speculative_algorithm=("NGRAM",)), {}, 1, r"^--draft-placement: .* NGRAM has none; give"),
         (replace(HEAD, speculative_algorithm=("EAGLE3", "STANDALONE")), {}, 1, "EAGLE3,STANDALONE are models"),
