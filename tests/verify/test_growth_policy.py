@@ -7,7 +7,13 @@ import random
 import pytest
 
 from verify_service.engine.round import Growth
-from verify_service.speculation.growth_policy import MAX_PROBE_ROUNDS, PROBE_LENGTH, GrowthCost, GrowthPolicy
+from verify_service.speculation.growth_policy import (
+    MAX_PROBE_ROUNDS,
+    PROBE_LENGTH,
+    TRIAL_ROUNDS,
+    GrowthCost,
+    GrowthPolicy,
+)
 
 SIZES = (3, 7, 15, 31, 63)
 
@@ -45,6 +51,11 @@ def test_a_useless_drafter_is_left_alone_and_tried_seldom() -> None:
     tried = [index for index, growth in enumerate(grown) if growth is not None]
     late = [index for index in tried if index > 3000]
     assert late and len(late) <= PROBE_LENGTH * (3000 / MAX_PROBE_ROUNDS + 1)
+
+
+def test_a_useless_drafter_is_tried_for_a_few_rounds_and_others_for_more() -> None:
+    useless, poor = (play(make(), chance, TRIAL_ROUNDS) for chance in (0.0, 0.3))
+    assert all(poor) and sum(growth is not None for growth in useless) < TRIAL_ROUNDS // 2
 
 
 def test_the_better_a_drafter_the_deeper_its_trees() -> None:

@@ -142,6 +142,8 @@ class RoundDrafts:
         self.failed = False
         """Whether drafting is switched off, since it went wrong once."""
         self._max_positions = min(model.max_positions, context_length)
+        self._has_told = False
+        """Whether the next round is told of any tree; most are not where drafting does not pay."""
         self._drafted: dict[Request, int] = {}
         """Committed tokens of each request that the drafter has KV of."""
         self._growing: set[Request] = set()
@@ -185,6 +187,13 @@ class RoundDrafts:
     def tell(self, entries: Sequence[Entry], growth: Growth | None) -> None:
         """Lay out which trees the round of these entries takes, and whose are to be grown behind it."""
         self._note_growth()
+        if growth is None and not self.num_grown:
+            self._behind = ()
+            if self._has_told:
+                self.trees.tell(())
+                self._has_told = False
+            return
+        self._has_told = True
         wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
         self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
         late = self._late(self._behind)
@@ -201,7 +210,8 @@ class RoundDrafts:
     def draft(self, bucket: Bucket, growth: Growth | None) -> None:
         """Queue the drafting behind the round that `tell` was for. A drafter that fails is switched off."""
         self.num_grown = 0
-        self._guarded(partial(self._draft, bucket, growth))
+        if growth is not None or self._behind:
+            self._guarded(partial(self._draft, bucket, growth))
 
     def _draft(self, bucket: Bucket, growth: Growth | None) -> None:
         self._catch_up()

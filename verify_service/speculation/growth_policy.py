@@ -18,6 +18,10 @@ PROBE_LENGTH = 4
 """Length of such a trial, in rounds, where nothing is grown otherwise."""
 TRIAL_ROUNDS = 24
 """Number of first rounds of each size that grow the largest tree."""
+LEAST_TRIAL_ROUNDS = 8
+"""The same where next to nothing is accepted."""
+_USELESS = 0.05
+"""Draft tokens that a request accepts in a round, below which that is so."""
 _LOOK_EVERY = 8
 """Rounds between two searches for the best growth: a search takes as long as the choice of a round's nodes."""
 _LEARN = 0.02
@@ -66,6 +70,11 @@ class _Table:
         known = self.accepted[: num_steps + 1, : size + 1]
         known += rate * (accepted[: num_steps + 1, : size + 1] - known)
 
+    def is_useless(self, num_rows: int) -> bool:
+        """Whether rounds of so many requests have shown that next to nothing is accepted."""
+        seen = int(self.num_seen[-1, -1])
+        return seen >= LEAST_TRIAL_ROUNDS and float(self.accepted[-1, -1]) < _USELESS * num_rows
+
 
 class GrowthPolicy:
     """Picks levels and nodes that maximise expected committed tokens over measured time.
@@ -104,7 +113,7 @@ class GrowthPolicy:
         table = self._table(num_rows)
         table.num_rounds += 1
         table.since_probe += 1
-        is_trial = table.num_rounds <= TRIAL_ROUNDS
+        is_trial = table.num_rounds <= TRIAL_ROUNDS and not table.is_useless(num_rows)
         if is_trial or table.since_probe >= table.probe_every:
             if table.choice[0] or table.since_probe >= table.probe_every + PROBE_LENGTH - 1:
                 table.since_probe = 0
@@ -112,7 +121,7 @@ class GrowthPolicy:
         if table.num_new >= _LOOK_EVERY or table.num_rounds == TRIAL_ROUNDS + 2:
             table.choice = self._best(table, num_rows)
             table.num_new = 0
-            table.probe_every = PROBE_ROUNDS if table.choice[0] else min(2 * table.probe_every, MAX_PROBE_ROUNDS)
+            table.probe_every = PROBE_ROUNDS if table.choice[0] else min(4 * table.probe_every, MAX_PROBE_ROUNDS)
         steps, size = table.choice
         return Growth(steps, sizes[size]) if steps else None
 
