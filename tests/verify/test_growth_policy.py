@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from verify_service.engine.build import node_counts
 from verify_service.engine.round import Growth
+from verify_service.executors.round_buffers import Buckets
 from verify_service.speculation.growth_policy import (
     MAX_PROBE_ROUNDS,
     PROBE_LENGTH,
@@ -91,6 +94,13 @@ def test_a_drafter_that_gets_better_is_used_again() -> None:
 
 def test_what_is_fixed_is_grown_always_within_the_sizes() -> None:
     assert set(play(make(fixed=Growth(3, 100)), 0.0, 50)) == {Growth(3, 63)}
+
+
+@pytest.mark.parametrize(("num_rows", "sizes"), [(1, (1,)), (8, (8,)), (16, (12,))])
+def test_a_chain_takes_a_node_of_each_request_as_far_as_they_go(num_rows: int, sizes: tuple[int, ...]) -> None:
+    buckets = Buckets(28, 16)
+    assert tuple(node_counts(SimpleNamespace(buckets=buckets), 12, num_rows, is_chain=True)) == sizes
+    assert not node_counts(SimpleNamespace(buckets=buckets), 0, num_rows, is_chain=True)
 
 
 @pytest.mark.parametrize("max_steps", [1, 4])

@@ -319,7 +319,7 @@ def _num_tokens(folder: Path) -> int:
 def node_counts(executor: CudaExecutor, max_nodes: int, num_rows: int, is_chain: bool = False) -> Sequence[int]:
     """Numbers of nodes that fill rounds of so many requests up to a bucket, ascending."""
     if is_chain:
-        return (num_rows,) if num_rows <= max_nodes else ()
+        return (min(num_rows, max_nodes),) if max_nodes else ()
     most = min(max_nodes, MAX_CHOSEN)
     return sorted({min(tokens - num_rows, most) for tokens in executor.buckets.tokens if tokens > num_rows})
 

@@ -243,7 +243,7 @@ class RoundDrafts:
             shapes, [ChoiceShape(size, rows) for rows in {shape.rows for shape in shapes} for size in sizes(rows)]
         )
         largest = {shape.rows: shape for shape in shapes}
-        self._costs = {rows: self._measure(shape, sizes(rows)[-1]) for rows, shape in largest.items()}
+        self._costs = {rows: self._measure(shape, sizes(rows)[-1]) for rows, shape in largest.items() if sizes(rows)}
 
     def _shape(self, bucket: Bucket) -> RoundShape:
         """The rows of a round, and slots for the tokens it may commit: trees are no deeper than they grow."""
