@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.results_page.reports import report, table, targets
+from benchmarks.results_page.reports import ResultFile, report, table, targets
 
 PLAIN = "llama-8b plain b1 bf16 greedy"
 SPLIT = "llama-8b standalone split b1 bf16 greedy"
@@ -31,13 +31,56 @@ SIX = {
     EAGLE3_LOCKSTEP: "EAGLE-3 in lockstep, 8 steps, 31 nodes",
     RANDOM: "EAGLE-3 of random weights",
 }
+ALL_80_EAGLE3 = "llama-8b eagle3 colocated b1 n80 bf16 greedy"
 COLOCATED_EAGLE3 = "llama-8b eagle3 colocated b1 bf16 greedy"
 COLOCATED_STANDALONE = "llama-8b standalone colocated b1 bf16 greedy"
 COLOCATED = {
     PLAIN: "plain",
+    COLOCATED_EAGLE3: "EAGLE-3",
+    COLOCATED_STANDALONE: "135M draft",
+    "llama-8b plain b1 n80 bf16 greedy": "plain, 80 questions",
+    "llama-8b eagle3 colocated b1 n80 bf16 greedy": "EAGLE-3, 80 questions",
+    "llama-8b plain b1 bf16 t1": "plain, temperature 1",
+    "llama-8b eagle3 colocated b1 bf16 t1": "EAGLE-3, temperature 1",
+    "llama-8b standalone colocated b1 bf16 t1": "135M draft, temperature 1",
+    "llama-8b plain b16 n80 bf16 greedy": "plain, 16 requests, 80 questions",
+    "llama-8b eagle3 colocated b16 n80 bf16 greedy": "EAGLE-3, 16 requests, 80 questions",
+    "llama-8b standalone colocated b16 n80 bf16 greedy": "135M draft, 16 requests, 80 questions",
+    "llama-8b plain b64 ctx1k bf16 greedy": "plain, 64 requests of 1,024 tokens",
+    "llama-8b eagle3 colocated b64 ctx1k bf16 greedy": "EAGLE-3, 64 requests of 1,024 tokens",
+    "llama-8b standalone colocated b64 ctx1k bf16 greedy": "135M draft, 64 requests of 1,024 tokens",
+    "llama-8b plain b64 bf16 greedy": "plain, 64 requests",
+    "llama-8b eagle3 colocated b64 bf16 greedy": "EAGLE-3, 64 requests",
+    "llama-8b eagle3@random colocated b64 bf16 greedy": "head of random weights, 64 requests",
+    "llama-8b plain b128 bf16 greedy": "plain, 128 requests",
+    "llama-8b eagle3 colocated b128 bf16 greedy": "EAGLE-3, 128 requests",
+    "llama-8b eagle3@random colocated b128 bf16 greedy": "head of random weights, 128 requests",
+    "llama-8b eagle3@random colocated b16 n80 bf16 greedy": "head of random weights, 16 requests, 80 questions",
+}
+PLACEMENT = {
+    PLAIN: "plain",
     EAGLE3: "EAGLE-3, draft service on the same GPU",
+    "llama-8b eagle3 lockstep steps=5 topk=8 nodes=31 b1 bf16 greedy": "EAGLE-3, in lockstep, 5 steps, 31 nodes",
+    "llama-8b eagle3 colocated lockstep steps=5 topk=8 max_draft_tokens=31 b1 bf16 greedy": (
+        "EAGLE-3, inside the round, always 5 steps, 31 nodes"
+    ),
     COLOCATED_EAGLE3: "EAGLE-3, inside the round",
-    COLOCATED_STANDALONE: "135M draft, inside the round",
+    SPLIT: "135M draft, draft service on the same GPU",
+    "llama-8b standalone lockstep steps=8 topk=4 nodes=31 b1 bf16 greedy": "135M draft, in lockstep, 8 steps, 31 nodes",
+    "llama-8b standalone colocated lockstep steps=8 topk=4 max_draft_tokens=31 b1 bf16 greedy": (
+        "135M draft, inside the round, always 8 steps, 31 nodes"
+    ),
+    "llama-8b eagle3@random colocated b1 bf16 greedy": "head of random weights, inside the round",
+}
+NAIVE = {
+    "llama-8b plain b32 ctx1k out1024 n32 bf16 greedy": "plain, 32 requests, 1,024 tokens in and out",
+    "llama-8b naive_eagle@eagle3 colocated b32 ctx1k out1024 n32 bf16 greedy": "NAIVE_EAGLE, the same",
+    "llama-8b plain b64 ctx1k out1024 n64 bf16 greedy": "plain, 64 requests, 1,024 tokens in and out",
+    "llama-8b naive_eagle@eagle3 colocated b64 ctx1k out1024 n64 bf16 greedy": "NAIVE_EAGLE, the same",
+    PLAIN: "plain",
+    "llama-8b nextn@mtp colocated b1 bf16 greedy": "MTP module",
+    "llama-8b plain b16 n80 bf16 greedy": "plain, 16 requests, 80 questions",
+    "llama-8b nextn@mtp colocated b16 n80 bf16 greedy": "MTP module, the same",
 }
 COLOCATED_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
@@ -46,7 +89,19 @@ COLOCATED_COLUMNS = {
     "draft tokens a round": ("draft_tokens_per_round", ".1f"),
     "from round to round, ms": ("round_wall_ms", ".2f"),
     "verify on the GPU, ms": ("round_gpu_ms", ".2f"),
+    "drafting, ms": ("drafting_gpu_ms", ".2f"),
     "GPU idle, ms": ("host_gap_ms", ".3f"),
+}
+PLACEMENT_COLUMNS = {
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "over plain": ("speedup_over_plain", ".2f"),
+    "accept length": ("accept_length", ".2f"),
+    "over lockstep's": ("accept_over_lockstep", ".2f"),
+    "draft tokens a round": ("draft_tokens_per_round", ".1f"),
+    "from round to round, ms": ("round_wall_ms", ".2f"),
+    "verify on the GPU, ms": ("round_gpu_ms", ".2f"),
+    "GPU idle, ms": ("host_gap_ms", ".3f"),
+    "hold, ms": ("hold_ms", ".2f"),
 }
 SPLIT_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
@@ -74,10 +129,13 @@ def split_table(name: str, cases: Mapping[str, str], columns: Mapping[str, tuple
 
 def colocated_targets() -> str:
     """Targets of drafting inside the round."""
-    one = report("split_colocated_h200")
+    one, placed, naive = (report(f"split_{name}_h200") for name in ("colocated", "placement", "naive_eagle"))
+    start, line = report("start_colocated_h200"), report("timeline_h200")
+    always = [case for case in PLACEMENT if "colocated lockstep" in case]
+    ratio, useless = "speedup_over_plain", [case for case in COLOCATED if "@random" in case]
 
-    def value(case: str, metric: str) -> list[tuple[str, float]]:
-        return [("six questions", one(case, metric))]
+    def named(source: ResultFile, metric: str, **cases: str) -> list[tuple[str, float]]:
+        return [(name.replace("_", " "), source(case, metric)) for name, case in cases.items()]
 
     return targets(
         [
@@ -85,12 +143,115 @@ def colocated_targets() -> str:
                 "tokens/s, EAGLE-3 (1.4 times SGLang's 420)",
                 "at least",
                 590,
-                value(COLOCATED_EAGLE3, "tokens_per_second"),
+                named(one, "tokens_per_second", six_questions=COLOCATED_EAGLE3, eighty=ALL_80_EAGLE3),
             ),
-            ("tokens/s, 135M draft", "at least", 620, value(COLOCATED_STANDALONE, "tokens_per_second")),
-            ("GPU idle between rounds, ms", "at most", 0.05, value(COLOCATED_EAGLE3, "host_gap_ms")),
+            ("tokens/s, 135M draft", "at least", 620, named(one, "tokens_per_second", six=COLOCATED_STANDALONE)),
+            ("from round to round, EAGLE-3, 5 steps, ms", "at most", 6.0, [("", placed(always[0], "round_wall_ms"))]),
+            (
+                "accept length over lockstep's with the same steps and nodes",
+                "at least",
+                0.98,
+                [
+                    ("EAGLE-3", placed(always[0], "accept_over_lockstep")),
+                    ("135M draft", placed(always[1], "accept_over_lockstep")),
+                ],
+            ),
+            ("GPU idle between rounds, ms", "at most", 0.05, named(one, "host_gap_ms", batch_1=COLOCATED_EAGLE3)),
+            (
+                "the same without an engine around the rounds, 32 requests, ms",
+                "at most",
+                0.1,
+                [("", line("llama-8b eagle3 colocated b32 bf16 greedy", "between_rounds_us") / 1e3)],
+            ),
+            (
+                "over plain, 16 requests",
+                "at least",
+                1.7,
+                [
+                    ("EAGLE-3", one("llama-8b eagle3 colocated b16 n80 bf16 greedy", ratio)),
+                    ("135M draft", one("llama-8b standalone colocated b16 n80 bf16 greedy", ratio)),
+                ],
+            ),
+            (
+                "over plain, 64 requests of 1,024 tokens",
+                "at least",
+                1.15,
+                [
+                    ("EAGLE-3", one("llama-8b eagle3 colocated b64 ctx1k bf16 greedy", ratio)),
+                    ("135M draft", one("llama-8b standalone colocated b64 ctx1k bf16 greedy", ratio)),
+                ],
+            ),
+            (
+                "over plain, NAIVE_EAGLE, 1,024 tokens in and out, by requests",
+                "at least",
+                1.1,
+                [
+                    (f"{case.split(' b')[1][:2]} requests", naive(case, ratio))
+                    for case in NAIVE
+                    if "naive_eagle" in case
+                ],
+            ),
+            (
+                "over plain, head of random weights, by requests",
+                "at least",
+                0.98,
+                [
+                    ("1", placed("llama-8b eagle3@random colocated b1 bf16 greedy", ratio)),
+                    *((case.split(" b")[1].split()[0], one(case, ratio)) for case in useless),
+                ],
+            ),
+            (
+                "over plain, temperature 1, EAGLE-3",
+                "at least",
+                1.6,
+                [("", one("llama-8b eagle3 colocated b1 bf16 t1", ratio))],
+            ),
+            (
+                "the same, 135M draft",
+                "at least",
+                2.0,
+                [("", one("llama-8b standalone colocated b1 bf16 t1", ratio))],
+            ),
+            (
+                "start of the engine, s",
+                "at most",
+                45,
+                [
+                    ("kernels compiled before", start(f"{START}, kernels compiled before", "engine_start_seconds")),
+                    ("the first ever", start(f"{START}, kernels compiled anew", "engine_start_seconds")),
+                ],
+            ),
         ]
     )
+
+
+START = "llama-8b eagle3 colocated r64 bf16 now"
+PHASES = {
+    "verify": "verification: target's forward, sampling, walk",
+    "extension": "extension of the head by the committed tokens",
+    "step": "steps of growth",
+    "choice": "choice of the next nodes",
+}
+
+
+def timeline_table() -> str:
+    """What a round with drafting inside it is made of."""
+    one = report("timeline_h200")
+    cases = [f"llama-8b eagle3 colocated b{batch} bf16 greedy" for batch in (1, 16, 32)]
+    lines = [
+        (title, *(f"{one(case, f'{name}_us'):,.0f} ({one(case, f'{name}_idle_us'):.0f})" for case in cases))
+        for name, title in PHASES.items()
+    ]
+    whole = {
+        "between_graphs_us": "between graphs",
+        "between_rounds_us": "between rounds",
+        "round_us": "from round to round",
+        "steps": "steps",
+        "accept_length": "accept length",
+    }
+    lines += [(title, *(one.cell(case, name, ",.1f") for case in cases)) for name, title in whole.items()]
+    head = ("us (of it without a kernel)", "1 request", "16", "32")
+    return f"{one.source()}\n\n{table(head, lines)}"
 
 
 def split_targets() -> str:

@@ -15,6 +15,9 @@ from benchmarks.results_page.split_tables import (
     COLOCATED_EAGLE3,
     COLOCATED_STANDALONE,
     LOCKSTEP,
+    NAIVE,
+    PLACEMENT,
+    PLACEMENT_COLUMNS,
     PLAIN,
     PLAIN_16,
     SIX,
@@ -24,6 +27,7 @@ from benchmarks.results_page.split_tables import (
     split_table,
     split_targets,
     step_table,
+    timeline_table,
 )
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "reliability.md")
@@ -455,6 +459,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "split_6": lambda: split_table("split_now_h200x2", SIX),
     "split_targets": split_targets,
     "colocated": lambda: split_table("split_colocated_h200", COLOCATED, COLOCATED_COLUMNS),
+    "placement": lambda: split_table("split_placement_h200", PLACEMENT, PLACEMENT_COLUMNS),
+    "naive": lambda: split_table("split_naive_eagle_h200", NAIVE, COLOCATED_COLUMNS),
+    "timeline": timeline_table,
     "colocated_targets": colocated_targets,
     "draft_steps": step_table,
     "engine_targets": engine_targets,
