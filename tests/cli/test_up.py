@@ -22,7 +22,16 @@ class Up:
         path = os.pathsep.join([str(folder), str(FAKES), str(FAKES.parents[2])])
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "outrider.cli", "up", "--ephemeral", f"--model={model}", "--drain-seconds=1"],
+                [
+                    sys.executable,
+                    "-m",
+                    "outrider.cli",
+                    "up",
+                    "--ephemeral",
+                    f"--model={model}",
+                    "--drain-seconds=1",
+                    "--draft-placement=remote",
+                ],
                 env={**os.environ, **environment, "PYTHONPATH": path},
                 cwd=folder,
                 stdout=log,

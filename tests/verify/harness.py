@@ -20,6 +20,7 @@ from verify_service.engine.request import Request
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.torch_executor import TorchExecutor
 from verify_service.speculation.budget import WIDTHS, CostModel
+from verify_service.speculation.colocated_draft import ColocatedDraft
 
 PAGE_SIZE = 4
 
@@ -87,6 +88,7 @@ def make_engine(
     num_pages: int = 256,
     share_generated: bool = True,
     vocabulary: GrammarVocabulary | None = None,
+    colocated: ColocatedDraft | None = None,
     **limits: object,
 ) -> ThreadedEngine:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
@@ -94,7 +96,7 @@ def make_engine(
     executor = TorchExecutor(model, num_pages, PAGE_SIZE)
     cost = CostModel([1e-3] * len(WIDTHS))
     bounds = EngineLimits(model.config.vocab_size, model.config.max_positions, **limits)  # type: ignore[arg-type]
-    return ThreadedEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary)
+    return ThreadedEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary, colocated=colocated)
 
 
 def make_request(

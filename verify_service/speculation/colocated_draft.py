@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -123,7 +124,7 @@ class ColocatedDraft:
     def _work(self, end: float, interrupted: Callable[[], bool], is_idle: bool) -> None:
         growth = self._requests.growth
         if self._drafts.awaits_look(self):
-            self._grow(end, interrupted)
+            self._grow(math.inf, interrupted)
         while growth.is_behind or (is_idle and not growth.idle):
             if interrupted() or time.perf_counter() >= end:
                 return
