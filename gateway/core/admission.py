@@ -16,7 +16,7 @@ from gateway.core.catalogue import GatewayModel
 from gateway.core.chat_template import ChatTemplateError
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Chat, ClientRequest, Job, RequestSampling
-from gateway.core.tool_grammar import forced_grammar
+from gateway.core.tool_grammar import forced_grammar, strict_grammar
 from gateway.core.tool_parser import ToolCalls
 from gateway.core.tool_prompt import chat_messages
 from outrider.errors import ContextLengthError, InvalidRequestError
@@ -56,8 +56,9 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
     # First: of a prompt that is much too long nothing more is looked at.
     max_tokens = _fit(len(prompt), request, model, prompt_field)
     check_ids(prompt, model.vocab_size, prompt_field)
-    # A grammar holds from the first token on: what it allows is the answer.
-    splits = request.separate_reasoning and request.chat is not None and grammar is None
+    # A grammar holds from the first token on: what it allows is the answer, unless it is for calls within any text.
+    is_free = grammar is None or (calls is not None and not calls.forced)
+    splits = request.separate_reasoning and request.chat is not None and is_free
     known = _given(GenerationRequest, request) | {
         "sampling": _sampling(request, model, grammar),
         "max_tokens": max_tokens,
@@ -95,9 +96,11 @@ def _tool_calls(request: ClientRequest, model: GatewayModel) -> tuple[ToolCalls 
             )
         return None, request.grammar
     calls = ToolCalls(form, frozenset(tool.name for tool in chat.offered), chat.parallel_tool_calls, chat.is_forced)
-    if not chat.is_forced:
-        return calls, request.grammar
-    return calls, forced_grammar(chat.offered, form, "chat.tools")
+    if chat.is_forced:
+        return calls, forced_grammar(chat.offered, form, "chat.tools")
+    marks = [form.opener, form.closer, *((model.reasoning.begin, model.reasoning.end) if model.reasoning else ())]
+    ids = {mark: token_id for mark in marks if (token_id := model.tokenizer.added_id(mark)) is not None}
+    return calls, strict_grammar(chat.offered, form, "chat.tools", ids)
 
 
 def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:

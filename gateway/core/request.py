@@ -274,7 +274,11 @@ class Tool(StrictModel):
     parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = Field(
         None, description="A JSON schema of its arguments; none without it."
     )
-    strict: bool | None = Field(None, description="Without effect: forced calls are held to their schema in any case.")
+    strict: bool | None = Field(
+        None,
+        description="Hold calls that the model chooses to make to the schema, too, in the formats hermes and json; "
+        "forced calls are held to it in any case.",
+    )
 
     @property
     def arguments_schema(self) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Tokenizer:
         self._byte_level = decoders == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in decoders
         self._special = {t.content: token_id for token_id, t in inner.get_added_tokens_decoder().items() if t.special}
+        self._added = {t.content: token_id for token_id, t in inner.get_added_tokens_decoder().items()}
         self._bytes: dict[int, bytes] = {}
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest token, an upper bound of the text that one token stands for."""
@@ -83,6 +84,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; special tokens are left out or spelled out."""
         return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def added_id(self, text: str) -> int | None:
+        """The token, beside those that the tokenizer has learned, that stands for the whole text; None without one."""
+        return self._added.get(text)
 
     def detokenizer(self, *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()) -> Detokenizer:
         """Fresh state for one answer; special tokens are left out, but those `shown`, or all spelled out."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.core.request import Tool
@@ -15,6 +16,87 @@ from outrider.grammar.spec import Grammar, GrammarKind, check_grammar
 def forced_grammar(tools: Sequence[Tool], form: ToolFormat, field: str) -> Grammar:
     """What an answer is that must be a call of one of these tools. Raises InvalidRequestError about `field`."""
     definitions = {f"tool{index}": _held_schema(tool, f"tool{index}") for index, tool in enumerate(tools)}
+    schema = _call_schema(tools, form)
+    if form.is_list:
+        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"$defs": definitions}, ensure_ascii=False))
+    check_grammar(grammar, field)
+    return grammar
+
+
+def strict_grammar(
+    tools: Sequence[Tool], form: ToolFormat, field: str, mark_ids: Mapping[str, int] | None = None
+) -> Grammar | None:
+    """What an answer is that may call these tools: any text, in which a call that is begun fits its tool's schema.
+
+    `mark_ids`: tokens that stand for whole marks, the format's and those of reasoning, which the grammar library does
+    not take for text. Without effect, None, where no tool is strict, and for formats other than hermes and json.
+    Raises InvalidRequestError about `field`.
+    """
+    if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
+        return None
+    ids = dict(mark_ids or {})
+    opener, closer = ids.pop(form.opener, None), ids.pop(form.closer, None)
+    text = f"text: TEXT (({' | '.join(f'<[{mark}]>' for mark in ids.values())}) TEXT)*" if ids else "text: TEXT"
+    rules = _marked_rules(tools, form, opener, closer) if form.opener else _bare_rules(tools, form)
+    source = "\n".join((*rules, text, r"TEXT: /(.|\n)*/", f"WS: /{_SPACE}/"))
+    grammar = Grammar(GrammarKind.EBNF, source)
+    check_grammar(grammar, field)
+    return grammar
+
+
+_SPACE = r"[ \n\r\t]{1,40}"
+_MAY_SPACE = r"[ \n\r\t]{0,40}"
+
+
+def _marked_rules(tools: Sequence[Tool], form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
+    """Text with any number of calls: behind the opener the model can only write one, and the closer."""
+    definitions: dict[str, Any] = {
+        f"tool{index}": _held_schema(tool, f"tool{index}") if tool.strict else {"type": "object"}
+        for index, tool in enumerate(tools)
+    }
+    call = _embedded(_call_schema(tools, form) | {"$defs": definitions})
+    opened, closed = "written", "CLOSER"
+    if opener is not None:
+        opened = f"(written | text <[{opener}]>)"
+    if closer is not None:
+        closed = f"(CLOSER | <[{closer}]>)"
+    return [
+        f"start: ({opened} WS? {call} WS? {closed})* text",
+        rf"written[lazy]: /(.|\n)*{re.escape(form.opener)}/",
+        f"CLOSER: {json.dumps(form.closer)}",
+    ]
+
+
+def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
+    """A call, a list of calls, or text: once a strict tool is named where a call begins, the rest must be one."""
+    held = {index: tool for index, tool in enumerate(tools) if tool.strict}
+    ways = {
+        kind: " | ".join(f"{kind}{index} ARGUMENTS WS? args{index} END" for index in held)
+        for kind in ("only", "first", "next")
+    }
+    rules = [f"start: {ways['only']} | ({ways['first']}) ({ways['next']})* LAST | text"]
+    for index, tool in held.items():
+        head = rf'\{{{_MAY_SPACE}"name"{_MAY_SPACE}:{_MAY_SPACE}"{re.escape(tool.name)}"'
+        rules += [
+            f"only{index}[lazy]: /{_MAY_SPACE}{head}/",
+            rf"first{index}[lazy]: /{_MAY_SPACE}\[{_MAY_SPACE}{head}/",
+            f"next{index}[lazy]: /{_MAY_SPACE},{_MAY_SPACE}{head}/",
+            f"args{index}: {_embedded(_held_schema(tool, ''))}",
+        ]
+    arguments = rf'ARGUMENTS: /{_MAY_SPACE},{_MAY_SPACE}"{form.arguments_key}"{_MAY_SPACE}:/'
+    return [*rules, arguments, rf"END: /{_MAY_SPACE}\}}/", rf"LAST: /{_MAY_SPACE}\]/"]
+
+
+def _embedded(schema: dict[str, Any]) -> str:
+    """A JSON schema within a grammar in Lark. White space is bounded: a small model may go on with it for ever."""
+    source = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}} | schema)
+    # Signs of another language and of orders to the library, which a description may hold.
+    return "%json " + source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
+
+
+def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
+    """A call of one of the tools; the schema of each one's arguments is under `$defs`."""
     calls = [
         {
             "type": "object",
@@ -24,22 +106,19 @@ def forced_grammar(tools: Sequence[Tool], form: ToolFormat, field: str) -> Gramm
         }
         for index, tool in enumerate(tools)
     ]
-    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    if form.is_list:
-        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"$defs": definitions}, ensure_ascii=False))
-    check_grammar(grammar, field)
-    return grammar
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
-    """A tool's parameters as they stand under `$defs`: references go there, and no further keys are invented."""
+    """A tool's parameters as they stand at a place under `$defs`, or by themselves: references go there, and no further
+    keys are invented.
+    """
     schema = dict(tool.arguments_schema) | {"type": "object"}
     for key in ("$schema", "$id"):
         schema.pop(key, None)
     if not schema.keys() & {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"}:
         schema["additionalProperties"] = False
-    moved: dict[str, Any] = _moved(schema, f"#/$defs/{place}")
+    moved: dict[str, Any] = _moved(schema, f"#/$defs/{place}" if place else "#")
     return moved
 
 

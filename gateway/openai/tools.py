@@ -79,7 +79,7 @@ def check_tools(tools: Sequence[ToolBody], choice: str | NamedChoice | None) -> 
         raise InvalidRequestError(field, f"{name!r} is none of the tools", "send the name of one")
     is_forced = choice == "required" or isinstance(choice, NamedChoice)
     for index, tool in enumerate(tools):
-        if is_forced:
+        if is_forced or (tool.function.strict and choice != "none"):
             check_tool(tool.function, f"tools[{index}].function.parameters")
 
 

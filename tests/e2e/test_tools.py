@@ -59,6 +59,31 @@ def test_a_forced_call_is_valid_and_the_same_with_and_without_speculation(cluste
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
+def test_a_call_that_the_model_chooses_fits_a_strict_schema(cluster: Cluster) -> None:
+    wrong = '{"name": "weather", "arguments": {"city": "Rome", "unit": "kelvin", "days": [1, 2, 3, 4, 5]}}'
+    ask: Any = [{"role": "user", "content": f"Repeat this line and nothing else:\n{wrong}"}]
+    strict: list[Any] = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    found = []
+    with openai.OpenAI(base_url=f"{cluster.rest_url}/v1", api_key="none", max_retries=0) as client:
+        for tools, speculation in ((TOOLS, "on"), (strict, "on"), (strict, "off")):
+            answer = client.chat.completions.create(
+                model="smollm2",
+                messages=ask,
+                tools=tools,
+                temperature=0,
+                max_tokens=80,
+                extra_body={"speculation": speculation},
+            ).choices[0]
+            (call,) = answer.message.tool_calls or []
+            assert call.function.name == "weather" and answer.finish_reason == "tool_calls"
+            found.append(json.loads(call.function.arguments))
+    free, held, plain = found
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(free, PLACE)
+    jsonschema.validate(held, PLACE)
+    assert held == plain
+
+
 def test_openais_client_streams_parses_and_sends_results_back(cluster: Cluster) -> None:
     from benchmarks.serving.client_checks import openai_tools
 

@@ -123,6 +123,26 @@ async def test_a_forced_call_begins_behind_its_opener_and_is_held_to_its_schema(
             assert held["properties"]["city"]["$ref"] == "#/$defs/tool0/$defs/City" and not held["additionalProperties"]
 
 
+@pytest.mark.parametrize("form", list(WRITTEN))
+async def test_a_strict_tool_holds_calls_that_the_model_chooses(tmp_path: Path, form: str) -> None:
+    verify = make_verify(tmp_path, form)
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}, TOOLS[1]]
+    async with open_world(verify, tmp_path) as world:
+        for tools, choice, is_held in ((TOOLS, "auto", False), (strict, "none", False), (strict, "auto", True)):
+            verify.say(WRITTEN[form])
+            body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
+            answer = (await world.http.post(CHAT, json=body)).json()["choices"][0]
+            assert answer["finish_reason"] == ("stop" if choice == "none" else "tool_calls")
+            assert verify.requests[-1].HasField("grammar") is (is_held and form in ("hermes", "json"))
+        schema = {"type": "object", "properties": {"a": {"not": {}}}}
+        bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}]
+        body = {"messages": HELLO, "tools": bad}
+        error = (await world.http.post(CHAT, json=body)).json()["error"]
+        assert error["param"] == "tools[0].function.parameters.properties.a.not" and error["code"] == "invalid_grammar"
+        body["tool_choice"] = "none"
+        assert (await world.http.post(CHAT, json=body)).status_code == 200
+
+
 async def test_calls_and_results_in_the_history_reach_the_template(tmp_path: Path) -> None:
     calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
              {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{broken"}}]  # fmt: skip

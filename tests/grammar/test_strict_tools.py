@@ -1,0 +1,119 @@
+"""A strict tool that the model chooses to call: text is free, a call that is begun fits its schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from gateway.core.request import Tool
+from gateway.core.tool_format import FORMATS
+from gateway.core.tool_grammar import strict_grammar
+from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, probe
+
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+    "required": ["city", "unit"],
+    "$defs": {"City": {"type": "string", "maxLength": 12, "description": 'a ::= b, %llguidance {} and "x" /'}},
+}
+TOOLS = [
+    Tool(name="weather.of-1", parameters=PLACE, strict=True),
+    Tool(name="now", strict=True),
+    Tool(name="anything", parameters={"type": "object"}),
+]
+ROME = '{"name": "weather.of-1", "arguments": {"city": "Rome", "unit": "celsius"}}'
+NOW = '{"name":"now","arguments":{}}'
+WRONG = '{"name": "weather.of-1", "arguments": {"city": "Rome", "unit": "kelvin"}}'
+FREE = '{"name": "anything", "arguments": {"a": [1]}}'
+
+
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+@pytest.fixture(scope="module", params=[[], MARKS])
+def vocabulary(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> GrammarVocabulary:
+    """All bytes; some models have the marks as tokens that are not special."""
+    folder = tmp_path_factory.mktemp("bytes")
+    signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
+    inner = tokenizers.Tokenizer(models.BPE({sign: index for index, sign in enumerate(signs)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<end>"])
+    inner.add_tokens(request.param)
+    inner.save(str(folder / "tokenizer.json"))
+    return GrammarVocabulary.from_folder(folder, inner.get_vocab_size(), [signs.index("<end>")])
+
+
+def compiled(form: str, vocabulary: GrammarVocabulary) -> CompiledGrammar:
+    has_marks = vocabulary.tokenizer.tokenize_str(MARKS[0])[1:] == []
+    mark_ids = {mark: vocabulary.tokenizer.tokenize_str(mark)[0] for mark in MARKS} if has_marks else {}
+    grammar = strict_grammar(TOOLS, FORMATS[form], "tools", mark_ids)
+    assert grammar is not None
+    made = compile_grammar(grammar, vocabulary)
+    probe(made)
+    return made
+
+
+def ends(grammar: CompiledGrammar, text: str) -> bool | None:
+    """Whether an answer may end here; None where the text itself is not allowed."""
+    matcher = grammar.matcher()
+    for token in grammar.vocabulary.tokenizer.tokenize_str(text):
+        if not matcher.consume_token(token):
+            return None
+    return bool(matcher.is_accepting())
+
+
+def called(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        ("hermes", "Hello, {world}. <tool> < <tool_cal>", True),
+        ("hermes", f"Let me see.\n{called(ROME)}", True),
+        ("hermes", f"{called(ROME)}\n{called(NOW)} and more", True),
+        ("hermes", f"{called(FREE)}", True),
+        ("hermes", f"<tool_call>{ROME}</tool_call>", True),
+        ("hermes", f"Let me see.\n<tool_call>\n{ROME[:30]}", False),
+        ("hermes", f"Let me see.\n{called(WRONG)}", None),
+        ("hermes", f"{called(ROME)}{called(WRONG)}", None),
+        ("hermes", called('{"name": "unknown", "arguments": {}}'), None),
+        ("hermes", called('{"name": "now", "arguments": {"zone": 1}}'), None),
+        ("hermes", "<tool_call> what", None),
+        ("hermes", f"<think>\n<b>What</b> to do?</think>\n{called(NOW)}", True),
+        ("hermes", f"<think>Well</think>{called(WRONG)}", None),
+        ("json", "<think>Well</think> done", True),
+        ("json", "Hello, {world}", True),
+        ("json", ROME, True),
+        ("json", NOW, True),
+        ("json", f"[{ROME}, {NOW}]", True),
+        ("json", f"[{NOW}", False),
+        ("json", FREE, True),
+        ("json", '{"name": "unknown", "arguments": {"city": 1}}', True),
+        ("json", '{"answer": 4}', True),
+        ("json", ROME[:-1], False),
+        ("json", WRONG, None),
+        ("json", f"[{ROME}, {WRONG}]", None),
+        ("json", '{"name": "now", "arguments": {"zone": 1}}', None),
+        ("json", '{"name": "now", "parameters": {}}', None),
+    ],
+)
+def test_text_is_free_and_calls_fit(form: str, text: str, expected: bool | None, vocabulary: GrammarVocabulary) -> None:
+    assert ends(compiled(form, vocabulary), text) is expected
+
+
+def test_without_a_strict_tool_or_with_marks_that_are_no_text_nothing_is_held() -> None:
+    assert strict_grammar([TOOLS[2]], FORMATS["hermes"], "tools") is None
+    assert all(strict_grammar(TOOLS, FORMATS[form], "tools") is None for form in ("llama3", "mistral"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=60))
+def test_any_text_without_a_call_is_allowed(text: str, vocabulary: GrammarVocabulary) -> None:
+    assert ends(compiled("hermes", vocabulary), text) is ("<tool_call>" not in text)
