@@ -235,13 +235,14 @@ async def rehearse(arguments: argparse.Namespace, folder: Path, names: NameServe
     """All of it; phases, and what was wrong."""
     model = arguments.model or tiny_model(folder / "tiny")
     options, on_line = options_of(model), printer(arguments.verbose)
+    waits = Waits(before_stop=arguments.before_stop)
     deployments: dict[str, Deployment] = {}
     # Names stand for nothing at first: whoever looks them up waits.
     for place, (kind, name) in enumerate(
         (("verify", "verify-headless"), ("draft", "draft-headless"), ("gateway", "gateway")), 1
     ):
         make = partial(make_pod, kind, options[kind], folder, on_line)
-        deployments[kind] = Deployment(name, names, make, f"127.0.{place}", Waits(), kind == "gateway")
+        deployments[kind] = Deployment(name, names, make, f"127.0.{place}", waits, kind == "gateway")
     try:
         for kind in ("draft", "verify", "gateway"):
             await deployments[kind].scale(getattr(arguments, kind))
@@ -292,7 +293,8 @@ def main() -> int:
     parser.add_argument("--gateway", type=int, default=2, help="replicas")
     parser.add_argument("--clients", type=int, default=4, help="of gRPC, and as many of REST")
     parser.add_argument("--questions", type=int, default=24)
-    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--before-stop", type=float, default=3.0, help="seconds from leaving the name to SIGTERM")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint; a tiny one is made if none is given")
     parser.add_argument("--verbose", action="store_true", help="print the services' log lines")
     parser.add_argument("--out", type=Path)
