@@ -37,6 +37,8 @@ _logger = get_logger(__name__)
 
 _READINESS_SECONDS = 0.05
 """Between two looks at whether the gateway is ready."""
+_FAREWELL_SECONDS = 1.0
+"""How long calls may be on their way from clients that do not know yet that the gateway ends."""
 _LAST_WORDS_SECONDS = 1.0
 """How long clients whose answers are cancelled get to take the error that says so."""
 
@@ -163,7 +165,10 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
     server.set_serving(False)
     _logger.info("draining %d requests for at most %g s", gateway.gate.num_requests, seconds)
     leaving = asyncio.create_task(server.stop(seconds + _LAST_WORDS_SECONDS))
-    if not await gateway.gate.drain(seconds):
+    # A call that was on its way when its client was told is still served. Without connections this ends at once.
+    farewell = min(_FAREWELL_SECONDS, seconds)
+    await asyncio.wait([leaving], timeout=farewell)
+    if not await gateway.gate.drain(seconds - farewell):
         _logger.warning("%d requests were not done in time and are cancelled", gateway.gate.num_requests)
         gateway.router.end_answers()
         await gateway.gate.drain(_LAST_WORDS_SECONDS)
