@@ -63,7 +63,7 @@ class RestApp:
             Route("/openapi.json", self._document),
             Route("/docs", self._docs),
         ]
-        page = None if options.no_page else Page(needs_key=bool(api_keys))
+        page = None if options.no_page else Page(gateway, bodies, needs_key=bool(api_keys))
         self._open_paths = _OPEN_PATHS | {"/docs"} | (page.paths if page else frozenset())
         self._router = Router([*self.routes, *(page.routes() if page else ())], redirect_slashes=False)
         self._app: ASGIApp = self._serve

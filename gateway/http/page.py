@@ -12,6 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.core.service import Gateway
+from gateway.http.body import BodyReader
+from gateway.http.markdown import MarkdownRoute
+
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -61,10 +65,14 @@ class _Asset(NamedTuple):
 
 
 class Page:
-    """The page's files. They need no API key, since they tell nothing of model or users; the API stays protected."""
+    """The page's files. They need no API key, since they tell nothing of model or users; the API stays protected.
 
-    def __init__(self, *, needs_key: bool) -> None:
+    `paths` are those of the files.
+    """
+
+    def __init__(self, gateway: Gateway, bodies: BodyReader, *, needs_key: bool) -> None:
         """`needs_key`: whether the page asks its user for an API key."""
+        self._markdown = MarkdownRoute(gateway, bodies)
         self._assets = {  # they are small and read once
             f"/page/{file.name}": _Asset.of(file.read_bytes(), suffix)
             for file in (files("gateway") / "page").iterdir()
@@ -75,9 +83,10 @@ class Page:
         self.paths = frozenset(self._assets)
 
     def routes(self) -> list[Route]:
-        """Paths, and what serves them; to GET and HEAD."""
+        """Paths, and what serves them: the files to GET and HEAD, and what works for the page, which takes a key."""
         # Each route is given its file, for its pattern also matches the path with a line feed behind it.
-        return [Route(path, partial(_serve, asset), methods=["GET"]) for path, asset in sorted(self._assets.items())]
+        served = [Route(path, partial(_serve, asset), methods=["GET"]) for path, asset in sorted(self._assets.items())]
+        return [*served, Route("/page/markdown", self._markdown.serve, methods=["POST"])]
 
 
 async def _serve(asset: _Asset, request: Request) -> Response:

@@ -1,6 +1,9 @@
 // One answer: what it says, token by token, and what its rounds came to.
 
-import { element } from "./dom.js";
+import { MOST_MARKDOWN } from "./api.js";
+import { built, lineBegins } from "./blocks.js";
+import { copyButton, element } from "./dom.js";
+import { inWords } from "./drafters.js";
 
 const WORDS = {
   accepted: "accepted draft token",
@@ -69,6 +72,17 @@ export class Answer {
     return end > begin ? (after - before) / (end - begin) : 0;
   }
 
+  /** What is kept of it: all but the times, of which the first and the last give the rate. */
+  saved() {
+    const { tokens, rounds, text, finishReason, numDrafts, numAccepted, marks } = this;
+    return { tokens, rounds, text, finishReason, numDrafts, numAccepted, marks: marks.length ? [marks[0], marks.at(-1)] : [] };
+  }
+
+  /** Takes what was kept. */
+  restore({ tokens, rounds, text, finishReason, numDrafts, numAccepted, marks }) {
+    Object.assign(this, { tokens, rounds, text, finishReason, numDrafts, numAccepted, marks });
+  }
+
   /** Guesses and accepted guesses of each drafter: name to [guessed, accepted]. */
   byDrafter() {
     const counts = new Map();
@@ -85,44 +99,151 @@ export class Answer {
 
 /** An answer on the page. */
 export class AnswerView {
-  constructor(title) {
+  /** `format(text)` returns blocks of Markdown; without it the text stays as it was written. `follow(work)` changes the page. */
+  constructor(title, { format = null, follow }) {
     this.answer = new Answer();
-    this.text = element("div", { class: "text", dir: "auto" });
+    this.format = format;
+    this.follow = follow;
+    this.blocks = element("div", { class: "blocks" });
+    this.tail = element("div", { class: "tail" });
+    this.text = element("div", { class: "text", dir: "auto" }, this.blocks, this.tail);
     this.note = element("p", { class: "note" }, "waiting for the first token");
-    this.node = element("section", { class: "answer", "aria-label": title }, element("h3", {}, title), this.text, this.note);
-    this.shown = "";
+    this.actions = element("div", { class: "actions" }, copyButton(() => this.shown, "Copy this answer"));
+    const foot = element("div", { class: "foot" }, this.note, this.actions);
+    this.node = element("section", { class: "answer", "aria-label": title }, element("h3", {}, title), this.text, foot);
+    this.shown = ""; // all the text that there is
+    this.pieces = []; // {token, end}: what it is made of; `token` is null for text that belongs to none
+    this.owners = []; // index of the piece of each character
+    this.formatted = 0; // so many characters stand in blocks
+    this.tried = 0; // characters behind them when no block was complete last time
+    this.ended = false;
+    this.formatting = null;
   }
 
   /** Adds tokens. */
   add(tokens) {
-    const spans = document.createDocumentFragment();
-    for (const token of tokens) {
-      if (!token.text) continue; // half a character, or the token that ends the answer
-      this.shown += token.text;
-      const by = token.drafter ? ` by ${token.drafter}` : "";
-      const told = `${WORDS[token.origin]}${by}, ${token.depth} in round ${token.round + 1}`;
-      spans.append(element("span", { class: `token ${token.origin}`, title: told, "data-round": token.round }, token.text));
-    }
-    this.text.append(spans);
+    const begin = this.shown.length;
+    // Half a character has no text, nor has the token that ends the answer.
+    for (const token of tokens) this.#append(token.text, token);
+    this.tail.append(...this.#marked(begin, this.shown.length));
     const { rate } = this.answer;
     this.note.textContent = `${this.answer.tokens.length} tokens${rate ? `, ${rate.toFixed(1)} per second` : ""}`;
+    this.formatting ??= this.#formatComplete().finally(() => (this.formatting = null));
   }
 
-  /** Says how the answer ended. */
-  end(how) {
+  /** Says how the answer ended, and formats the rest of it. */
+  async end(how) {
     // What was held back at the end belongs to no token of its own.
     const rest = this.answer.text.startsWith(this.shown) ? this.answer.text.slice(this.shown.length) : "";
-    if (rest) this.text.append(element("span", { class: "token plain" }, rest));
+    const begin = this.shown.length;
+    this.#append(rest, null);
+    this.tail.append(...this.#marked(begin, this.shown.length));
     const { tokens, rate, acceptLength } = this.answer;
     const figures = [`${tokens.length} tokens`];
     if (rate) figures.push(`${rate.toFixed(1)} per second`);
     if (this.answer.numDrafts) figures.push(`accept length ${acceptLength.toFixed(2)}`);
     this.note.textContent = `${figures.join(", ")}${how ? `; ${how}` : ""}`;
+    await this.settle();
   }
 
-  /** Marks the token where this answer parts from another. */
+  /** Formats what is not yet, now that nothing follows. */
+  async settle() {
+    this.ended = true;
+    await this.formatting;
+    await this.#formatComplete();
+  }
+
+  /** Marks the token where this answer parts from another; of one that is shown as it was written. */
   markParting(index) {
     const shown = this.answer.tokens.slice(0, index).filter((token) => token.text).length;
-    this.text.children[shown]?.classList.add("parting");
+    this.tail.children[shown]?.classList.add("parting");
   }
+
+  /** What is kept of it. */
+  saved() {
+    const note = this.ended ? this.note.textContent : `${this.answer.tokens.length} tokens; the page was left`;
+    return { ...this.answer.saved(), shown: this.shown, note };
+  }
+
+  /** Shows what was kept. */
+  restore(saved) {
+    this.answer.restore(saved);
+    for (const token of this.answer.tokens) this.#append(token.text, token);
+    this.#append(saved.shown.slice(this.shown.length), null);
+    this.tail.append(...this.#marked(0, this.shown.length));
+    this.note.textContent = saved.note;
+    this.ended = true;
+  }
+
+  #append(text, token) {
+    if (!text) return;
+    this.shown += text;
+    for (let at = 0; at < text.length; at += 1) this.owners.push(this.pieces.length);
+    this.pieces.push({ token, end: this.shown.length });
+  }
+
+  /** Elements for the characters from `begin` to `end` of the text, one for each token. */
+  #marked(begin, end) {
+    const spans = [];
+    for (let at = begin; at < end; ) {
+      const { token, end: pieceEnd } = this.pieces[this.owners[at]];
+      const next = Math.min(end, pieceEnd);
+      spans.push(span(token, this.shown.slice(at, next)));
+      at = next;
+    }
+    return spans;
+  }
+
+  /** Moves complete blocks from the tail. The last block is complete when the answer is; what fails stays as it is. */
+  async #formatComplete() {
+    while (this.format) {
+      const rest = this.shown.slice(this.formatted);
+      // Asking costs a request: only where a paragraph has ended, and where it was in vain, not before there is half as much again.
+      if (!rest || (!this.ended && (rest.length < 1.5 * this.tried || !/\n\s*\n\s*\S/.test(rest)))) return;
+      const piece = rest.slice(0, MOST_MARKDOWN);
+      const whole = this.ended && piece.length === rest.length;
+      let blocks;
+      try {
+        blocks = await this.format(piece);
+      } catch {
+        this.tried = Infinity;
+        return;
+      }
+      const complete = whole ? blocks : blocks.slice(0, -1);
+      this.tried = complete.length ? 0 : rest.length;
+      const begins = lineBegins(piece);
+      const next = whole ? piece.length : begins[blocks.at(-1)?.begin ?? 0];
+      if (complete.length || whole) this.follow(() => this.#place(complete, begins, next));
+      if (whole || !complete.length) return;
+    }
+  }
+
+  /** Shows blocks behind those that are there; their lines begin at `begins`, and what follows them at `next`. */
+  #place(blocks, begins, next) {
+    const base = this.formatted;
+    for (const block of blocks) {
+      const end = base + (begins[block.end] ?? next);
+      let cursor = base + begins[block.begin];
+      // Where a text stands in what was written is found by looking for its lines in turn: signs of Markdown are skipped.
+      // A line with an escape is not found, and has no marks.
+      const marked = (text) =>
+        text.split(/(?<=\n)/).flatMap((line) => {
+          const [, before, sought, after] = /^(\s*)(.*?)(\s*)$/s.exec(line);
+          const at = sought ? this.shown.indexOf(sought, cursor) : -1;
+          if (at < 0 || at + sought.length > end) return [line];
+          cursor = at + sought.length;
+          return [before, ...this.#marked(at, cursor), after];
+        });
+      this.blocks.append(...built(block, marked));
+    }
+    this.formatted = base + next;
+    this.tail.replaceChildren(...this.#marked(this.formatted, this.shown.length));
+  }
+}
+
+function span(token, text) {
+  if (!token) return element("span", { class: "token plain" }, text);
+  const by = token.drafter ? ` by ${inWords(token.drafter)}` : "";
+  const told = `${WORDS[token.origin]}${by}, ${token.depth} in round ${token.round + 1}`;
+  return element("span", { class: `token ${token.origin}`, title: told, "data-round": token.round }, text);
 }

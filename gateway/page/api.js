@@ -22,11 +22,17 @@ async function failure(response) {
   return new ApiError(response.status, message, response.headers.get("retry-after"));
 }
 
-async function read(path, key) {
-  const response = await fetch(path, { headers: headers(key), cache: "no-store" });
+async function read(path, key, options = {}) {
+  const response = await fetch(path, { headers: headers(key), cache: "no-store", ...options });
   if (!response.ok) throw await failure(response);
   return response.json();
 }
+
+const posted = (key, body) => ({
+  method: "POST",
+  headers: { "content-type": "application/json", ...headers(key) },
+  body: JSON.stringify(body),
+});
 
 /** Whether an API key is asked for: {needs_key}. Open to everybody. */
 export const settings = () => read("page/settings.json", "");
@@ -34,14 +40,14 @@ export const settings = () => read("page/settings.json", "");
 /** The served model: {model_path, dtype, max_model_len, ...}. */
 export const modelInfo = (key) => read("get_model_info", key);
 
+/** The blocks of a text of Markdown, at most MOST_MARKDOWN characters: [{tag, begin, end, children, ...}]; lines count from 0. */
+export const markdown = async (text, key) => (await read("page/markdown", key, posted(key, { text }))).blocks;
+
+export const MOST_MARKDOWN = 16_000;
+
 /** Streams a chat answer: yields each chunk, parsed. Throws ApiError; aborting `signal` throws AbortError. */
 export async function* chat(body, key, signal) {
-  const response = await fetch("v1/chat/completions", {
-    method: "POST",
-    headers: { "content-type": "application/json", ...headers(key) },
-    body: JSON.stringify({ ...body, stream: true, trace: true }),
-    signal,
-  });
+  const response = await fetch("v1/chat/completions", { ...posted(key, { ...body, stream: true, trace: true }), signal });
   if (!response.ok) throw await failure(response);
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;

@@ -51,3 +51,38 @@ export function beforePaint(work) {
     });
   };
 }
+
+const COPIED_MS = 2000;
+
+/** A button that copies what `text()` returns; `label` tells it to screen readers. */
+export function copyButton(text, label) {
+  const button = element("button", { type: "button", class: "quiet small", "aria-label": label }, "Copy");
+  button.addEventListener("click", async () => {
+    const done = (await copied(text())) ? "Copied" : "Not copied";
+    button.textContent = done;
+    button.setAttribute("aria-label", done);
+    setTimeout(() => {
+      button.textContent = "Copy";
+      button.setAttribute("aria-label", label);
+    }, COPIED_MS);
+  });
+  return button;
+}
+
+/** Puts a text into the clipboard. Browsers have the newer way on safe origins alone. */
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = element("textarea", { class: "hidden", "aria-hidden": "true" });
+    const before = document.activeElement;
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    before?.focus();
+    return done;
+  }
+}

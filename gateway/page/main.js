@@ -1,20 +1,30 @@
 // The page: what the user does, and what follows.
 
-import { ApiError, chat, modelInfo, settings } from "./api.js";
+import { ApiError, chat, markdown, modelInfo, settings } from "./api.js";
 import { Answer, AnswerView } from "./answer.js";
 import { speedup, verdict } from "./compare.js";
 import { byId, element } from "./dom.js";
+import { Repeats } from "./repeats.js";
 import { Speech } from "./speech.js";
+import { load, save } from "./store.js";
 import { Watch } from "./watch.js";
 
 const RETRY_MS = 2000;
 const NEAR = 80; // pixels: so near to its end the conversation is kept in view as it grows
 const END_SPACE = 20;
+const FOLDED = { characters: 600, lines: 8 }; // a question that is longer is folded
+const EXAMPLES = [
+  "List the days of the week, and then list them again.",
+  "Write a Python function that tells whether a number is prime.",
+  "Give three reasons why the sky is blue, as a numbered list.",
+  "Write a short story about a lighthouse.",
+];
 
 class Page {
   constructor() {
     this.model = null;
-    this.messages = [];
+    this.turns = []; // of the conversation, the one in the making too
+    this.repeats = new Repeats();
     this.running = null; // AbortController of the turn in the making
     this.welcome = byId("welcome");
     this.watch = new Watch();
@@ -23,10 +33,11 @@ class Page {
   }
 
   async start() {
+    this.#restore();
     byId("key-row").hidden = !(await settings()).needs_key;
     if (byId("key-row").hidden) await this.#connect();
     else this.#say("an API key is needed");
-    byId("question").focus();
+    focusQuestion();
   }
 
   #listen() {
@@ -45,6 +56,43 @@ class Page {
     byId("stop").addEventListener("click", () => this.running?.abort());
     byId("fresh").addEventListener("click", () => this.#clear());
     byId("key").addEventListener("change", () => this.#connect());
+    byId("marks").addEventListener("change", () => {
+      this.#mark();
+      this.#save();
+    });
+    window.addEventListener("pagehide", () => this.#save());
+    for (const question of EXAMPLES) {
+      const button = element("button", { type: "button", class: "quiet" }, question);
+      button.addEventListener("click", () => this.#ask(question));
+      byId("examples").append(element("li", {}, button));
+    }
+  }
+
+  /** Shows the conversation that the browser kept. */
+  #restore() {
+    const { turns, marks } = load();
+    byId("marks").checked = marks;
+    this.#mark();
+    for (const saved of turns) {
+      const turn = this.#turn(saved.question, saved.answers.length > 1);
+      try {
+        turn.restore(saved);
+      } catch {
+        continue; // it was kept by another release
+      }
+      this.#show(turn);
+      this.repeats.note(turn.drafted.answer);
+    }
+    if (this.turns.length) this.watch.follow(this.turns.at(-1).drafted.answer);
+    reveal(overhang());
+  }
+
+  #mark() {
+    byId("turns").classList.toggle("unmarked", !byId("marks").checked);
+  }
+
+  #save() {
+    save(this.turns.map((turn) => turn.saved()), byId("marks").checked);
   }
 
   /** Learns which model is served; asks again until it is known. */
@@ -55,6 +103,7 @@ class Page {
       const { model_path: name, dtype, max_model_len: context } = this.model;
       this.#say(`${name}, ${dtype}, ${context} tokens of context`);
       byId("max-tokens").max = context;
+      for (const turn of this.turns) if (!this.running) turn.settle();
     } catch (error) {
       this.#say(error.message);
       // A wrong key stays wrong; everything else may pass.
@@ -68,19 +117,35 @@ class Page {
 
   #clear() {
     this.running?.abort();
-    this.messages = [];
+    this.turns = [];
+    this.#save();
     byId("turns").replaceChildren(this.welcome);
     this.watch.follow(new Answer());
-    byId("question").focus();
+    focusQuestion();
   }
 
-  /** The body of a request, or null where a field is wrong, which the user is then told. */
-  #body(question) {
+  /** A turn, not yet on the page. A comparison is shown as it was written, token by token. */
+  #turn(question, compared) {
+    const format = compared ? null : (text) => markdown(text, byId("key").value);
+    const turn = new Turn(question, compared, { format, follow: (work) => this.#following(work) });
+    turn.onRound((answer, round) => this.watch.show(answer, round));
+    turn.onRetry(() => this.#askAgain(turn));
+    return turn;
+  }
+
+  #show(turn) {
+    this.turns.push(turn);
+    this.welcome.remove();
+    byId("turns").append(turn.node);
+  }
+
+  /** The body of a request that goes on from `turns`, or null where a field is wrong, which the user is then told. */
+  #body(question, turns) {
     const form = byId("composer");
     byId("complaint").textContent = "";
     if (!question.trim()) {
       byId("complaint").textContent = "Write a question first.";
-      byId("question").focus();
+      focusQuestion();
       return null;
     }
     if (!form.checkValidity()) {
@@ -90,7 +155,7 @@ class Page {
     }
     const seed = byId("seed").value;
     return {
-      messages: [...this.messages, { role: "user", content: question }],
+      messages: [...turns.flatMap((turn) => turn.messages()), { role: "user", content: question }],
       temperature: byId("temperature").valueAsNumber,
       top_p: byId("top-p").valueAsNumber,
       max_tokens: byId("max-tokens").valueAsNumber,
@@ -99,33 +164,36 @@ class Page {
     };
   }
 
-  async #ask() {
+  async #ask(example = null) {
     if (this.running) return;
     const field = byId("question");
-    const body = this.#body(field.value);
+    const question = example ?? field.value;
+    const body = this.#body(question, this.turns);
     if (!body) return;
-    const question = field.value;
-    field.value = "";
-    const turn = new Turn(question, byId("compare").checked);
-    turn.onRound((answer, round) => this.watch.show(answer, round));
-    this.welcome.remove();
-    byId("turns").append(turn.node);
+    if (example === null) field.value = "";
+    const turn = this.#turn(question, byId("compare").checked);
+    this.#show(turn);
     reveal(overhang());
     this.#busy(new AbortController());
     try {
       await this.#answer(turn, body);
-      this.#remember(turn, body.messages, question);
     } finally {
       this.#busy(null);
     }
+    if (!turn.node.isConnected) return; // a new chat was begun meanwhile
+    this.#following(() => turn.repeats(this.repeats.note(turn.drafted.answer)));
+    // A question without any answer can be asked again.
+    if (!turn.drafted.answer.text) field.value ||= question;
+    this.#save();
   }
 
-  /** What was said goes along with the next question. A question without any answer can be asked again. */
-  #remember(turn, messages, question) {
-    if (!turn.node.isConnected) return; // a new chat was begun meanwhile
-    const { text } = turn.drafted.answer;
-    if (text) this.messages = [...messages, { role: "assistant", content: text }];
-    else byId("question").value ||= question;
+  /** Asks the last question once more, in place of what was answered. */
+  #askAgain(turn) {
+    if (this.running || !this.#body(turn.question, [])) return;
+    this.turns = this.turns.filter((other) => other !== turn);
+    turn.node.remove();
+    if (byId("question").value === turn.question) byId("question").value = "";
+    this.#ask(turn.question);
   }
 
   #busy(running) {
@@ -133,7 +201,7 @@ class Page {
     byId("send").disabled = Boolean(running);
     byId("stop").disabled = !running;
     // A disabled button loses the focus to nowhere.
-    if (!running && [document.body, byId("stop")].includes(document.activeElement)) byId("question").focus();
+    if (!running && [document.body, byId("stop")].includes(document.activeElement)) focusQuestion();
   }
 
   async #answer(turn, body) {
@@ -170,18 +238,18 @@ class Page {
         this.#following(() => view.add(fresh));
         if (watched) this.watch.grew();
       }
-      this.#following(() => view.end(view.answer.finishReason === "length" ? "the limit of tokens ended it" : ""));
+      await view.end(view.answer.finishReason === "length" ? "the limit of tokens ended it" : "");
       if (watched) this.speech.end(`The answer is complete: ${view.note.textContent}.`);
       return true;
     } catch (error) {
-      this.#failed(view, error, watched);
+      await this.#failed(view, error, watched);
       return false;
     }
   }
 
-  #failed(view, error, watched) {
+  async #failed(view, error, watched) {
     const stopped = error.name === "AbortError";
-    view.end(stopped ? "stopped" : "failed");
+    await view.end(stopped ? "stopped" : "failed");
     if (watched) this.speech.end(stopped ? "Stopped." : "");
     if (stopped) return;
     view.node.append(element("p", { class: "complaint", role: "alert" }, error.message));
@@ -199,6 +267,11 @@ class Page {
   }
 }
 
+/** The composer is always in view: browsers of phones would scroll to where it stands at the end of the page. */
+function focusQuestion() {
+  byId("question").focus({ preventScroll: true });
+}
+
 /** How far the conversation reaches below the composer's upper edge, in pixels; less than 0 while there is room. */
 function overhang() {
   const last = byId("turns").lastElementChild;
@@ -214,21 +287,66 @@ function reveal(pixels) {
 
 /** A question and its answers. */
 class Turn {
-  constructor(question, compared) {
-    this.drafted = new AnswerView(compared ? "Speculation on" : "Answer");
-    this.plain = compared ? new AnswerView("Speculation off") : null;
-    const answers = element("div", { class: compared ? "answers two" : "answers" }, this.drafted.node);
-    this.node = element("article", { "aria-label": "Turn" }, element("p", { class: "question", dir: "auto" }, question), answers);
+  /** `options` are those of AnswerView. */
+  constructor(question, compared, options) {
+    this.question = question;
+    this.drafted = new AnswerView(compared ? "Speculation on" : "Answer", options);
+    this.plain = compared ? new AnswerView("Speculation off", options) : null;
+    this.views = this.plain ? [this.drafted, this.plain] : [this.drafted];
+    const answers = element("div", { class: compared ? "answers two" : "answers" }, ...this.views.map((view) => view.node));
+    this.repeated = element("p", { class: "hint repeated" });
+    this.node = element("article", { "aria-label": "Turn" }, ...asked(question), answers, this.repeated);
+    this.verdict = null;
     if (!compared) return;
-    answers.append(this.plain.node);
     this.result = element("p", { class: "verdict" }, "The texts will be compared token by token.");
     this.node.append(this.result);
   }
 
+  /** What was said, for the next question to go on from; nothing where there was no answer. */
+  messages() {
+    const { text } = this.drafted.answer;
+    return text ? [{ role: "user", content: this.question }, { role: "assistant", content: text }] : [];
+  }
+
+  /** Calls `again()` where the question is to be asked once more. The last turn alone shows the button. */
+  onRetry(again) {
+    const button = element("button", { type: "button", class: "quiet small retry", "aria-label": "Retry this question" }, "Retry");
+    button.addEventListener("click", again);
+    this.drafted.actions.append(button);
+  }
+
+  /** Tells that the answer repeats earlier ones, unless `note` is empty. */
+  repeats(note) {
+    this.repeated.textContent = note;
+  }
+
+  /** Formats answers that were restored. */
+  settle() {
+    for (const view of this.views) view.settle();
+  }
+
+  /** What is kept of it. */
+  saved() {
+    return {
+      question: this.question,
+      answers: this.views.map((view) => view.saved()),
+      repeated: this.repeated.textContent,
+      verdict: this.verdict,
+    };
+  }
+
+  /** Shows what was kept. */
+  restore({ answers, repeated, verdict: judged }) {
+    this.views.forEach((view, index) => view.restore(answers[index]));
+    this.repeats(repeated);
+    if (judged) this.judge(...judged);
+    else if (this.result) this.result.textContent = "Nothing was compared.";
+  }
+
   /** Calls `show(answer, round)` where a token is clicked. The buttons beside the trees do the same by keyboard. */
   onRound(show) {
-    for (const view of [this.drafted, this.plain]) {
-      view?.text.addEventListener("click", (event) => {
+    for (const view of this.views) {
+      view.text.addEventListener("click", (event) => {
         const { round } = event.target.dataset;
         if (round) show(view.answer, Number(round));
       });
@@ -242,13 +360,29 @@ class Turn {
   }
 
   /** Shows whether both texts are equal. */
-  judge({ kind, text, at }, speed) {
+  judge(found, speed) {
+    const { kind, text, at } = found;
+    this.verdict = [found, speed];
     this.result.classList.add(kind);
     this.result.textContent = `${text} ${speed}`.trim();
     if (kind !== "parted") return;
     this.drafted.markParting(at);
     this.plain.markParting(at);
   }
+}
+
+/** The elements of a question; a long one is folded, and a button shows the rest. */
+function asked(question) {
+  const text = element("p", { class: "question", dir: "auto" }, question);
+  if (question.length <= FOLDED.characters && question.split("\n").length <= FOLDED.lines) return [text];
+  const button = element("button", { type: "button", class: "quiet small unfold", "aria-expanded": "false" }, "Show the whole question");
+  text.classList.add("folded");
+  button.addEventListener("click", () => {
+    const folded = text.classList.toggle("folded");
+    button.setAttribute("aria-expanded", String(!folded));
+    button.textContent = folded ? "Show the whole question" : "Fold the question";
+  });
+  return [text, button];
 }
 
 new Page().start().catch((error) => {

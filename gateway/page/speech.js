@@ -3,6 +3,7 @@
 import { byId, element } from "./dom.js";
 
 const SENTENCE = /^[\s\S]*?[.!?:]["”)]*\s+|^[\s\S]*?\n/;
+const MARKDOWN = /^#+ +|\*\*|`+/gm; // signs that are not read aloud
 const KEPT = 20;
 
 export class Speech {
@@ -29,8 +30,9 @@ export class Speech {
   }
 
   say(text) {
-    if (!text) return;
-    this.region.append(element("p", {}, text));
+    const said = text.replace(MARKDOWN, "");
+    if (!said) return;
+    this.region.append(element("p", {}, said));
     while (this.region.children.length > KEPT) this.region.firstElementChild.remove();
   }
 }

@@ -1,5 +1,6 @@
 // The tree of a round: which nodes are drawn, where, and the same in words.
 
+import { inWords, letters } from "./drafters.js";
 import { element, quoted, shape, visible } from "./dom.js";
 
 const MOST_NODES = 24;
@@ -114,13 +115,10 @@ function box({ node, x, y, width }) {
   return group;
 }
 
-/** The letters of a drafter in a node: NS is ngram_shared. */
-export const letters = (drafter) => drafter.split("_").map((word) => word.slice(0, 1).toUpperCase()).join("");
-
 function told(node) {
   if (node.state === "root") return node.text === null ? "root: the prompt's last token" : `root: ${quoted(node.text)}`;
   if (node.state === "bonus") return `${quoted(node.text)}, the model's own token`;
-  return `${quoted(node.text)}, ${node.state}, guessed by ${node.drafter} at ${(100 * node.chance).toFixed(0)} %`;
+  return `${quoted(node.text)}, ${node.state}, guessed by ${inWords(node.drafter)} at ${(100 * node.chance).toFixed(0)} %`;
 }
 
 /** A round in a sentence. */

@@ -1,12 +1,14 @@
 // The column that watches one answer: figures, charts, and the trees of its latest rounds.
 
-import { asText, drawn, letters } from "./tree.js";
+import { asText, drawn } from "./tree.js";
+import { inWords, letters } from "./drafters.js";
 import { beforePaint, byId, element, shape } from "./dom.js";
 
 const TREES = 3;
 const BARS = 60;
 const FEWEST = 20; // so many have room before a chart grows denser
 const HEIGHT = 48;
+const CLIP = 2.5; // times the median: what is faster is a spike, of pieces that came at once, and would flatten the rest
 
 export class Watch {
   constructor() {
@@ -68,7 +70,7 @@ export class Watch {
     byId("accepted").textContent = numDrafts ? `${numAccepted} of ${numDrafts}` : "–";
     byId("rounds").textContent = String(rounds.length || "–");
     const parts = [...answer.byDrafter()].map(
-      ([name, [guessed, hits]]) => `${letters(name)} is ${name}: ${hits} of ${guessed} accepted`,
+      ([name, [guessed, hits]]) => `${letters(name)}: ${inWords(name)}, ${hits} of ${guessed} accepted`,
     );
     byId("drafters").textContent = parts.join("; ");
   }
@@ -115,14 +117,21 @@ function bars(svg, rounds) {
   tellMost(svg, most);
 }
 
-function line(svg, rates) {
+/** The rate over time. Spikes are cut at the chart's upper edge, where a dot stands for each. */
+export function line(svg, rates) {
   const known = rates.filter((rate) => rate > 0);
   const most = Math.max(0, ...known);
+  const top = Math.min(most, CLIP * ([...known].sort((a, b) => a - b)[known.length >> 1] ?? 0));
   const step = measured(svg) / Math.max(FEWEST, known.length - 1);
-  const height = (rate) => HEIGHT * (1 - (0.9 * rate) / most);
-  const points = known.map((rate, index) => `${(index * step).toFixed(1)},${height(rate).toFixed(1)}`);
-  svg.replaceChildren(...(known.length < 2 ? [] : [shape("polyline", { points: points.join(" ") })]));
-  tellMost(svg, Math.round(most));
+  const place = (rate, index) => [index * step, HEIGHT * (1 - (0.9 * Math.min(rate, top)) / top)];
+  const points = known.map((rate, index) => place(rate, index).map((at) => at.toFixed(1)).join());
+  const spikes = known.flatMap((rate, index) => {
+    if (rate <= top) return [];
+    const [cx, cy] = place(rate, index);
+    return [shape("circle", { cx, cy, r: 2 })];
+  });
+  svg.replaceChildren(...(known.length < 2 ? [] : [shape("polyline", { points: points.join(" ") }), ...spikes]));
+  tellMost(svg, Math.round(most), spikes.length ? `, cut at ${Math.round(top)}` : "");
 }
 
 /** The width of a chart, in whose pixels it is drawn. */
@@ -132,6 +141,6 @@ function measured(svg) {
   return width;
 }
 
-function tellMost(svg, value) {
-  svg.parentNode.querySelector(".most").textContent = value ? `up to ${value}` : "";
+function tellMost(svg, value, more = "") {
+  svg.parentNode.querySelector(".most").textContent = value ? `up to ${value}${more}` : "";
 }

@@ -58,6 +58,7 @@ class Visit:
     def __init__(self, browser: Any, url: str, size: str, scheme: str, **options: Any) -> None:
         phone = {"has_touch": True, "is_mobile": True} if size == "phone" else {}
         self.context = browser.new_context(viewport=SIZES[size], color_scheme=scheme, **phone, **options)
+        self.context.grant_permissions(["clipboard-read", "clipboard-write"])
         self.context.set_default_timeout(60_000)
         self.page = self.context.new_page()
         # Waits by these and not by wait_for_function: the page's policy refuses code made of text, to tests as well.
@@ -95,6 +96,12 @@ class Visit:
     def texts(self) -> list[str]:
         """Of the last turn's answers."""
         return list(self.page.locator("article:last-of-type .answer .text").all_text_contents())
+
+    def written(self) -> str:
+        """The last turn's first answer as it was written: what its button copies."""
+        button = self.page.get_by_role("button", name="Copy this answer")
+        button.last.click() if len(self.texts()) == 1 else button.nth(-2).click()
+        return str(self.page.evaluate("navigator.clipboard.readText()"))
 
     def asked(self) -> list[dict[str, Any]]:
         """Bodies of the requests for answers."""

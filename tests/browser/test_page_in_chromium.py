@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import httpx
 import pytest
+from browser_help import Open, alter, picture
 
 from outrider.cli.cluster import Cluster
 
@@ -17,24 +12,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
 QUESTION = "List the days of the week, and then list them again."
 MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script><b>bold</b>"
-Open = Callable[..., Any]
-
-
-def alter(page: Any, when: Callable[[dict[str, Any]], bool], **changes: Any) -> None:
-    """Changes bodies of requests for answers on their way; the services answer what they were really asked."""
-
-    def handle(route: Any) -> None:
-        body = route.request.post_data_json
-        route.continue_(post_data=json.dumps(body | changes)) if when(body) else route.continue_()
-
-    page.route("**/v1/chat/completions", handle)
-
-
-def picture(page: Any, name: str) -> None:
-    """Keeps a screenshot of the whole page, where a folder for them is named."""
-    folder = os.environ.get("OUTRIDER_TEST_SCREENSHOTS")
-    if folder:
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
 
 
 def test_tokens_are_marked_as_they_arrive_and_trees_are_drawn(visit: Open, cluster: Cluster) -> None:
@@ -47,7 +24,7 @@ def test_tokens_are_marked_as_they_arrive_and_trees_are_drawn(visit: Open, clust
     body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 60, "trace": True}
     answer = httpx.post(f"{cluster.rest_url}/v1/chat/completions", json=body, timeout=60).json()
     choice = answer["choices"][0]
-    assert here.texts() == [choice["message"]["content"]]
+    assert here.written() == choice["message"]["content"]
     tokens = here.page.locator(".text .token")
     shown = tokens.evaluate_all("all => all.map(each => each.className.split(' ')[1])")
     assert "accepted" in shown and set(shown) <= {"accepted", "bonus", "plain"}
@@ -97,8 +74,9 @@ def test_figures_and_trees_agree_with_each_other(visit: Open) -> None:
         }).length"""
     )
     assert crossed == 0, "every token has room in its box"
-    page.click(".text .token >> nth=0")
-    here.expect(figure).to_have_attribute("data-round", "0")
+    first = page.locator(".text .token").first
+    first.click()
+    here.expect(figure).to_have_attribute("data-round", first.get_attribute("data-round"))
     page.click("#live")
     here.expect(figure).to_have_attribute("data-round", str(rounds - 1))
 
@@ -219,17 +197,29 @@ def test_everything_can_be_done_by_keyboard(visit: Open) -> None:
     order = []
     page.evaluate("document.activeElement.blur(); document.body.focus()")
     page.evaluate("document.querySelector('.skip').focus()")
-    for _ in range(20):
+    for _ in range(24):
         order.append(page.evaluate(focused))
         page.keyboard.press("Tab")
         if page.evaluate(focused) == "body":
             break
-    wanted = ["a", "fresh", "turns", "question", "send", "compare", "summary", "trees", "summary"]
+    wanted = [
+        "a",
+        "fresh",
+        "turns",
+        *["button"] * 4,
+        "question",
+        "send",
+        "compare",
+        "marks",
+        "summary",
+        "trees",
+        "summary",
+    ]
     assert order[: len(wanted)] == wanted
     page.evaluate("document.querySelector('.skip').focus()")
     page.keyboard.press("Enter")
     assert page.evaluate(focused) == "question"
-    for _ in range(3):
+    for _ in range(4):
         page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     for _ in range(3):

@@ -1,0 +1,280 @@
+"""What becomes of answers on the page: Markdown, marks, notes, copies, retries, and what a reload leaves of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from browser_help import Open, alter, picture
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+CODE = "class Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y"
+MARKDOWN = """# Points
+
+A **point** has `x` and *y*; see [the docs](https://example.org/points) or [this](javascript:alert(1)).
+
+1. Make one:
+
+   ```python
+   class Point:
+       def __init__(self, x, y):
+           self.x, self.y = x, y
+   ```
+
+2. Use it.
+
+| name | value |
+|------|------:|
+| x    | 1     |
+
+<img src=x onerror="document.title='owned'">
+
+That is all."""
+
+
+def write(page: Any, text: str) -> None:
+    """The model has to write this, token by token."""
+    alter(page, lambda body: True, structured_outputs={"choice": [text]})
+
+
+def test_markdown_is_formatted_block_by_block_and_marked(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    write(page, MARKDOWN)
+    here.set(max_tokens=400)
+    here.ask("What is a point?")
+    page.wait_for_selector(".blocks h4")
+    assert page.is_enabled("#stop"), "complete blocks are formatted while the answer grows"
+    here.until_done()
+    here.expect(page.locator(".tail")).to_be_empty()
+    blocks = page.locator(".blocks")
+    assert [blocks.locator(name).count() for name in ("h4", "strong", "em", "ol > li", "pre code", "tbody td")] == [
+        1,
+        1,
+        1,
+        2,
+        1,
+        2,
+    ]
+    assert (
+        blocks.locator("pre code").text_content()
+        == "class Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y"
+    )
+    link = blocks.locator("a")
+    assert link.count() == 1 and link.get_attribute("href") == "https://example.org/points"
+    assert link.get_attribute("rel") == "noopener noreferrer"
+    assert page.locator("#chat img, article script").count() == 0 and page.title() == "Outrider"
+    assert "<img src=x" in blocks.inner_text()
+    marked = "".join(page.locator(".blocks .token").all_text_contents())
+    for words in ("Points", "point", "the docs", "def __init__(self, x, y):", "Use it.", "value", "That is all."):
+        assert words in marked, "formatted text is still made of tokens"
+    rounds = page.locator(".blocks .token").evaluate_all("all => all.map(each => Number(each.dataset.round))")
+    assert rounds == sorted(rounds), "each stands where its token was written"
+    page.get_by_role("button", name="Copy this python").click()
+    assert page.evaluate("navigator.clipboard.readText()").startswith("class Point:\n")
+    assert here.written() == MARKDOWN
+    picture(page, "markdown")
+
+
+def test_what_cannot_be_formatted_stays_as_it_was_written(visit: Open) -> None:
+    here = visit(quiet=False)
+    page = here.page
+    page.route("**/page/markdown", lambda route: route.fulfill(status=503, json={"error": {"message": "busy"}}))
+    write(page, "One **bold** word.\n\nAnd another.")
+    here.ask("Say it.")
+    here.until_done()
+    assert here.texts() == ["One **bold** word.\n\nAnd another."]
+    assert page.locator("article .complaint").count() == 0
+
+
+def test_marks_are_switched_off_and_stay_so(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    here.set(max_tokens=24)
+    here.ask("List the days of the week, and then list them again.")
+    here.until_done()
+    lines = "all => [...new Set(all.map(each => getComputedStyle(each).textDecorationLine))].sort()"
+    tokens = page.locator(".text .token")
+    assert "underline" in tokens.evaluate_all(lines)
+    page.uncheck("#marks")
+    assert tokens.evaluate_all(lines) == ["none"]
+    page.reload()
+    here.expect(page.locator("article")).to_have_count(1)
+    assert not page.is_checked("#marks") and tokens.evaluate_all(lines) == ["none"]
+
+
+def test_a_retry_takes_the_place_of_the_last_answer(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    here.set(max_tokens=8)
+    for question in ("Say hello.", "Say goodbye."):
+        here.ask(question)
+        here.until_done()
+    retry = page.get_by_role("button", name="Retry this question")
+    assert retry.count() == 1, "the last question alone can be asked again"
+    retry.click()
+    here.until_done()
+    here.expect(page.locator("article")).to_have_count(2)
+    assert page.locator(".question").all_inner_texts() == ["Say hello.", "Say goodbye."]
+    second, third = here.asked()[1:]
+    assert third["messages"] == second["messages"], "it goes on from what was said before"
+
+
+def test_example_questions_are_asked_by_a_click(visit: Open) -> None:
+    here = visit()
+    here.set(max_tokens=8)
+    example = here.page.locator("#examples button").first
+    question = example.inner_text()
+    here.page.fill("#question", "half a thought")
+    example.click()
+    here.until_done()
+    assert [body["messages"][0]["content"] for body in here.asked()] == [question]
+    assert here.page.input_value("#question") == "half a thought"
+    assert here.page.locator("#examples").count() == 0
+
+
+def test_long_questions_are_folded(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    here.set(max_tokens=4)
+    here.ask("Short.")
+    here.until_done()
+    assert page.locator(".unfold").count() == 0
+    question = "\n".join(f"This is line {index}." for index in range(40))
+    here.ask(question)
+    here.until_done()
+    text, button = page.locator(".question").last, page.locator(".unfold")
+    folded = text.bounding_box()["height"]
+    assert button.get_attribute("aria-expanded") == "false" and text.text_content() == question
+    button.click()
+    assert button.get_attribute("aria-expanded") == "true" and text.bounding_box()["height"] > 4 * folded
+    button.click()
+    assert text.bounding_box()["height"] == folded
+
+
+def test_repeated_answers_are_noted_and_drafters_have_names(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    here.set(max_tokens=60)
+    for question in ("Write a sentence about the river Rhine.", "Write a sentence about the river Rhine."):
+        here.ask(question)
+        here.until_done()
+        page.wait_for_selector("#trees .node")
+    write(
+        page,
+        "The river Rhine flows from the Alps to the North Sea, past Basel, Strasbourg, Mainz, Cologne and Rotterdam.",
+    )
+    for repeated in (False, True):
+        page.click("#fresh")
+        here.ask("Where does it flow?")
+        here.until_done()
+        note = page.locator(".repeated")
+        if repeated:
+            here.expect(note).to_contain_text("tokens stood in earlier answers")
+        else:
+            here.expect(note).to_be_empty()
+    told = page.inner_text("#drafters")
+    assert "n-grams of" in told and "ngram" not in told.replace("n-gram", "")
+    assert "ngram" not in page.locator("#trees title").all_text_contents()
+
+
+def test_spikes_are_cut_in_the_chart(visit: Open) -> None:
+    here = visit()
+    draw = """async rates => {
+        const { line } = await import("./page/watch.js");
+        const svg = document.getElementById("rate-chart");
+        line(svg, rates);
+        const points = svg.querySelector("polyline").getAttribute("points").split(" ");
+        const heights = points.map(at => Number(at.split(",")[1]));
+        return [heights, svg.querySelectorAll("circle").length, svg.parentNode.querySelector(".most").textContent];
+    }"""
+    heights, spikes, told = here.page.evaluate(draw, [20, 22, 20, 900, 21, 20])
+    assert spikes == 1 and told == "up to 900, cut at 53"
+    assert max(heights) - min(heights[:3]) < 48 * 0.75 and heights[3] == min(heights) >= 0
+    heights, spikes, told = here.page.evaluate(draw, [20, 22, 30, 40, 21, 20])
+    assert spikes == 0 and told == "up to 40"
+
+
+def test_a_conversation_survives_a_reload(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    here.set(max_tokens=24)
+    write(page, MARKDOWN[:190])
+    here.ask("What is a point?")
+    here.until_done()
+    page.unroute("**/v1/chat/completions")
+    page.check("#compare")
+    here.ask("Say hello.")
+    here.until_done()
+    shown = "all => all.map(each => each.outerHTML)"
+    before = page.locator("article").evaluate_all(shown)
+    page.reload()
+    here.expect(page.locator("article")).to_have_count(2)
+    here.expect(page.locator("article:first-of-type .tail")).to_be_empty()
+    after = page.locator("article").evaluate_all(shown)
+    assert after == before, "questions, formatted answers, marks, notes and the verdict"
+    assert page.locator("#trees figure").count() > 0
+    page.uncheck("#compare")
+    here.set(max_tokens=4)
+    here.ask("And now?")
+    here.until_done()
+    roles = [message["role"] for message in here.asked()[-1]["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant", "user"], "what was said so far goes along"
+    page.click("#fresh")
+    page.reload()
+    here.expect(page.locator("#welcome")).to_be_visible()
+    assert page.locator("article").count() == 0
+
+
+def test_an_answer_that_a_reload_cut_off_is_kept_as_far_as_it_came(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    here.set(max_tokens=1500)
+    here.ask("Write a very long story about the sea.")
+    page.wait_for_selector(".text .token")
+    page.reload()
+    here.expect(page.locator(".note")).to_contain_text("the page was left")
+    assert here.texts()[0]
+
+
+def test_what_is_kept_is_bounded_and_what_is_broken_is_left(visit: Open) -> None:
+    here = visit()
+    sizes = here.page.evaluate(
+        """async () => {
+            const { load, save } = await import("./page/store.js");
+            const tokens = ["t".repeat(300000)];
+            const turn = (name, shown) => ({ question: name, answers: [{ tokens, rounds: ["r"], shown }] });
+            const kept = (turns) => {
+                save(turns, true);
+                const back = load().turns;
+                return [JSON.stringify(back).length, back.map(each => each.question + each.answers[0].tokens.length)];
+            };
+            const traces = kept(["a", "b", "c", "d", "e"].map(name => turn(name, "text")));
+            const texts = kept(["a", "b", "c"].map(name => turn(name, "x".repeat(400000))));
+            localStorage.setItem("outrider.conversation", "{broken");
+            return [traces, texts, load()];
+        }"""
+    )
+    traces, texts, broken = sizes
+    assert traces[0] < 1_000_000 and traces[1] == ["a0", "b0", "c1", "d1", "e1"], "the oldest lose tokens and trees"
+    assert texts[0] < 1_000_000 and texts[1] == ["b0", "c0"], "then they go"
+    assert broken == {"turns": [], "marks": True}
+    page = here.page
+    wrong = '{"version": 1, "marks": true, "turns": [{"question": "q", "answers": [{}]}, 7]}'
+    page.evaluate("wrong => localStorage.setItem('outrider.conversation', wrong)", wrong)
+    page.goto("about:blank")
+    here.open()
+    assert page.locator("article").count() == 0 and page.is_visible("#welcome")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_on_a_phone_the_figures_are_in_view_all_the_time(visit: Open, scheme: str) -> None:
+    here = visit("phone", scheme)
+    page = here.page
+    page.click("#examples button >> nth=2")
+    for when in ("while it grows", "at the end"):
+        page.wait_for_selector(".text .token") if when == "while it grows" else here.until_done()
+        place, composer = (page.locator(name).bounding_box() for name in ("#figures", "#composer"))
+        assert place["y"] >= 0 and place["y"] + place["height"] < composer["y"], when
+    picture(page, f"phone_{scheme}_answer", full=False)
