@@ -309,7 +309,7 @@ def main() -> int:
         more = {
             "replicas": sizes,
             "complaints": complaints,
-            "errors": [text for phase in phases for text in phase.errors],
+            "errors": {phase.name: phase.errors for phase in phases if phase.errors},
         }
         packages = ("torch", "grpcio", "openai", "dnslib")
         write_report(arguments.out, "rollout", cpu_name(), rows(phases, arguments.clients), packages, more=more)
