@@ -10,7 +10,7 @@ export function built(node, marked) {
     case "pre":
       return [code(node, children)];
     case "table":
-      return [element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Table" }, element("table", {}, ...children))];
+      return [element("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Table" }, element("table", {}, ...children))];
     case "a":
       return [element("a", { href: node.href, title: node.href, target: "_blank", rel: "noopener noreferrer" }, ...children)];
     case "ol":

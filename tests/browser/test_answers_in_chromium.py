@@ -77,6 +77,25 @@ def test_markdown_is_formatted_block_by_block_and_marked(visit: Open) -> None:
     picture(page, "markdown")
 
 
+@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
+def test_formatted_answers_are_accessible_and_fit_their_window(visit: Open, size: str, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
+    here = visit(size, scheme, bypass_csp=True)
+    page = here.page
+    wide = MARKDOWN.replace("Use it.", "`" + "long" * 60 + "`").replace(
+        "class Point:", "class Point:  # " + "wide " * 60
+    )
+    write(page, wide + "\n\n|" + "column |" * 20 + "\n|" + "-|" * 20 + "\n\n> quoted")
+    here.set(max_tokens=900)
+    here.ask("What is a point? " * 60)
+    here.until_done()
+    page.wait_for_selector(".blocks blockquote")
+    picture(page, f"formatted_{size}_{scheme}")
+    violations = axe.Axe().run(page).response["violations"]
+    assert [(each["id"], each["nodes"][0]["html"]) for each in violations] == []
+    assert page.evaluate("document.scrollingElement.scrollWidth - window.innerWidth") <= 0
+
+
 def test_what_cannot_be_formatted_stays_as_it_was_written(visit: Open) -> None:
     here = visit(quiet=False)
     page = here.page
