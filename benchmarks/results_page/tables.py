@@ -70,6 +70,22 @@ def mt_runs() -> str:
     return table(("run", "date", "questions", "plain", "default", "over plain", "accept length"), lines)
 
 
+def mt_colocated() -> str:
+    """The default's drafters in a draft service and in verify's process, in turn."""
+    inside = MT_DEFAULT.replace("split", "colocated")
+    lines = []
+    for name in ("mt_bench_inline_cpu", "mt_bench_inline_busy_cpu"):
+        one = report(name)
+        for case, where in ((MT_PLAIN, "plain"), (MT_DEFAULT, "in a draft service"), (inside, "in verify's process")):
+            cells = ["", "", ""]
+            if case != MT_PLAIN:
+                ratio, accept = one.cell(case, "speedup_over_plain"), one.cell(case, "accept_length")
+                cells = [ratio, accept, f"{one(case, 'resident_mib'):,.0f}"]
+            lines.append((one.link, str(one.data["load"]), where, f"{one(case):.1f}", *cells))
+    head = ("run", "load average", "drafters", "tokens/s", "over plain", "accept length", "memory of all services, MiB")
+    return table(head, lines)
+
+
 def ngram_table() -> str:
     """N-grams alone, by kinds of prompts."""
     one = report("services_cpu")
@@ -453,6 +469,7 @@ def readme_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "measured": readme_table,
     "mt_bench": mt_table,
+    "mt_bench_colocated": mt_colocated,
     "mt_bench_runs": mt_runs,
     "ngram": ngram_table,
     "split_80": lambda: split_table("split_now_all_h200x2", ALL_80),

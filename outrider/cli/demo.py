@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demonstration; 0 when all three services ended cleanly."""
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
-    cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False, shows_services=True)
+    cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)
     with display.started(cluster):
         for name in cluster.services:
             console.print(f"  {name:<8} process {cluster.children[name].pid}, {cluster.address(name)}", soft_wrap=True)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
-from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, is_on_gpu, num_gpus, place_draft_model, place_drafts
+from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, num_gpus, place_draft_model, place_drafts
 from outrider.config.base import Option, add_option, describe_options, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
@@ -158,7 +158,7 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="Where drafters run: in the draft service (remote), or with verify (colocated): a draft model inside its "
         "rounds on a GPU, which leaves n-grams to the draft service, or all of them in its process on a CPU. Default: "
-        "auto, remote where there are several GPUs, else colocated.",
+        "auto, colocated where there is one GPU, else remote.",
     )
     subject_of = {flag: subject for subject, flags in PEOPLES.items() for flag in flags}
     groups = {name: parser.add_argument_group(f"{name} service") for name in SERVICES}
@@ -203,12 +203,10 @@ def make_cluster(
     *,
     fixed_ports: bool,
     supervise: bool,
-    shows_services: bool = False,
 ) -> Cluster:
     """A cluster with the options given, not started yet; its model is fetched first, with progress on stderr.
 
-    `on_line` takes the services' log lines; what befalls them is told on `console`. `shows_services`: a draft service
-    is to be among them where that was left open and verify has no GPU.
+    `on_line` takes the services' log lines; what befalls them is told on `console`.
     Raises ConfigError when there is no such model, it or the draft cannot be served, or an address cannot be bound.
     """
     options = parse_service_options(arguments)
@@ -218,10 +216,7 @@ def make_cluster(
     def say(text: str) -> None:
         console.print(f"outrider: {text}", soft_wrap=True)
 
-    placement = arguments.draft_placement
-    if placement == "auto" and shows_services and not is_on_gpu(verify, gpus):
-        placement = "remote"
-    placed = place_drafts(verify, draft, placement, gpus, say)
+    placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
     verify, told = placed.verify, placed.draft
     check_doors({name: one for name, one in options.items() if name != "draft" or told is not None}, fixed_ports)
     target = resolve_model(verify.model)

@@ -66,10 +66,9 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
     """Whether verify is to have what drafts: the draft model on a GPU, all of it on a CPU."""
     if placement != "auto":
         return placement == "colocated"
-    names = draft.speculative_algorithm
     if not is_on_gpu(verify, gpus):
-        is_possible = "NAIVE_EAGLE" not in names and draft.speculative_num_steps <= _MAX_STEPS and not verify.lockstep
-        return is_possible and is_default(verify, "draft") and not _of_draft_service(draft)
+        return False
+    names = draft.speculative_algorithm
     if "NAIVE_EAGLE" in names:
         return True
     if gpus > 1 or verify.lockstep or verify.no_speculation or not is_default(draft, "device"):

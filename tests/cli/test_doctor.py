@@ -213,8 +213,8 @@ def test_the_draft_model_of_verify_s_rounds_is_looked_at(monkeypatch: pytest.Mon
     assert found.speculative_draft_model_path == "head" and found.target_model_path == "smollm2"
     assert findings[0].level is Level.OK and "EAGLE3 drafts inside verify's rounds" in findings[0].text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert _place(VerifyOptions(), draft, "remote", findings) == (VerifyOptions(), draft)
-    verify, found = _place(VerifyOptions(), draft, "auto", findings)
+    assert _place(VerifyOptions(), draft, "auto", findings) == (VerifyOptions(), draft)
+    verify, found = _place(VerifyOptions(), draft, "colocated", findings)
     assert verify.speculative_algorithm == found.speculative_algorithm == ("EAGLE3", "NGRAM")
     assert findings[-1].level is Level.OK and "EAGLE3, NGRAM drafts in verify's process" in findings[-1].text
     draft = replace(draft, branch_length=20)

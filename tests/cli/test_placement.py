@@ -66,19 +66,16 @@ def test_auto_takes_the_round_on_one_gpu_and_the_split_on_two() -> None:
     assert placed(HEAD, "remote").draft == HEAD
 
 
-def test_on_a_cpu_verify_has_all_that_drafts_unless_a_draft_service_is_spoken_of() -> None:
+def test_on_a_cpu_verify_has_all_that_drafts_if_that_is_asked_for() -> None:
     both = replace(HEAD, branch_length=18)
-    for placement, options in (("auto", {}), ("colocated", {}), ("auto", {"device": "cpu"})):
-        found = placed(both, placement, 1 if options else 0, **options)
+    for gpus, options in ((0, {}), (1, {"device": "cpu"})):
+        found = placed(both, "colocated", gpus, **options)
         assert found.draft is None
         assert found.verify.speculative_algorithm == ("EAGLE3", "NGRAM")
         assert found.verify.speculative_draft_model_path == "head"
-    alone = placed(DraftOptions(speculative_algorithm=("NGRAM",)), gpus=0)
+        assert placed(both, "auto", gpus, **options).draft == both
+    alone = placed(DraftOptions(speculative_algorithm=("NGRAM",)), "colocated", 0)
     assert alone.draft is None and alone.verify.speculative_algorithm == ("NGRAM",)
-    for draft in (HEAD, replace(both, speculative_num_steps=17), replace(both, address="127.0.0.1:7")):
-        assert placed(draft, gpus=0).draft == draft
-    assert placed(both, gpus=0, lockstep=True).draft == both
-    assert place_drafts(VerifyOptions(draft=("elsewhere:1",)), both, "auto", 0, print).draft == both
     assert placed(both, "remote", 0).verify == VerifyOptions()
 
 
