@@ -77,10 +77,9 @@ def spans_of(events: Iterable[dict[str, Any]]) -> list[Span]:
     starts = [place for place, graph in enumerate(graphs) if 2 * len(graph) > most]
     spans = []
     for start, end in zip(starts, [*starts[1:], len(graphs)], strict=True):
-        for place in range(start, end):
-            behind = place - start
-            phase = "step" if 1 < behind < end - start - 1 else PHASES[min(behind, 1) if behind < 2 else 3]
-            spans.append(_span(phase, graphs[place]))
+        num_steps = max(end - start - 3, 0)
+        phases = ("verify", "extension", *["step"] * num_steps, "choice")
+        spans += [_span(phase, graph) for phase, graph in zip(phases, graphs[start:end], strict=False)]
     return spans
 
 

@@ -185,11 +185,7 @@ def colocated_targets() -> str:
                 "over plain, NAIVE_EAGLE, 1,024 tokens in and out, by requests",
                 "at least",
                 1.1,
-                [
-                    (f"{case.split(' b')[1][:2]} requests", naive(case, ratio))
-                    for case in NAIVE
-                    if "naive_eagle" in case
-                ],
+                [(_batch(case), naive(case, ratio)) for case in NAIVE if "naive_eagle" in case],
             ),
             (
                 "over plain, head of random weights, by requests",
@@ -197,7 +193,7 @@ def colocated_targets() -> str:
                 0.98,
                 [
                     ("1", placed("llama-8b eagle3@random colocated b1 bf16 greedy", ratio)),
-                    *((case.split(" b")[1].split()[0], one(case, ratio)) for case in useless),
+                    *((_batch(case), one(case, ratio)) for case in useless),
                 ],
             ),
             (
@@ -223,6 +219,11 @@ def colocated_targets() -> str:
             ),
         ]
     )
+
+
+def _batch(case: str) -> str:
+    """Requests at once of a case."""
+    return next(word[1:] for word in case.split() if word[:1] == "b" and word[1:].isdecimal())
 
 
 START = "llama-8b eagle3 colocated r64 bf16 now"

@@ -10,6 +10,7 @@ import pytest
 
 from outrider.cli.cluster import Cluster
 from outrider.config.draft import DraftOptions
+from outrider.models.store import DEFAULT_MODEL
 
 sys.path.append(str(Path(__file__).parent.parent / "verify"))
 
@@ -30,3 +31,14 @@ def live(tiny_model: Path) -> Iterator[Cluster]:
     draft = DraftOptions(speculative_algorithm=("NGRAM",))
     with Cluster(verify=tiny_options(tiny_model, max_running_requests=8), draft=draft) as running:
         yield running
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like the head that ships."""
+    folder = tmp_path / "heads" / f"{DEFAULT_MODEL}-EAGLE3"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    monkeypatch.setenv("OUTRIDER_HEADS", str(folder.parent))
+    return folder

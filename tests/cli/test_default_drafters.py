@@ -17,17 +17,6 @@ from outrider.models.shipped import choose_drafters, is_default_target, shipped_
 from outrider.models.store import DEFAULT_MODEL, DEFAULT_WHEEL
 
 
-@pytest.fixture
-def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that looks like the head that ships."""
-    folder = tmp_path / "heads" / f"{DEFAULT_MODEL}-EAGLE3"
-    folder.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_text("{}")
-    monkeypatch.setenv("OUTRIDER_HEADS", str(folder.parent))
-    return folder
-
-
 def converted(folder: Path, source: str) -> str:
     folder.mkdir()
     (folder / "outrider.json").write_text(json.dumps({"source": source}))

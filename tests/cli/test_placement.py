@@ -12,7 +12,6 @@ from outrider.cli.placement import Placed, is_colocated, place_drafts
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.store import DEFAULT_MODEL
 
 HEAD = DraftOptions(
     speculative_algorithm=("EAGLE3", "NGRAM"),
@@ -23,17 +22,6 @@ HEAD = DraftOptions(
     speculative_token_map="map.json",
     branch_length=20,
 )
-
-
-@pytest.fixture
-def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that looks like the head that ships."""
-    folder = tmp_path / "heads" / f"{DEFAULT_MODEL}-EAGLE3"
-    folder.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).write_text("{}")
-    monkeypatch.setenv("OUTRIDER_HEADS", str(folder.parent))
-    return folder
 
 
 def placed(draft: DraftOptions, placement: str = "auto", gpus: int = 1, **verify: Any) -> Placed:

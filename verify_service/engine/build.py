@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -337,6 +338,7 @@ def round_growth(
     if drafts is None:
         return None
 
+    @cache
     def sizes(num_rows: int) -> Sequence[int]:
         return node_counts(executor, max_nodes, num_rows, is_chain)
 

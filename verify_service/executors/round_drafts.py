@@ -142,8 +142,6 @@ class RoundDrafts:
         self.failed = False
         """Whether drafting is switched off, since it went wrong once."""
         self._max_positions = min(model.max_positions, context_length)
-        self._has_told = False
-        """Whether the next round is told of any tree; most are not where drafting does not pay."""
         self._drafted: dict[Request, int] = {}
         """Committed tokens of each request that the drafter has KV of."""
         self._growing: set[Request] = set()
@@ -189,11 +187,8 @@ class RoundDrafts:
         self._note_growth()
         if growth is None and not self.num_grown:
             self._behind = ()
-            if self._has_told:
-                self.trees.tell(())
-                self._has_told = False
+            self.trees.tell(())
             return
-        self._has_told = True
         wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
         self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
         late = self._late(self._behind)
