@@ -353,13 +353,16 @@ class Drafts:
     def suspend_features(self) -> None:
         """Features are not stored any more, or other ones: drafts that need them serve nobody for now.
 
-        Those that can do without are told of their requests anew, and so get the new ones from the first position on.
+        Those that can do without keep the requests of which they have none, and are told anew of the others: new ones
+        come from the first position on.
         """
         self.feature_epoch = 0
         for replica in self.replicas.values():
-            for spec in list(replica.requests.values()) if replica.terms.feature_layers else []:
-                self._detach(spec, tell=True)
-                self._assign(spec)
+            terms = replica.terms
+            for spec in list(replica.requests.values()) if terms.feature_layers else []:
+                if spec.num_features_sent or not terms.features_optional:
+                    self._detach(spec, tell=True)
+                    self._assign(spec)
 
     def _open(self, spec: SpeculativeRequest, replica: DraftReplica) -> None:
         """Open under a new number, so that nothing said of an earlier life can be taken for this one."""
