@@ -199,7 +199,7 @@ class HeadSplit:
     def __init__(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
         """See AttentionBackend.plan. Of `kv`, the number of its heads and its dtype count."""
         self._sizes = (num_heads, kv.k.shape[2])
-        self._angles = rotary.angles(batch.positions, kv.k.dtype)
+        self._angles = rotary.angles(batch.positions, kv.k.dtype) if rotary.turns else None
 
     def __call__(self, heads: Tensor, qk_norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
         """See AttentionPlan.attend: q [M, num_heads, head_dim], k and v [M, num_kv_heads, head_dim], views of larger
@@ -209,7 +209,9 @@ class HeadSplit:
         qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
         if qk_norm is not None:
             qk = qk_norm(qk)
-        q, k = rotate(qk, *self._angles).split(self._sizes, 1)
+        if self._angles is not None:
+            qk = rotate(qk, *self._angles)
+        q, k = qk.split(self._sizes, 1)
         return q, k, v
 
 

@@ -11,10 +11,15 @@ from outrider.models.config import RopeConfig
 
 
 class Rotary:
-    """Turns positions into angles. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints."""
+    """Turns positions into angles. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints.
 
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        frequencies, self.scale = _frequencies(rope, head_dim)
+    Without `rope` all angles are 0: q and k come rotated.
+    """
+
+    def __init__(self, rope: RopeConfig | None, head_dim: int, device: torch.device) -> None:
+        self.turns = rope is not None
+        """Whether rotation changes anything."""
+        frequencies, self.scale = _frequencies(rope, head_dim) if rope else (torch.zeros(head_dim // 2), 1.0)
         self.half_frequencies = frequencies.to(device)
         """Radians per position of each pair, float32 [head_dim / 2]."""
         self._frequencies = torch.cat([frequencies, frequencies]).to(device)

@@ -103,27 +103,36 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A decoder-only language model. Sizes are counts of elements; `dtype` is the checkpoint's own, as a word."""
+class ModelShape:
+    """A decoder-only language model from outside. Sizes are counts of elements; `dtype` is the checkpoint's, as a word.
+
+    `num_kv_heads` and `head_dim` are those of the KV cache.
+    """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     max_positions: int
-    rms_norm_eps: float
-    rope: RopeConfig
     eos_token_ids: tuple[int, ...]
     tie_embeddings: bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig(ModelShape):
+    """What our own decoder is built from."""
+
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    dtype: str
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:

@@ -16,6 +16,7 @@ from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
+from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 
 
@@ -138,11 +139,11 @@ class DecoderLayer:
         self.mlp.finish_loading()
 
 
-class CausalLM:
-    """A language model: embedding, decoder layers, final norm and output matrix. Built empty; `load_model` fills it."""
+class CausalLM(LanguageModel):
+    """Embedding, decoder layers, final norm and output matrix. Built empty; `load_model` fills it."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = config
+        self.config: ModelConfig = config
         self.dtype = dtype
         self.device = device
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
@@ -172,26 +173,11 @@ class CausalLM:
         for layer in self.layers:
             layer.finish_loading()
 
-    def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
-        """Run the batch: writes its k and v to their slots.
-
-        Returns:
-            [M, hidden_size] in the model's dtype, after the final norm.
-
-        Raises:
-            ValueError: the segments do not fit the tokens.
-        """
-        return self.forward_with_features(batch, kv, attention, ())[0]
-
     @torch.inference_mode()
     def forward_with_features(
         self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """`forward`, and the residual stream [M, hidden] as it enters each of `feature_layers`.
-
-        Layer numbers run from 0 (the embedding) to num_layers (the last layer's output, before the final norm) and
-        num_layers + 1 (the same behind the final norm).
-        """
+        """See LanguageModel."""
         plan = attention.plan(batch, kv, self.config.num_heads, self.rotary)
         wanted = set(feature_layers)
         stream = functional.embedding(batch.token_ids, self.embedding)
@@ -206,10 +192,5 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [R, vocab_size] for rows [R, hidden_size] that `forward` returned."""
+        """See LanguageModel."""
         return self.head.to_float32(hidden)
-
-    def new_kv(self, num_slots: int) -> KVCache:
-        """A cache of the model's shape, dtype and device."""
-        config = self.config
-        return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype, self.device)

@@ -27,9 +27,9 @@ from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.garbage import disable_automatic_collection
 from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
+from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES
 from outrider.models.config import ModelConfig
-from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
 from outrider.models.drafters.loader import load_draft_model
@@ -106,7 +106,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
 def _colocated_draft(
     options: VerifyOptions,
     path: Path,
-    model: CausalLM,
+    model: LanguageModel,
     served: TargetProfile,
     vocabulary: GrammarVocabulary | None,
 ) -> ColocatedDraft | None:
@@ -184,7 +184,7 @@ class RoundDraft:
         return kv + width * model.dtype.itemsize
 
 
-def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
+def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
     """Find and load the target. Raises ConfigError for what cannot run, where possible before weights are read."""
     path = resolve_model(options.model)
     device = choose_device(options.device)
@@ -201,7 +201,7 @@ def load(options: VerifyOptions) -> tuple[Path, CausalLM]:
     return path, model
 
 
-def load_draft(options: VerifyOptions, path: Path, target: CausalLM) -> RoundDraft | None:
+def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
     """The draft model that drafts inside rounds on a GPU, if the options name one. Raises ConfigError."""
     told = named_draft(options, path)
     if told is None or target.device.type != "cuda":
@@ -239,7 +239,7 @@ def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
     return replace(told, speculative_algorithm=names) if names else None
 
 
-def _check_draft(model: DraftModel, target: CausalLM, path: Path) -> None:
+def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
     """Raise ConfigError, with both values, for a draft model that does not fit the target."""
     own, wanted = model.tokenizer_hash, hash_tokenizer(path)
     if own and own != wanted:
@@ -251,7 +251,7 @@ def _check_draft(model: DraftModel, target: CausalLM, path: Path) -> None:
         )
 
 
-def build(options: VerifyOptions, path: Path, model: CausalLM, draft: RoundDraft | None = None) -> EngineParts:
+def build(options: VerifyOptions, path: Path, model: LanguageModel, draft: RoundDraft | None = None) -> EngineParts:
     """Everything else, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
     tokens = options.max_total_tokens or (gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model))
@@ -280,7 +280,7 @@ def build(options: VerifyOptions, path: Path, model: CausalLM, draft: RoundDraft
 
 
 def _cuda_executor(
-    options: VerifyOptions, model: CausalLM, num_pages: int, limits: EngineLimits, draft: RoundDraft | None
+    options: VerifyOptions, model: LanguageModel, num_pages: int, limits: EngineLimits, draft: RoundDraft | None
 ) -> CudaExecutor:
     executor = CudaExecutor(
         model,
@@ -357,7 +357,7 @@ def _accept_rule(options: VerifyOptions) -> AcceptRule:
     return rule
 
 
-def attention_backend(name: str, model: CausalLM, page_size: int, deterministic: bool = False) -> AttentionBackend:
+def attention_backend(name: str, model: LanguageModel, page_size: int, deterministic: bool = False) -> AttentionBackend:
     """The backend that --attention-backend names. Raises ConfigError if it cannot run here."""
     # FlashInfer takes 0.7 of our time for the attention of prompts, which is a few percent of prefill; but it may have
     # to be compiled first, and needs nvcc for that.
@@ -370,7 +370,7 @@ def attention_backend(name: str, model: CausalLM, page_size: int, deterministic:
     return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
 
 
-def _cpu_tokens(model: CausalLM) -> int:
+def _cpu_tokens(model: LanguageModel) -> int:
     """KV tokens that a quarter of the free memory holds, within what one CPU can use."""
     config = model.config
     per_token = KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
@@ -378,7 +378,7 @@ def _cpu_tokens(model: CausalLM) -> int:
     return max(min(int(free * _CPU_MEMORY_SHARE) // per_token, _MAX_CPU_KV_TOKENS), 1024)
 
 
-def gpu_tokens(options: VerifyOptions, model: CausalLM, draft: RoundDraft | None) -> int:
+def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft | None) -> int:
     """KV tokens in what --mem-fraction-static leaves beside weights, tables and logits."""
     rows = options.max_running_requests + 1 + _max_round_tokens(options)
     reserve = rows * model.config.vocab_size * SCRATCH_BYTES
@@ -401,7 +401,7 @@ def _max_round_tokens(options: VerifyOptions) -> int:
     return max(options.max_running_requests + options.max_draft_tokens, 1)
 
 
-def _limits(options: VerifyOptions, path: Path, model: CausalLM, memory: Memory) -> EngineLimits:
+def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Memory) -> EngineLimits:
     """A lone request must always fit, tree included, or preemption could not make room for it."""
     on_gpu = model.device.type == "cuda"
     room = memory.num_pages * memory.page_size - options.max_draft_tokens - memory.page_size

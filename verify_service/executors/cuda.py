@@ -20,7 +20,7 @@ from outrider.drafting.model.round_drafter import RoundResults, RoundShape
 from outrider.grammar.compiler import Mask
 from outrider.graphs import GraphPool
 from outrider.logs import get_logger
-from outrider.models.decoder import CausalLM
+from outrider.models.base import LanguageModel
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.device import DeviceSampler, failure
 from outrider.sampling.lossy import EXACT, AcceptRule
@@ -85,7 +85,7 @@ class CudaExecutor(FeatureExecutor):
     """Executor on pages and tables in device memory. Runs on a CPU too, slowly and without graphs, for tests."""
 
     def __init__(
-        self, model: CausalLM, num_pages: int, page_size: int, limits: CudaLimits, attention: AttentionBackend
+        self, model: LanguageModel, num_pages: int, page_size: int, limits: CudaLimits, attention: AttentionBackend
     ) -> None:
         super().__init__(model)
         device = model.device

@@ -9,8 +9,8 @@ import torch
 
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
+from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
-from outrider.models.decoder import CausalLM
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """Head dimensions that our attention kernels support."""
@@ -31,7 +31,7 @@ def check_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, m
         )
 
 
-def kv_tokens(model: CausalLM, mem_fraction: float, reserve: int, beside: int = 0) -> int:
+def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: int = 0) -> int:
     """Tokens whose KV fits beside the loaded weights; `reserve` bytes are kept for graphs and activations.
 
     `beside`: bytes that a token takes beside its KV.

@@ -17,7 +17,7 @@ from outrider.cache.kv import KVCache
 from outrider.cache.pages import page_slots
 from outrider.device import put
 from outrider.graphs import GraphPool
-from outrider.models.decoder import CausalLM
+from outrider.models.base import LanguageModel
 from verify_service.engine.round import Entry
 from verify_service.executors.prompt_logprobs import PromptScores
 from verify_service.executors.round_buffers import RequestRows
@@ -33,7 +33,7 @@ class Prefill:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         kv: KVCache,
         attention: AttentionBackend,
         rows: RequestRows,

@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.device import put
 from outrider.errors import InternalError, OutriderError, OverloadedError
 from outrider.logs import get_logger
-from outrider.models.decoder import CausalLM
+from outrider.models.base import LanguageModel
 from outrider.protocol.generation import PromptLogprobs
 from verify_service.engine.round import Entry, Result
 
@@ -34,7 +34,7 @@ class PromptScores:
         self._host = torch.empty(0)
         self._error: OutriderError | None = None
 
-    def compute(self, model: CausalLM, hidden: Tensor) -> None:
+    def compute(self, model: LanguageModel, hidden: Tensor) -> None:
         """Queue the work for `hidden`, [N or more, hidden_size]: its first N rows are the positions, in order.
 
         Rows past N are padding. They are computed where a piece of fixed size reaches into them, so that the shape of
@@ -47,7 +47,7 @@ class PromptScores:
             self._error = OverloadedError("no memory for log-probabilities of the prompt; try again later")
 
     @torch.inference_mode()
-    def _compute(self, model: CausalLM, hidden: Tensor) -> None:
+    def _compute(self, model: LanguageModel, hidden: Tensor) -> None:
         piece = max(1, _MAX_PIECE_LOGITS // self._vocab_size)
         ids = put(self._token_ids, hidden.device).long()
         parts = []

@@ -20,8 +20,8 @@ from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, Rou
 from outrider.drafting.model.round_trees import RoundTrees, RowTree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
+from outrider.models.base import LanguageModel
 from outrider.models.capacity import ROUND_REGION
-from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.request import Request
@@ -73,7 +73,7 @@ class StoredFeatures:
         return self._model.finish_product(found) if PROJECTED in store.parts else self._model.project(found)
 
 
-def feature_store(model: DraftModel, target: CausalLM, num_slots: int) -> FeatureStore | None:
+def feature_store(model: DraftModel, target: LanguageModel, num_slots: int) -> FeatureStore | None:
     """Memory for the features that a drafter takes of the target; None for a model that takes none."""
     if not model.feature_layers:
         return None

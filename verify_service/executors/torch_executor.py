@@ -12,7 +12,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.features import FeatureStore
 from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.compiler import unpack
-from outrider.models.decoder import CausalLM
+from outrider.models.base import LanguageModel
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
@@ -91,7 +91,7 @@ class TorchExecutor(FeatureExecutor):
     runs with other drafts or batches; where two candidates are nearer than that, the token may differ.
     """
 
-    def __init__(self, model: CausalLM, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
+    def __init__(self, model: LanguageModel, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
         super().__init__(model)
         self._rule = rule
         self._page_size = page_size

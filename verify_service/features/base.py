@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.cache.features import FeatureStore
-from outrider.models.decoder import CausalLM
+from outrider.models.base import LanguageModel
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.round import Executor, Pending
 from verify_service.features.staging import FeatureStaging, Ring, StagedRows
@@ -87,7 +87,7 @@ class FeatureLine:
 class FeatureExecutor(Executor):
     """An executor that can store features, as all can. Called between two rounds, but for `read_features`."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self._features: FeatureStore | None = None
         self._staging: FeatureStaging | None = None

@@ -9,7 +9,8 @@ from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
-from outrider.models.decoder import CausalLM, DecoderLayer
+from outrider.models.base import LanguageModel
+from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.base import DraftHead, DraftModel, required
 from outrider.models.drafters.config import HeadConfig
 
@@ -157,7 +158,7 @@ class MtpHead(DraftHead):
 class StandaloneDraft(DraftModel):
     """Any causal language model; `target_ids` int32 are those of its output matrix's rows, None for all."""
 
-    def __init__(self, model: CausalLM, tokenizer_hash: str, target_ids: Tensor | None = None) -> None:
+    def __init__(self, model: LanguageModel, tokenizer_hash: str, target_ids: Tensor | None = None) -> None:
         config = model.config
         self.model = model
         self.dtype = model.dtype

@@ -1,0 +1,54 @@
+"""What executors and drafters use of a language model, whatever it is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.attention.base import AttentionBackend, TokenBatch
+from outrider.cache.kv import KVCache
+from outrider.models.config import ModelShape
+
+
+class LanguageModel(ABC):
+    """A causal language model that keeps no state between two forwards: KV and what is seen are the caller's.
+
+    A forward on a GPU may be captured: it reads lengths from device memory alone and never waits for the device.
+    """
+
+    config: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
+        """Run the batch: writes its k and v to their slots.
+
+        Returns:
+            [M, hidden_size] in the model's dtype, after the final norm.
+
+        Raises:
+            ValueError: the segments do not fit the tokens.
+        """
+        return self.forward_with_features(batch, kv, attention, ())[0]
+
+    @abstractmethod
+    def forward_with_features(
+        self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`forward`, and the residual stream [M, hidden] as it enters each of `feature_layers`.
+
+        Layer numbers run from 0 (the embedding) to num_layers (the last layer's output, before the final norm) and
+        num_layers + 1 (the same behind the final norm).
+        """
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, vocab_size] for rows [R, hidden_size] that `forward` returned."""
+
+    def new_kv(self, num_slots: int) -> KVCache:
+        """A cache of the model's shape, dtype and device."""
+        config = self.config
+        return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype, self.device)
