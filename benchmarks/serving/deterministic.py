@@ -3,6 +3,8 @@
 python -m benchmarks.serving.deterministic --prompts mt_bench.jsonl --out benchmarks/results/deterministic_h200.json
 python -m benchmarks.serving.deterministic --prompts mt_bench.jsonl --model /models/llama-8b --label llama-8b \
     --verify-device cuda:0 --draft-device cuda:1 --draft eagle3=/models/eagle3 --drafters ngram eagle3 eagle3+ngram
+python -m benchmarks.serving.deterministic --prompts mt_bench.jsonl --model /models/llama-8b --label llama-8b \
+    --draft eagle3=/models/eagle3 --drafters eagle3,colocated
 
 Every prompt is answered greedily and at temperature 0.8 with a fixed seed: without a draft, one at a time and in a
 batch; with each of the `--drafters`, likewise; and with so little KV memory that requests are preempted and resumed.
@@ -22,7 +24,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -52,7 +54,8 @@ class PromptRun:
 
     def title(self, *words: str) -> str:
         """The case's name in results; `words` stand behind the drafter."""
-        parts = (self.case.drafter, "preempted" if self.scarce else "", *words, self.case.decoding)
+        mode = self.case.mode if self.case.colocated else ""
+        parts = (self.case.drafter, mode, "preempted" if self.scarce else "", *words, self.case.decoding)
         return " ".join(part for part in parts if part)
 
 
@@ -76,43 +79,51 @@ class Mode:
     def run(self) -> None:
         """Do all runs. Raises ServiceFailedError for a service that does not start."""
         batches = sorted(self._arguments.batches)
-        self._serve(("plain", *self._arguments.drafters), batches, scarce=False)
-        if self._arguments.scarce_tokens:
-            self._serve(self._arguments.drafters, batches[-1:], scarce=True)
+        cases = [SplitCase.parse(text) for text in self._arguments.drafters]
+        split = [case for case in cases if not case.colocated]
+        self._serve([SplitCase("plain"), *split], batches, scarce=False)
+        if self._arguments.scarce_tokens and split:
+            self._serve(split, batches[-1:], scarce=True)
+        for case in cases:
+            if case.colocated:
+                self._serve([case], batches, scarce=False)
+                if self._arguments.scarce_tokens:
+                    self._serve([case], batches[-1:], scarce=True)
 
-    def _serve(self, drafters: Sequence[str], batches: Sequence[int], scarce: bool) -> None:
-        """Runs on one verify service, each drafter with a draft service of its own."""
+    def _serve(self, cases: Sequence[SplitCase], batches: Sequence[int], scarce: bool) -> None:
+        """Runs on one verify service, each drafter with a draft service of its own, or one that drafts by itself."""
         arguments = self._arguments
         exact = "--deterministic" if on_gpu(arguments) else "--dtype=float32"
         argv = [exact] if self.name == EXACT else []
         argv += [f"--max-total-tokens={arguments.scarce_tokens}"] if scarce else []
         on_line = printer(arguments.verbose)
-        drafting = [drafter for drafter in drafters if drafter != "plain"]
-        with StartedTarget(verify_options(arguments, argv), drafting, on_line) as target:
+        remote = [case for case in cases if case.drafts and not case.colocated]
+        for case in cases:
+            argv += case.verify_arguments(self._paths)
+        with StartedTarget(verify_options(arguments, argv), [case.drafter for case in remote], on_line) as target:
             print(f"{self.name}: verify started in {target.start():.1f} s", flush=True)
             self._dtype = asyncio.run(dtype_of(target.cluster.verify_address))
-            for drafter in drafters:
-                case = SplitCase(drafter)
-                if not case.drafts:
+            for case in cases:
+                if case not in remote:
                     self._answer_in(target, case, batches, scarce)
                     continue
                 common = [f"--device={arguments.draft_device}", f"--target-model-path={arguments.model}"]
                 draft = StartedDraft(case.draft_options(self._paths, [*common, *arguments.draft_option]), on_line)
                 try:
                     draft.start()
-                    target.connect(drafter, draft)
+                    target.connect(case.drafter, draft)
                     self._answer_in(target, case, batches, scarce)
                 finally:
                     draft.close()
-                target.disconnect(drafter)
+                target.disconnect(case.drafter)
 
     def _answer_in(self, target: StartedTarget, case: SplitCase, batches: Sequence[int], scarce: bool) -> None:
         """Answer all prompts in each batch, at each temperature."""
         address = target.cluster.gateway_address
         for batch in batches:
-            warm_up(address, SplitCase(case.drafter, batch=batch), [], self._arguments.warm_tokens)
+            warm_up(address, replace(case, batch=batch), [], self._arguments.warm_tokens)
             for temperature in TEMPERATURES:
-                run = PromptRun(SplitCase(case.drafter, batch=batch, temperature=temperature), scarce)
+                run = PromptRun(replace(case, batch=batch, temperature=temperature), scarce)
                 before = target.page()
                 answers = asyncio.run(answer_all(address, self._prompts, run.case, self._arguments.max_tokens))
                 time.sleep(SNAPSHOT_SECONDS)
