@@ -1,0 +1,176 @@
+"""Mixtures of experts: which experts each token wakes, and products of its row with the weights of each of them.
+
+Everything happens on the device and in shapes that follow from the number of tokens alone, so that it can be captured
+in a CUDA graph. A pair is a token and one of its experts: pair t * K + k is token t's k-th of K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from kernels.launch import ceil_div, power_of_two, use_triton
+from kernels.reference import experts as reference
+
+MAX_EXPERTS = 1024
+MIN_TILE, MAX_TILE = 16, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """clamp(g) * sigmoid(alpha * clamp(g)) * (clamp(u) + shift) of gate g and up u.
+
+    g is clamped to at most `limit`, u to -limit .. limit. The defaults are SwiGLU; gpt-oss has 1.702, 7 and 1.
+    """
+
+    alpha: float = 1.0
+    limit: float = inf
+    shift: float = 0.0
+
+
+SWIGLU = Gating()
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where the rows of M tokens go. Pairs of one expert fill tiles of `tile` places; the rest of its last stays empty.
+
+    Attributes:
+        experts: int32 [M, K], each token's experts, the likeliest first; -1 for a token that is padding.
+        weights: float32 [M, K], what their results count.
+        tile_experts: int32 [T], the expert of each tile, in rising order; -1 for those behind the last one. T is the
+            most that M tokens can fill.
+        places: int32 [T * tile], the pair at each place; -1 for an empty one.
+        tile: places in a tile.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    tile_experts: Tensor
+    places: Tensor
+    tile: int
+
+
+def tile_of(num_tokens: int, num_active: int, num_experts: int) -> int:
+    """Places in a tile for so many tokens: about as many as an expert has pairs where all are woken alike."""
+    share = power_of_two(ceil_div(num_tokens * num_active, num_experts))
+    return min(max(share, MIN_TILE), MAX_TILE)
+
+
+def max_tiles(num_tokens: int, num_active: int, num_experts: int, tile: int) -> int:
+    """Tiles that so many tokens fill at most."""
+    pairs = num_tokens * num_active
+    return min(pairs, num_experts + pairs // tile)
+
+
+def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = None) -> Routes:
+    """The `num_active` experts of largest logits for each token, and the order in which products take them.
+
+    Weights are the softmax over all experts' logits, or, where `normed`, over those of the chosen ones. Among equal
+    logits the lower number is first; one that is not a number counts as the lowest.
+
+    Args:
+        logits: float32 [M, E], contiguous.
+        num_active: K, 1 to E.
+        normed: whether a token's weights add up to one.
+        slots: int32 [M]; tokens whose slot is negative are padding and wake no expert.
+
+    Raises:
+        ValueError: the shapes do not fit, or there are more than MAX_EXPERTS.
+    """
+    if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
+        raise ValueError(f"route takes contiguous float32 logits [M, E], got {logits.dtype} {list(logits.shape)}")
+    num_tokens, num_experts = logits.shape
+    if not 1 <= num_active <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"{num_active} of {num_experts} experts; 1 to all of at most {MAX_EXPERTS} can be chosen")
+    if slots is not None and slots.shape != (num_tokens,):
+        raise ValueError(f"{list(slots.shape)} slots for {num_tokens} tokens")
+    tile = tile_of(num_tokens, num_active, num_experts)
+    tiles = max_tiles(num_tokens, num_active, num_experts, tile)
+    if not use_triton(logits):
+        experts, weights = reference.choose(logits, num_active, normed, slots)
+        return Routes(experts, weights, *reference.align(experts, num_experts, tile, tiles), tile)
+    from kernels.jit import experts as jit
+
+    experts = torch.empty(num_tokens, num_active, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
+    tile_experts = torch.empty(tiles, dtype=torch.int32, device=logits.device)
+    places = torch.empty(tiles * tile, dtype=torch.int32, device=logits.device)
+    routes = Routes(experts, weights, tile_experts, places, tile)
+    jit.choose(logits, normed, slots, routes)
+    jit.align(num_experts, routes)
+    return routes
+
+
+def expert_linear(
+    rows: Tensor,
+    weight: Tensor,
+    routes: Routes,
+    *,
+    bias: Tensor | None = None,
+    gating: Gating | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """For each pair, its row @ weight[expert]^T + bias[expert], accumulated in float32 and rounded once.
+
+    The result of a pair depends on its row, on its expert and on M alone.
+
+    Args:
+        rows: [M, I], the tokens' rows, or [M * K, I], one a pair; contiguous, of any float dtype.
+        weight: [E, O, I], contiguous, of the same dtype; [E, 2F, I] with `gating`.
+        routes: of `route`.
+        bias: [E, O] or None, contiguous.
+        gating: the product is gate and up, and the result the gating of them, [M * K, F].
+        interleaved: gate and up rows take turns, gate first; otherwise all gate rows come before all up rows.
+
+    Returns:
+        [M * K, O or F] in the dtype of `rows`; rows of pairs of padding hold anything.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit.
+    """
+    num_tokens, num_active = routes.experts.shape
+    if weight.dim() != 3 or rows.dim() != 2 or rows.shape[1] != weight.shape[2] or rows.dtype != weight.dtype:
+        raise ValueError(
+            f"product of {rows.dtype} {list(rows.shape)} with experts {weight.dtype} {list(weight.shape)}"
+        )
+    if rows.shape[0] not in (num_tokens, num_tokens * num_active):
+        raise ValueError(f"{rows.shape[0]} rows for {num_tokens} tokens of {num_active} experts each")
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise ValueError(f"a bias of {list(bias.shape)} for experts of {list(weight.shape)}")
+    if gating is not None and weight.shape[1] % 2:
+        raise ValueError(f"{weight.shape[1]} weight rows cannot be halved into gate and up")
+    if not all(tensor.is_contiguous() for tensor in (rows, weight, *([bias] if bias is not None else []))):
+        raise ValueError("expert_linear takes contiguous tensors")
+    if not use_triton(rows):
+        return reference.expert_linear(rows, weight, routes, bias, gating, interleaved)
+    from kernels.jit import experts as jit
+
+    num_out = weight.shape[1] // (2 if gating else 1)
+    out = torch.empty(num_tokens * num_active, num_out, dtype=rows.dtype, device=rows.device)
+    jit.expert_linear(rows, weight, routes, bias, gating, interleaved, out)
+    return out
+
+
+def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
+    """residual [M, H] plus the weighted sum of each token's pairs [M * K, H], in float32, rounded once.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit.
+    """
+    num_tokens, num_active = routes.experts.shape
+    wanted = (num_tokens * num_active, residual.shape[-1])
+    if pairs.shape != wanted or residual.shape[0] != num_tokens or pairs.dtype != residual.dtype:
+        raise ValueError(f"pairs {list(pairs.shape)} for a residual {list(residual.shape)}; expected {list(wanted)}")
+    if not (pairs.is_contiguous() and residual.is_contiguous()):
+        raise ValueError("combine takes contiguous tensors")
+    if not use_triton(pairs):
+        return reference.combine(pairs, routes, residual)
+    from kernels.jit import experts as jit
+
+    out = torch.empty_like(residual)
+    jit.combine(pairs, routes, residual, out)
+    return out

@@ -1,0 +1,246 @@
+"""See kernels.experts."""
+
+from __future__ import annotations
+
+from math import isinf
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import power_of_two, supports_pdl
+
+if TYPE_CHECKING:
+    from kernels.experts import Gating, Routes
+
+_CHUNK = 512
+"""Pairs that a program looks at together."""
+
+
+@triton.jit
+def _choose(
+    logits, slots, experts, weights,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NUM_ACTIVE: tl.constexpr, ACTIVE: tl.constexpr,
+    NORMED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens,)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    LOWEST: tl.constexpr = -3.4028234663852886e38
+    token = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    place = tl.arange(0, ACTIVE)
+    found = tl.load(logits + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=LOWEST)
+    # Not a number is not equal to itself.
+    found = tl.where(found == found, tl.maximum(found, LOWEST), LOWEST)
+    left = tl.where(expert < NUM_EXPERTS, found, float("-inf"))
+    highest = tl.max(left, axis=0)
+    chosen = tl.zeros([ACTIVE], tl.int32)
+    powers = tl.zeros([ACTIVE], tl.float32)
+    for k in tl.static_range(NUM_ACTIVE):
+        top = tl.max(left, axis=0)
+        best = tl.min(tl.where(left == top, expert, EXPERTS), axis=0)
+        chosen = tl.where(place == k, best, chosen)
+        powers = tl.where(place == k, tl.exp(top - highest), powers)
+        left = tl.where(expert == best, float("-inf"), left)
+    total = tl.sum(powers, axis=0)
+    if not NORMED:
+        total = tl.sum(tl.where(expert < NUM_EXPERTS, tl.exp(found - highest), 0.0), axis=0)
+    if slots is not None:
+        chosen = tl.where(tl.load(slots + token) < 0, -1, chosen)
+    tl.store(experts + token * NUM_ACTIVE + place, chosen, mask=place < NUM_ACTIVE)
+    tl.store(weights + token * NUM_ACTIVE + place, powers / total, mask=place < NUM_ACTIVE)
+
+
+def choose(logits: Tensor, normed: bool, slots: Tensor | None, routes: Routes) -> None:
+    """Fill `experts` and `weights`."""
+    num_tokens, num_experts = logits.shape
+    num_active = routes.experts.shape[1]
+    pdl = supports_pdl(logits)
+    _choose[(num_tokens,)](
+        logits, slots, routes.experts, routes.weights,
+        NUM_EXPERTS=num_experts, EXPERTS=power_of_two(num_experts), NUM_ACTIVE=num_active,
+        ACTIVE=power_of_two(num_active), NORMED=normed, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _align(
+    experts, tile_experts, places, num_pairs, num_tiles,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (experts,): each counts the pairs of all, and then places its own."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    own = tl.program_id(0)
+    bin = tl.arange(0, BINS)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        expert = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+        # Padding is counted behind all experts.
+        counts += tl.histogram(tl.where(expert < 0, NUM_EXPERTS, expert), BINS)
+    tiles = tl.where(bin < NUM_EXPERTS, (counts + TILE - 1) // TILE, 0)
+    first = tl.sum(tl.where(bin < own, tiles, 0), axis=0)
+    count = tl.sum(tl.where(bin == own, counts, 0), axis=0)
+    mine = (count + TILE - 1) // TILE
+    tile = tl.arange(0, TILES)
+    tl.store(tile_experts + tile, own, mask=(tile >= first) & (tile < first + mine))
+    if own == NUM_EXPERTS - 1:
+        tl.store(tile_experts + tile, -1, mask=(tile >= first + mine) & (tile < num_tiles))
+    if count > 0:
+        rest = count + tl.arange(0, TILE)
+        tl.store(places + first * TILE + rest, -1, mask=rest < mine * TILE)
+        seen = first * TILE
+        for start in range(0, num_pairs, CHUNK):
+            pair = start + tl.arange(0, CHUNK)
+            is_own = tl.load(experts + pair, mask=pair < num_pairs, other=-1) == own
+            rank = tl.cumsum(is_own.to(tl.int32), axis=0)
+            tl.store(places + seen + rank - 1, pair, mask=is_own)
+            seen += tl.sum(is_own.to(tl.int32), axis=0)
+
+
+def align(num_experts: int, routes: Routes) -> None:
+    """Fill `tile_experts` and `places`."""
+    num_pairs, num_tiles = routes.experts.numel(), routes.tile_experts.numel()
+    pdl = supports_pdl(routes.experts)
+    _align[(num_experts,)](
+        routes.experts, routes.tile_experts, routes.places, num_pairs, num_tiles,
+        NUM_EXPERTS=num_experts, BINS=power_of_two(num_experts + 1), TILE=routes.tile, TILES=power_of_two(num_tiles),
+        CHUNK=min(power_of_two(num_pairs), _CHUNK), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_weights(start, row, inside, column, size, EVEN: tl.constexpr):
+    places = start + row.to(tl.int64)[:, None] * size + column[None, :]
+    # Weights leave L2 first: most are read once a round.
+    if EVEN:
+        return tl.load(places, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+    there = inside[:, None] & (column[None, :] < size)
+    return tl.load(places, mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _multiply(acc, rows, weights, SWAP: tl.constexpr):
+    if SWAP:
+        return tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
+    return tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+
+
+@triton.jit
+def _expert_linear(
+    rows, weight, bias, tile_experts, places, out, num_out, size, alpha, limit, shift,
+    PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
+    SWAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of outputs, tiles of pairs)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(1)
+    expert = tl.load(tile_experts + tile)
+    if expert < 0:
+        return
+    pair = tl.load(places + tile * TILE + tl.arange(0, TILE))
+    there = pair >= 0
+    source = rows + (pair // PAIRS_PER_ROW).to(tl.int64)[:, None] * size
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < num_out
+    NUM_ROWS = num_out * 2 if GATED else num_out
+    start = weight + expert.to(tl.int64) * NUM_ROWS * size
+    gate_row = column * 2 if INTERLEAVED else column
+    up_row = gate_row + 1 if INTERLEAVED else gate_row + num_out
+    HEIGHT: tl.constexpr = BLOCK_N if SWAP else TILE
+    WIDTH: tl.constexpr = TILE if SWAP else BLOCK_N
+    acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    acc_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    for first in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)
+        wanted = there[:, None] if EVEN else there[:, None] & (k[None, :] < size)
+        factors = tl.load(source + k[None, :], mask=wanted, other=0.0)
+        acc = _multiply(acc, factors, _load_weights(start, gate_row, inside, k, size, EVEN), SWAP)
+        if GATED:
+            acc_up = _multiply(acc_up, factors, _load_weights(start, up_row, inside, k, size, EVEN), SWAP)
+    if SWAP:
+        acc = tl.trans(acc)
+        acc_up = tl.trans(acc_up)
+    if bias is not None:
+        from_bias = bias + expert.to(tl.int64) * NUM_ROWS
+        acc += tl.load(from_bias + gate_row, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up += tl.load(from_bias + up_row, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if LIMITED:
+            acc = tl.minimum(acc, limit)
+            acc_up = tl.minimum(tl.maximum(acc_up, -limit), limit)
+        acc = acc * tl.sigmoid(alpha * acc) * (acc_up + shift)
+    target = out + pair.to(tl.int64)[:, None] * num_out + column[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+
+
+def expert_linear(
+    rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | None, gating: Gating | None, interleaved: bool,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """As kernels.experts.expert_linear, into `out`."""
+    num_pairs, num_out = out.shape
+    size, tile = rows.shape[1], routes.tile
+    pdl = supports_pdl(rows)
+    block_n, block_k, stages, warps = _cut(tile, num_out, size, routes.tile_experts.numel(), gating is not None, rows)
+    alpha, limit, shift = (gating.alpha, gating.limit, gating.shift) if gating else (0.0, 0.0, 0.0)
+    limited = gating is not None and not isinf(limit)
+    _expert_linear[(triton.cdiv(num_out, block_n), routes.tile_experts.numel())](
+        rows, weight, bias, routes.tile_experts, routes.places, out, num_out, size,
+        alpha, limit if limited else 0.0, shift,
+        PAIRS_PER_ROW=num_pairs // rows.shape[0], TILE=tile, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
+        EVEN=size % block_k == 0, GATED=gating is not None, INTERLEAVED=interleaved, LIMITED=limited,
+        SWAP=tile < 64, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _cut(tile: int, num_out: int, size: int, tiles: int, gated: bool, rows: Tensor) -> tuple[int, int, int, int]:
+    """BLOCK_N, BLOCK_K, stages and warps."""
+    if rows.element_size() > 2:
+        return 32, 32, 2, 4
+    if tile >= 64:
+        return (64 if gated else 128), 64, 3, 8 if tile >= 128 else 4
+    return 64, 64, 4 if gated else 5, 4
+
+
+@triton.jit
+def _combine(
+    pairs, experts, weights, residual, out, size,
+    NUM_ACTIVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, pieces of BLOCK columns)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.load(residual + token * size + column, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(NUM_ACTIVE):
+        pair = token * NUM_ACTIVE + k
+        # What pairs of padding hold is anybody's guess.
+        there = inside & (tl.load(experts + pair) >= 0)
+        value = tl.load(pairs + pair * size + column, mask=there, other=0.0).to(tl.float32)
+        total += value * tl.load(weights + pair)
+    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def combine(pairs: Tensor, routes: Routes, residual: Tensor, out: Tensor) -> None:
+    """As kernels.experts.combine, into `out`."""
+    num_tokens, size = residual.shape
+    pdl = supports_pdl(pairs)
+    block = min(power_of_two(size), 512)
+    _combine[(num_tokens, triton.cdiv(size, block))](
+        pairs, routes.experts, routes.weights, residual, out, size,
+        NUM_ACTIVE=routes.experts.shape[1], BLOCK=block, PDL=pdl, num_warps=2, launch_pdl=pdl,
+    )  # fmt: skip

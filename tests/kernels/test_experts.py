@@ -1,0 +1,167 @@
+"""Products of a mixture of experts against their reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, max_tiles, route, tile_of
+from kernels.reference import experts as reference
+
+GPT_OSS = Gating(1.702, 7.0, 1.0)
+# The interpreter does not multiply bfloat16.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
+def random_logits(num_tokens: int, num_experts: int, device: str) -> Tensor:
+    return torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(3)).to(device)
+
+
+def routed(num_tokens: int, num_experts: int, num_active: int, device: str, padding: int = 0) -> Routes:
+    slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    slots[num_tokens - padding :] = -1
+    return route(random_logits(num_tokens, num_experts, device), num_active, True, slots)
+
+
+def check_places(routes: Routes) -> None:
+    """Every pair stands once, in a tile of its expert."""
+    tile_experts, flat = routes.tile_experts.cpu(), routes.experts.cpu().flatten()
+    places = routes.places.cpu().view(-1, routes.tile)
+    assert sorted(places[tile_experts >= 0][places[tile_experts >= 0] >= 0].tolist()) == (
+        (flat >= 0).nonzero().flatten().tolist()
+    )
+    for expert, row in zip(tile_experts.tolist(), places, strict=True):
+        if expert >= 0:
+            assert all(flat[pair] == expert for pair in row.tolist() if pair >= 0)
+    used = tile_experts[tile_experts >= 0]
+    assert torch.equal(tile_experts[: len(used)], used.sort().values)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "num_active"), [(1, 8, 2), (5, 60, 4), (9, 128, 8), (3, 4, 4)])
+def test_routes_are_the_largest_logits(
+    device: str, num_tokens: int, num_experts: int, num_active: int, normed: bool
+) -> None:
+    logits = random_logits(num_tokens, num_experts, device)
+    logits[0, :3] = logits[0].max() + 1  # equal ones: the lower number is first
+    routes = route(logits, num_active, normed)
+    experts, weights = reference.choose(logits, num_active, normed, None)
+    assert torch.equal(routes.experts, experts)
+    torch.testing.assert_close(routes.weights, weights)
+    check_places(routes)
+
+
+def test_routes_of_many_tokens_take_tiles_of_their_experts(device: str) -> None:
+    routes = routed(300, 7, 3, device, padding=5)
+    assert routes.tile == tile_of(300, 3, 7) == 128
+    assert len(routes.tile_experts) == max_tiles(300, 3, 7, 128)
+    assert bool((routes.experts[-5:] == -1).all())
+    check_places(routes)
+    expected = reference.align(routes.experts, 7, routes.tile, len(routes.tile_experts))
+    assert torch.equal(routes.tile_experts, expected[0])
+
+
+def test_what_is_no_number_still_names_experts(device: str) -> None:
+    logits = random_logits(2, 6, device)
+    logits[0] = float("nan")
+    logits[1, :5] = float("-inf")
+    routes = route(logits, 3, False)
+    assert routes.experts.tolist() == [[0, 1, 2], [5, 0, 1]]
+    check_places(routes)
+
+
+CASES = {
+    "plain": (False, None, False),
+    "gated": (False, SWIGLU, False),
+    "gpt-oss": (True, GPT_OSS, True),
+    "bias": (True, None, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_active", "num_out", "size"), [(1, 4, 2, 40, 96), (9, 12, 4, 96, 64)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_products_are_the_references(
+    device: str, case: str, num_tokens: int, num_experts: int, num_active: int, num_out: int, size: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    has_bias, gating, interleaved = CASES[case]
+    routes = routed(num_tokens, num_experts, num_active, device, padding=num_tokens // 5)
+    height = num_out * (2 if gating else 1)
+    weight = (torch.randn(num_experts, height, size, device=device) * size**-0.5 * 3).to(dtype)
+    bias = torch.randn(num_experts, height, device=device).to(dtype) if has_bias else None
+    real = routes.experts.flatten() >= 0
+    for count in (num_tokens, num_tokens * num_active):
+        rows = torch.randn(count, size, device=device).to(dtype)
+        result = expert_linear(rows, weight, routes, bias=bias, gating=gating, interleaved=interleaved)
+        expected = reference.expert_linear(rows, weight, routes, bias, gating, interleaved)
+        tolerance = 1e-2 if dtype == HALF else 1e-4
+        torch.testing.assert_close(result[real], expected[real], rtol=tolerance, atol=tolerance)
+
+
+def test_a_layer_is_a_loop_over_its_tokens(device: str) -> None:
+    """Route, gate and up, down and sum, against the plainest computation there is; padding adds nothing."""
+    num_tokens, num_experts, num_active, hidden, inner = 7, 5, 2, 32, 48
+    logits = random_logits(num_tokens, num_experts, device)
+    slots = torch.tensor([0, 1, -1, 3, 4, 5, -1], dtype=torch.int32, device=device)
+    rows, residual = torch.randn(2, num_tokens, hidden, device=device)
+    gate_up = torch.randn(num_experts, 2 * inner, hidden, device=device) * 0.2
+    down = torch.randn(num_experts, hidden, inner, device=device) * 0.2
+    routes = route(logits, num_active, True, slots)
+    inside = expert_linear(rows, gate_up, routes, gating=SWIGLU)
+    result = combine(expert_linear(inside, down, routes), routes, residual)
+    expected = residual.clone()
+    for token in range(num_tokens):
+        if slots[token] < 0:
+            continue
+        values, experts = logits[token].topk(num_active)
+        for weight, expert in zip(values.softmax(0), experts.tolist(), strict=True):
+            gate, up = (gate_up[expert] @ rows[token]).chunk(2)
+            expected[token] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_depends_on_itself_alone(device: str) -> None:
+    num_tokens, num_experts, num_active, hidden, inner = 16, 6, 2, 32, 48
+    logits = random_logits(num_tokens, num_experts, device)
+    rows = torch.randn(num_tokens, hidden, device=device).to(HALF)
+    weight = (torch.randn(num_experts, 2 * inner, hidden, device=device) * 0.2).to(HALF)
+    down = (torch.randn(num_experts, hidden, inner, device=device) * 0.2).to(HALF)
+
+    def layer(order: Tensor, slots: Tensor | None = None) -> Tensor:
+        routes = route(logits[order].contiguous(), num_active, True, slots)
+        inside = expert_linear(rows[order].contiguous(), weight, routes, gating=SWIGLU)
+        return combine(expert_linear(inside, down, routes), routes, rows[order].contiguous())
+
+    order = torch.arange(num_tokens, device=device)
+    together = layer(order)
+    assert torch.equal(layer(order.flip(0)).flip(0), together)
+    slots = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
+    slots[3] = 0
+    assert torch.equal(layer(order, slots)[3], together[3])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logits = random_logits(3, 4, "cpu")
+    with pytest.raises(ValueError, match="5 of 4 experts"):
+        route(logits, 5, True)
+    with pytest.raises(ValueError, match="float32"):
+        route(logits.bfloat16(), 2, True)
+    with pytest.raises(ValueError, match="slots"):
+        route(logits, 2, True, torch.zeros(2, dtype=torch.int32))
+    routes, weight = route(logits, 2, True), torch.zeros(4, 6, 8)
+    with pytest.raises(ValueError, match="4 rows for 3 tokens"):
+        expert_linear(torch.zeros(4, 8), weight, routes)
+    with pytest.raises(ValueError, match="product of"):
+        expert_linear(torch.zeros(3, 7), weight, routes)
+    with pytest.raises(ValueError, match="a bias of"):
+        expert_linear(torch.zeros(3, 8), weight, routes, bias=torch.zeros(4, 5))
+    with pytest.raises(ValueError, match="halved"):
+        expert_linear(torch.zeros(3, 8), torch.zeros(4, 5, 8), routes, gating=SWIGLU)
+    with pytest.raises(ValueError, match="contiguous"):
+        expert_linear(torch.zeros(3, 8), weight.transpose(1, 2).contiguous().transpose(1, 2), routes)
+    with pytest.raises(ValueError, match="pairs"):
+        combine(torch.zeros(5, 8), routes, torch.zeros(3, 8))
