@@ -6,64 +6,14 @@ in a CUDA graph. A pair is a token and one of its experts: pair t * K + k is tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
-
 import torch
 from torch import Tensor
 
-from kernels.launch import ceil_div, power_of_two, use_triton
+from kernels.expert_tiles import MAX_EXPERTS, SWIGLU, Gating, Routes, max_tiles, tile_of
+from kernels.launch import use_triton
 from kernels.reference import experts as reference
 
-MAX_EXPERTS = 1024
-MIN_TILE, MAX_TILE = 16, 128
-
-
-@dataclass(frozen=True, slots=True)
-class Gating:
-    """clamp(g) * sigmoid(alpha * clamp(g)) * (clamp(u) + shift) of gate g and up u.
-
-    g is clamped to at most `limit`, u to -limit .. limit. The defaults are SwiGLU; gpt-oss has 1.702, 7 and 1.
-    """
-
-    alpha: float = 1.0
-    limit: float = inf
-    shift: float = 0.0
-
-
-SWIGLU = Gating()
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """Where the rows of M tokens go. Pairs of one expert fill tiles of `tile` places; the rest of its last stays empty.
-
-    Attributes:
-        experts: int32 [M, K], each token's experts, the likeliest first; -1 for a token that is padding.
-        weights: float32 [M, K], what their results count.
-        tile_experts: int32 [T], the expert of each tile, in rising order; -1 for those behind the last one. T is the
-            most that M tokens can fill.
-        places: int32 [T * tile], the pair at each place; -1 for an empty one.
-        tile: places in a tile.
-    """
-
-    experts: Tensor
-    weights: Tensor
-    tile_experts: Tensor
-    places: Tensor
-    tile: int
-
-
-def tile_of(num_tokens: int, num_active: int, num_experts: int) -> int:
-    """Places in a tile for so many tokens: about as many as an expert has pairs where all are woken alike."""
-    share = power_of_two(ceil_div(num_tokens * num_active, num_experts))
-    return min(max(share, MIN_TILE), MAX_TILE)
-
-
-def max_tiles(num_tokens: int, num_active: int, num_experts: int, tile: int) -> int:
-    """Tiles that so many tokens fill at most."""
-    pairs = num_tokens * num_active
-    return min(pairs, num_experts + pairs // tile)
+__all__ = ["MAX_EXPERTS", "SWIGLU", "Gating", "Routes", "combine", "expert_linear", "route"]
 
 
 def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = None) -> Routes:
@@ -134,9 +84,7 @@ def expert_linear(
     """
     num_tokens, num_active = routes.experts.shape
     if weight.dim() != 3 or rows.dim() != 2 or rows.shape[1] != weight.shape[2] or rows.dtype != weight.dtype:
-        raise ValueError(
-            f"product of {rows.dtype} {list(rows.shape)} with experts {weight.dtype} {list(weight.shape)}"
-        )
+        raise ValueError(f"product of {rows.dtype} {list(rows.shape)} with experts {weight.dtype} {list(weight.shape)}")
     if rows.shape[0] not in (num_tokens, num_tokens * num_active):
         raise ValueError(f"{rows.shape[0]} rows for {num_tokens} tokens of {num_active} experts each")
     if bias is not None and bias.shape != weight.shape[:2]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from math import isinf
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.expert_tiles import Gating, Routes
 from kernels.launch import power_of_two, supports_pdl
-
-if TYPE_CHECKING:
-    from kernels.experts import Gating, Routes
 
 _CHUNK = 512
 """Pairs that a program looks at together."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-if TYPE_CHECKING:
-    from kernels.experts import Gating, Routes
+from kernels.expert_tiles import Gating, Routes
 
 
 def choose(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -25,16 +23,22 @@ def choose(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None) 
 
 def align(experts: Tensor, num_experts: int, tile: int, max_tiles: int) -> tuple[Tensor, Tensor]:
     """`tile_experts` and `places` of Routes."""
-    flat = experts.flatten()
-    tile_experts = torch.full((max_tiles,), -1, dtype=torch.int32, device=experts.device)
-    places = torch.full((max_tiles * tile,), -1, dtype=torch.int32, device=experts.device)
-    first = 0
-    for expert in range(num_experts):
-        pairs = (flat == expert).nonzero().flatten()
-        count = -(-len(pairs) // tile)
-        tile_experts[first : first + count] = expert
-        places[first * tile : first * tile + len(pairs)] = pairs.int()
-        first += count
+    flat = torch.where(experts < 0, num_experts, experts).flatten().long()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).index_add_(
+        0, flat, torch.ones_like(flat)
+    )
+    tiles = (counts + tile - 1) // tile
+    tiles[num_experts] = 0
+    ends = tiles.cumsum(0)
+    tile_experts = torch.searchsorted(ends, torch.arange(max_tiles, device=flat.device), right=True)
+    tile_experts = torch.where(tile_experts >= num_experts, -1, tile_experts).int()
+    order = flat.argsort(stable=True)
+    sorted_experts = flat[order]
+    rank = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[sorted_experts]
+    at = (ends - tiles)[sorted_experts] * tile + rank
+    places = torch.full((max_tiles * tile,), -1, dtype=torch.int32, device=flat.device)
+    real = sorted_experts < num_experts
+    places[at[real]] = order[real].int()
     return tile_experts, places
 
 
@@ -59,10 +63,8 @@ def expert_linear(
     out = rows.new_zeros(num_pairs, num_out)
     for expert in flat[flat >= 0].unique().tolist():
         pairs = (flat == expert).nonzero().flatten()
-        product = rows[pairs // per_row].float() @ weight[expert].float().T
-        if bias is not None:
-            product += bias[expert].float()
-        out[pairs] = (gate(product, gating, interleaved) if gating else product).to(out.dtype)
+        product = functional.linear(rows[pairs // per_row], weight[expert], None if bias is None else bias[expert])
+        out[pairs] = gate(product.float(), gating, interleaved).to(out.dtype) if gating else product
     return out
 
 

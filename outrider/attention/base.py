@@ -89,6 +89,9 @@ class HostLengths:
 class AttentionPlan(ABC):
     """One forward's attention: made once, used by every layer."""
 
+    token_slots: Tensor | None = None
+    """int32 [M], negative for a token that is padding; None where there is no padding."""
+
     @abstractmethod
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
         """Rotate q and k, write k and v to the batch's slots, then attend.

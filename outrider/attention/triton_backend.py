@@ -31,6 +31,7 @@ class TritonPlan(AttentionPlan):
 
     def __init__(self, batch: PagedBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
         self.batch = batch
+        self.token_slots = batch.slots
         self._kv = kv
         self._num_heads = num_heads
         self._scale = kv.k.shape[-1] ** -0.5

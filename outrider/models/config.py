@@ -13,6 +13,7 @@ from outrider.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MAX_EXPERTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class Family:
 
     `qkv_bias`: q, k and v have biases and the output has none; otherwise attention_bias decides for all four.
     `mlp_bias`: config.json may ask for biases in the MLP. `head_dim`: where config.json names none; None is
-    hidden_size / num_heads. `unread_prefix`: tensors of the checkpoint that are not the decoder's.
+    hidden_size / num_heads. `unread_prefix`: tensors of the checkpoint that are not the decoder's. `experts`: how its
+    mixtures of experts are written (see ExpertsConfig).
     """
 
     qkv_bias: bool = False
@@ -29,6 +31,7 @@ class Family:
     qk_norm: bool = False
     head_dim: int | None = None
     unread_prefix: str | None = None
+    experts: str | None = None
 
 
 FAMILIES = {
@@ -37,6 +40,9 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128),
     # MiMo's checkpoints carry their drafter, a head that predicts one token more.
     "MiMoForCausalLM": Family(qkv_bias=True, unread_prefix="model.mtp_layers."),
+    "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts="qwen"),
+    "Qwen3MoeForCausalLM": Family(qk_norm=True, head_dim=128, experts="qwen"),
+    "MixtralForCausalLM": Family(experts="mixtral"),
 }
 
 
@@ -103,6 +109,61 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixtures of experts that stand in place of the MLP in some layers.
+
+    A token's row goes through the `num_active` of `num_experts` gated MLPs of `size` channels that a router's softmax
+    holds likeliest; results count by that softmax, over the chosen ones alone if `normed`. With `shared_size` one more
+    gated MLP takes every row, and a sigmoid says how much it counts. `layers` are those that have experts. `form` says
+    how checkpoints spell them: `qwen` or `mixtral`.
+    """
+
+    form: str
+    num_experts: int
+    num_active: int
+    size: int
+    shared_size: int
+    normed: bool
+    layers: frozenset[int]
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], form: str) -> ExpertsConfig:
+        """Read config.json. Raises ConfigError: a field that is missing, of the wrong type, or too large or small."""
+        num_layers = get_int(fields, "num_hidden_layers", minimum=1)
+        # The hub has the first name, transformers 5 writes the second.
+        name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+        num_experts = get_int(fields, name, minimum=1)
+        num_active = get_int(fields, "num_experts_per_tok", minimum=1)
+        if num_active > num_experts or num_experts > MAX_EXPERTS:
+            raise ConfigError(
+                f"config.json: num_experts_per_tok {num_active} of {name} {num_experts} experts; up to {MAX_EXPERTS} "
+                f"experts are supported, and no more than there are can be a token's"
+            )
+        layers = frozenset(range(num_layers))
+        if form == "mixtral":
+            size = get_int(fields, "intermediate_size", minimum=1)
+            return cls(form, num_experts, num_active, size, 0, True, layers)
+        step = get_int(fields, "decoder_sparse_step", 1, minimum=1)
+        dense = fields.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise ConfigError(f"config.json: mlp_only_layers must be a list of layer numbers, got {dense!r}")
+        return cls(
+            form,
+            num_experts,
+            num_active,
+            size=get_int(fields, "moe_intermediate_size", minimum=1),
+            shared_size=get_int(fields, "shared_expert_intermediate_size", 0),
+            normed=get_bool(fields, "norm_topk_prob", False),
+            layers=frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
+        )
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Elements of one layer's experts, of its router and of what every row goes through."""
+        shared = 3 * self.shared_size + 1 if self.shared_size else 0
+        return hidden_size * (self.num_experts * (3 * self.size + 1) + shared)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder-only language model from outside. Sizes are counts of elements; `dtype` is the checkpoint's, as a word.
 
@@ -133,6 +194,7 @@ class ModelConfig(ModelShape):
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -177,6 +239,7 @@ class ModelConfig(ModelShape):
             mlp_bias=family.mlp_bias and get_bool(fields, "mlp_bias", False),
             qk_norm=family.qk_norm,
             dtype=_dtype(fields),
+            experts=ExpertsConfig.from_fields(fields, family.experts) if family.experts else None,
         )
         config._check()
         return config
@@ -225,8 +288,13 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
         raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
     layer_types = fields.get("layer_types") or []
     other = [kind for kind in layer_types if kind != "full_attention"]
-    if get_bool(fields, "use_sliding_window", False) or other:
+    if get_bool(fields, "use_sliding_window", _has_window(fields)) or other:
         raise ConfigError("config.json: sliding window attention is not supported; only full attention is")
+
+
+def _has_window(fields: Mapping[str, Any]) -> bool:
+    """Mixtral has a window wherever one is given, Qwen where use_sliding_window says so, too."""
+    return fields.get("model_type") == "mixtral" and bool(fields.get("sliding_window"))
 
 
 def _default_head_dim(family: Family, hidden_size: int, num_heads: int) -> int:

@@ -1,4 +1,5 @@
-"""Pre-norm decoders with rotary positions, grouped-query attention and a gated MLP: Llama 2 and 3, Qwen2, Qwen3, MiMo.
+"""Pre-norm decoders with rotary positions, grouped-query attention and gated MLPs, or mixtures of them: Llama 2 and 3,
+Qwen2, Qwen3, MiMo, Mixtral.
 
 What tells them apart is stated by ModelConfig, not by subclasses. The heads of drafters are made of the same layers.
 """
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.cache.kv import KVCache
+from outrider.layers.experts import ExpertMlp
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
@@ -71,12 +73,15 @@ class SelfAttention:
 class GatedMlp:
     """A gated MLP."""
 
+    name = "mlp"
+    """In checkpoints."""
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.size = config.intermediate_size
         self.gate_up = Linear(config.hidden_size, 2 * self.size, config.mlp_bias, dtype, device)
         self.down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device)
 
-    def __call__(self, stream: Tensor, norm: RMSNorm) -> Tensor:
+    def __call__(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the MLP's output for it, normed."""
         return self.down.add_to(stream, self.gate_up.normed_gated(stream, norm))
 
@@ -111,18 +116,23 @@ class DecoderLayer:
         self.attention_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device) if input_norm else None
         self.attention = SelfAttention(config, layer, dtype, device, input_size or config.hidden_size)
         self.mlp_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device)
-        self.mlp = GatedMlp(config, dtype, device)
+        experts = config.experts
+        self.mlp: GatedMlp | ExpertMlp
+        if experts is not None and layer in experts.layers:
+            self.mlp = ExpertMlp(experts, config.hidden_size, dtype, device)
+        else:
+            self.mlp = GatedMlp(config, dtype, device)
 
     def __call__(self, stream: Tensor, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] after the layer."""
         if self.attention_norm is None:
             return self.run(stream, stream, plan)
-        return self.mlp(self.attention.of_stream(stream, self.attention_norm, plan), self.mlp_norm)
+        return self.mlp(self.attention.of_stream(stream, self.attention_norm, plan), self.mlp_norm, plan)
 
     def run(self, rows: Tensor, stream: Tensor, plan: AttentionPlan) -> Tensor:
         """The same where attention takes `rows` [M, input_size], which the caller has normed."""
         stream = self.attention(rows, stream, plan)
-        return self.mlp(stream, self.mlp_norm)
+        return self.mlp(stream, self.mlp_norm, plan)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the layer's own."""
@@ -130,7 +140,7 @@ class DecoderLayer:
         if self.attention_norm is not None:
             found["input_layernorm.weight"] = self.attention_norm.weight
         found |= {f"self_attn.{name}": tensor for name, tensor in self.attention.checkpoint_tensors().items()}
-        found |= {f"mlp.{name}": tensor for name, tensor in self.mlp.checkpoint_tensors().items()}
+        found |= {f"{self.mlp.name}.{name}": tensor for name, tensor in self.mlp.checkpoint_tensors().items()}
         return found
 
     def finish_loading(self) -> None:

@@ -82,6 +82,10 @@ class Elements:
     """Matrices, biases and norms of all layers, and what stands before and behind them."""
     output: int
     """The output matrix; 0 where it is the embedding itself."""
+    idle: int = 0
+    """Of `layers`, experts that a token leaves alone."""
+    idle_share: float = 0.0
+    """What part of all experts those are."""
 
     @property
     def total(self) -> int:
@@ -90,15 +94,26 @@ class Elements:
 
     @property
     def read(self) -> int:
-        """Those that every forward reads: of the embedding it looks up rows, unless that is the output matrix too."""
-        return self.layers + (self.output or self.embedding)
+        """What a forward of one token reads: of the embedding a row, unless that is the output matrix too."""
+        return self.layers - self.idle + (self.output or self.embedding)
+
+    def read_by(self, num_tokens: int) -> int:
+        """What a forward of so many tokens is expected to read, if each wakes experts of its own."""
+        return self.read + round(self.idle * (1.0 - self.idle_share ** (num_tokens - 1)))
 
 
 def model_elements(config: ModelConfig) -> Elements:
     """Elements of a language model."""
     embedding = config.vocab_size * config.hidden_size
     layers = config.num_layers * _layer(config, config.hidden_size) + config.hidden_size
-    return Elements(embedding, layers, 0 if config.tie_embeddings else embedding)
+    output = 0 if config.tie_embeddings else embedding
+    if (experts := config.experts) is None:
+        return Elements(embedding, layers, output)
+    mixtures, hidden = len(experts.layers), config.hidden_size
+    layers += mixtures * (experts.num_weights(hidden) - _mlp(config))
+    num_idle = experts.num_experts - experts.num_active
+    idle = mixtures * num_idle * 3 * hidden * experts.size
+    return Elements(embedding, layers, output, idle, num_idle / experts.num_experts)
 
 
 def head_elements(algorithm: str, head: HeadConfig) -> Elements:
@@ -125,14 +140,19 @@ def kv_elements(config: ModelConfig) -> int:
 
 def _layer(config: ModelConfig, input_size: int, *, input_norm: bool = True) -> int:
     """Elements of one decoder layer whose attention takes rows of `input_size`."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     query, both = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     attention = input_size * (query + both) + query * hidden
     attention += (query + both) * config.qkv_bias + hidden * config.output_bias
     # Head norms are kept once a head.
     attention += (config.num_heads + config.num_kv_heads) * config.head_dim * config.qk_norm
-    mlp = 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
-    return attention + mlp + hidden + input_size * input_norm
+    return attention + _mlp(config) + hidden + input_size * input_norm
+
+
+def _mlp(config: ModelConfig) -> int:
+    """Elements of a gated MLP that is no mixture of experts."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
 
 
 @dataclass(frozen=True)
@@ -170,8 +190,10 @@ class Capacity:
         return min(self.kv_tokens // self.max_running, self.context)
 
     def round_seconds(self, bandwidth: float, num_requests: int = 1, context: int = 0) -> float:
-        """A round takes at least this long, by the bytes that it reads: weights, and the KV of all contexts."""
-        read = self.elements.read * self.item_bytes + num_requests * context * self.kv_per_token
+        """A round takes at least this long, by the bytes that it reads: weights, of experts those that a token of each
+        request wakes, and the KV of all contexts.
+        """
+        read = self.elements.read_by(num_requests) * self.item_bytes + num_requests * context * self.kv_per_token
         return read / bandwidth
 
 
@@ -442,6 +464,11 @@ def _lines(
 ) -> list[tuple[str, str, str]]:
     lines = [
         ("weights", _size(plan.weights), f"{plan.elements.total / 1e6:.1f} M parameters in {dtype}"),
+        *(
+            [("  read for a token", _size(plan.elements.read * plan.item_bytes), "the experts that it wakes")]
+            if plan.elements.idle
+            else []
+        ),
         ("KV of a token", _size(plan.kv_per_token), ""),
         ("KV of a page", _size(plan.kv_per_token * plan.page_size), f"{plan.page_size} tokens"),
         ("logits and sampling", _size(plan.scratch), "scratch for every token slot of a round"),

@@ -29,6 +29,8 @@ LLAMA_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
 
 @pytest.fixture
 def llama_8b(tmp_path: Path) -> Path:
@@ -88,6 +90,8 @@ def test_the_formula_is_what_the_loader_allocates_for_smollm2(model_path: Path, 
         {"architectures": ["Qwen2ForCausalLM"]},
         {"architectures": ["Qwen3ForCausalLM"]},
         {"attention_bias": True, "mlp_bias": True},
+        {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "mlp_only_layers": [1, 7]},
+        {"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS, "shared_expert_intermediate_size": 5632},
     ],
 )
 def test_every_family_is_counted_as_it_is_built(changes: dict[str, Any]) -> None:
@@ -97,6 +101,20 @@ def test_every_family_is_counted_as_it_is_built(changes: dict[str, Any]) -> None
 
     config = ModelConfig.from_fields(LLAMA_8B | changes, {})
     assert allocated(CausalLM(config, torch.bfloat16, torch.device("meta"))) == 2 * model_elements(config).total
+
+
+def test_of_experts_those_are_read_that_tokens_wake() -> None:
+    from verify_service.executors.device import num_parameters
+
+    config = ModelConfig.from_fields(LLAMA_8B | {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, {})
+    elements, expert = model_elements(config), 3 * 4096 * 768
+    assert num_parameters(config) == pytest.approx(elements.total, rel=1e-3)
+    assert elements.layers - elements.idle == elements.read - elements.output
+    assert elements.idle == 32 * 120 * expert
+    assert elements.read_by(1) == elements.read
+    # The second token's eight are among the first one's with a chance of one in sixteen.
+    assert elements.read_by(2) - elements.read == 32 * 8 * 15 * expert // 16
+    assert elements.read_by(1000) == elements.read + elements.idle
 
 
 def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, max_tiles, route, tile_of
+from kernels.expert_tiles import max_tiles, tile_of
+from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, route
 from kernels.reference import experts as reference
 
 GPT_OSS = Gating(1.702, 7.0, 1.0)

@@ -26,7 +26,7 @@ from outrider.sampling.device import DeviceSampler, failure
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result
-from verify_service.executors.device import out_of_memory
+from verify_service.executors.device import out_of_memory, varied_tokens
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.executors.round_buffers import (
@@ -364,7 +364,7 @@ class CudaExecutor(FeatureExecutor):
         self.rows.page_tables[self.rows.spare, :num_pages] = torch.arange(num_pages, dtype=torch.int32)
         width = min(width, self.buckets.tokens[-1])
         bucket = self.buckets.fit(width, 1)
-        self._input.fill_chain(width, context, bucket)
+        self._input.fill_chain(varied_tokens(width, self.limits.vocab_size), context, bucket)
         seconds = []
         for _ in range(repeats):
             start = time.perf_counter()

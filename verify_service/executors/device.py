@@ -1,9 +1,10 @@
-"""Checks that model and KV cache fit the device."""
+"""Checks that model and KV cache fit the device, and what both executors are measured with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 
 import torch
 
@@ -53,9 +54,17 @@ def num_parameters(config: ModelConfig) -> int:
     """Elements of all weights, but for norms and biases."""
     heads = config.num_heads + 2 * config.num_kv_heads
     layer = config.hidden_size * config.head_dim * (heads + config.num_heads)
-    layer += 3 * config.hidden_size * config.intermediate_size
     matrices = 1 if config.tie_embeddings else 2
-    return config.num_layers * layer + matrices * config.vocab_size * config.hidden_size
+    dense, weights = config.num_layers, matrices * config.vocab_size * config.hidden_size
+    if (experts := config.experts) is not None:
+        dense -= len(experts.layers)
+        weights += len(experts.layers) * experts.num_weights(config.hidden_size)
+    return weights + config.num_layers * layer + dense * 3 * config.hidden_size * config.intermediate_size
+
+
+def varied_tokens(count: int, vocab_size: int) -> list[int]:
+    """Token ids to measure forwards with: at random, for copies of one token would wake the same few experts."""
+    return Random(0).choices(range(vocab_size), k=count)
 
 
 @contextmanager

@@ -130,11 +130,12 @@ class RoundInput:
         self._write(lists, bucket)
         self._write_updates(updates)
 
-    def fill_chain(self, num_tokens: int, cached_len: int, bucket: Bucket) -> None:
+    def fill_chain(self, token_ids: list[int], cached_len: int, bucket: Bucket) -> None:
         """Describe a round of one request, in the row that belongs to nobody, for measurements."""
+        num_tokens = len(token_ids)
         count = range(num_tokens)
         positions, parents = [cached_len + i for i in count], [i - 1 for i in count]
-        chain = ([1] * num_tokens, positions, parents, [0] * num_tokens)
+        chain = (token_ids, positions, parents, [0] * num_tokens)
         self._write(_Lists(*chain, [0, num_tokens], [cached_len], [0], [self._spare_row]), bucket)
         self._write_updates([])
 

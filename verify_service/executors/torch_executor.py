@@ -17,6 +17,7 @@ from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Result
+from verify_service.executors.device import varied_tokens
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.features.base import FeatureExecutor, FeaturePlan
 
@@ -180,7 +181,7 @@ class TorchExecutor(FeatureExecutor):
         """
         slots = torch.arange(context + width)
         batch = ForwardBatch(
-            token_ids=torch.arange(width) % self._model.config.vocab_size,
+            token_ids=torch.tensor(varied_tokens(width, self._model.config.vocab_size)),
             positions=context + torch.arange(width),
             segments=[Segment(width, slots, torch.ones(width, width, dtype=torch.bool).tril())],
         )

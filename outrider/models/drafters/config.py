@@ -114,7 +114,7 @@ def mtp_config(target: ModelConfig, names: Collection[str]) -> HeadConfig:
             "without model.mtp_layers.0"
         )
     return HeadConfig(
-        decoder=replace(target, num_layers=1),
+        decoder=replace(target, num_layers=1, experts=None),
         draft_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         feature_layers=(target.num_layers + 1,),
