@@ -14,15 +14,17 @@ from kernels.linear_configs import (
     RowConfig,
     choose_config,
     fits_row_kernel,
+    max_rows,
     qkv_config,
     row_config,
 )
+from kernels.quant_weight import QuantWeight
 from kernels.reference import linear as reference
 
 
 def stream_linear(
     rows: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantWeight,
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -31,7 +33,7 @@ def stream_linear(
     out: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    """rows @ weight^T for up to MAX_ROWS rows, with what stands around a product in a transformer layer.
+    """rows @ weight^T for few rows (`max_rows`), with what stands around a product in a transformer layer.
 
     In order: the product is accumulated in float32; bias added; silu(gate) * up where gated; residual added; rounded
     once to `out_dtype`.
@@ -42,8 +44,9 @@ def stream_linear(
     capture only, so run each shape once before it is captured.
 
     Args:
-        rows: [M, K], contiguous, 1 <= M <= MAX_ROWS; bfloat16, float16 or float32.
-        weight: [N, K], contiguous, of the same dtype; [2F, K] if gated (gate rows, then up rows).
+        rows: [M, K], contiguous, 1 <= M <= max_rows; bfloat16, float16 or float32.
+        weight: [N, K], contiguous, of the same dtype, or quantized; [2F, K] if gated (gate rows, then up rows).
+            Quantized ones are exact in bfloat16 but for their scales, which are applied to sums in float32.
         bias: [N] or None ([2F] if gated).
         residual: [M, N] or None ([M, F] if gated), contiguous. It may be `out`.
         gated: the result is silu(gate) * up, [M, F].
@@ -52,9 +55,9 @@ def stream_linear(
         config: how to cut the work; chosen by shape if None.
 
     Raises:
-        ValueError: more rows than MAX_ROWS, or the shapes or dtypes do not fit.
+        ValueError: more rows than that, or the shapes or dtypes do not fit.
     """
-    num_out = weight.shape[0] // (2 if gated else 1)
+    num_out = _weight_shape(weight)[0] // (2 if gated else 1)
     dtype = out_dtype if out_dtype is not None else rows.dtype if out is None else out.dtype
     _check_stream(rows, weight, num_out, gated, bias, residual, out, dtype)
     if not use_triton(rows):
@@ -66,14 +69,15 @@ def stream_linear(
         out = torch.empty(rows.shape[0], num_out, dtype=dtype, device=rows.device)
     if config is None:
         size, itemsize = rows.shape[1], rows.element_size()
-        config = choose_config(num_out, size, rows.shape[0], gated, itemsize, num_processors(rows))
+        kind, half = (weight.kind, weight.half) if isinstance(weight, QuantWeight) else (None, 0)
+        config = choose_config(num_out, size, rows.shape[0], gated, itemsize, num_processors(rows), kind, half)
     jit.stream_linear(rows, weight, bias, residual, gated, out, config)
     return out
 
 
 def _check_stream(
     rows: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantWeight,
     num_out: int,
     gated: bool,
     bias: Tensor | None,
@@ -82,19 +86,21 @@ def _check_stream(
     dtype: torch.dtype,
 ) -> None:
     _check_product(rows, weight)
-    if not 1 <= rows.shape[0] <= MAX_ROWS:
-        raise ValueError(f"{rows.shape[0]} rows; stream_linear takes 1 to {MAX_ROWS}")
-    if gated and weight.shape[0] % 2:
-        raise ValueError(f"{weight.shape[0]} weight rows cannot be halved into gate and up")
+    most, num_rows = max_rows(isinstance(weight, QuantWeight)), _weight_shape(weight)[0]
+    if not 1 <= rows.shape[0] <= most:
+        raise ValueError(f"{rows.shape[0]} rows; stream_linear takes 1 to {most}")
+    if gated and num_rows % 2:
+        raise ValueError(f"{num_rows} weight rows cannot be halved into gate and up")
     shape = (rows.shape[0], num_out)
-    wanted = {"bias": weight.shape[:1], "residual": shape, "out": shape}
+    wanted = {"bias": (num_rows,), "residual": shape, "out": shape}
     given = {"bias": bias, "residual": residual, "out": out}
     for name, tensor in given.items():
         if tensor is not None and tuple(tensor.shape) != tuple(wanted[name]):
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(wanted[name])}")
     if out is not None and out.dtype != dtype:
         raise ValueError(f"out is {out.dtype}, not {dtype}")
-    contiguous = [rows, weight, *(tensor for tensor in given.values() if tensor is not None)]
+    codes = weight.codes if isinstance(weight, QuantWeight) else weight
+    contiguous = [rows, codes, *(tensor for tensor in given.values() if tensor is not None)]
     if not all(tensor.is_contiguous() for tensor in contiguous):
         raise ValueError("stream_linear takes contiguous tensors")
 
@@ -227,8 +233,11 @@ def _check_rows(rows: Tensor, weight: Tensor, norm: Tensor | None, bias: Tensor 
         raise ValueError("rows and weights must be contiguous")
 
 
-def _check_product(rows: Tensor, weight: Tensor) -> None:
-    if rows.dim() != 2 or weight.dim() != 2 or rows.shape[1] != weight.shape[1] or rows.dtype != weight.dtype:
-        raise ValueError(
-            f"product of {rows.dtype} {tuple(rows.shape)} with weights {weight.dtype} {tuple(weight.shape)}"
-        )
+def _check_product(rows: Tensor, weight: Tensor | QuantWeight) -> None:
+    shape, dtype = _weight_shape(weight), rows.dtype if isinstance(weight, QuantWeight) else weight.dtype
+    if rows.dim() != 2 or len(shape) != 2 or rows.shape[1] != shape[1] or rows.dtype != dtype:
+        raise ValueError(f"product of {rows.dtype} {tuple(rows.shape)} with weights {dtype} {shape}")
+
+
+def _weight_shape(weight: Tensor | QuantWeight) -> tuple[int, ...]:
+    return (weight.num_out, weight.size) if isinstance(weight, QuantWeight) else tuple(weight.shape)

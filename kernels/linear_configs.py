@@ -8,6 +8,8 @@ from kernels.launch import ceil_div, power_of_two
 
 MAX_ROWS = 64
 """Rows that a product takes at most."""
+MAX_QUANTIZED_ROWS = 128
+"""The same where weights are quantized: beyond, they are best made wide once and multiplied by cuBLAS."""
 MAX_MEASURED_WEIGHTS = 40_000_000
 """Not measured above; at 64 rows cuBLAS already reads some weights faster."""
 SMALL_WEIGHTS = 1_500_000
@@ -46,10 +48,15 @@ class GemmConfig:
     bulk: bool = True
     """Prefetch whole pieces of a weight row by the copy engine, not line by line."""
 
-    def shared_bytes(self, num_rows: int, itemsize: int, gated: bool) -> int:
-        """Shared memory of the steps in flight; Triton adds a little, and up to a tile in float32 where it converts."""
-        weights = self.block_n * (2 if gated else 1)
-        return self.stages * (weights + tile_rows(num_rows)) * self.block_k * itemsize
+    def shared_bytes(self, num_rows: int, itemsize: int, gated: bool, code_bits: int | None = None) -> int:
+        """Shared memory of the steps in flight; Triton adds a little, and up to a tile in float32 where it converts.
+
+        `code_bits` are those of a quantized weight.
+        """
+        weights = self.block_n * (2 if gated else 1) * (itemsize * 8 if code_bits is None else code_bits) // 8
+        # Each of the two products reads the rows of quantized weights for itself.
+        rows = tile_rows(num_rows) * itemsize * (2 if gated and code_bits else 1)
+        return self.stages * (weights + rows) * self.block_k
 
 
 def tile_rows(num_rows: int) -> int:
@@ -97,9 +104,23 @@ _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
 }
 
 
-def choose_config(num_out: int, size: int, num_rows: int, gated: bool, itemsize: int, processors: int) -> GemmConfig:
-    """A config for weights [num_out, size] ([2 num_out, size] if gated) and M up to tile_rows(num_rows)."""
+def choose_config(
+    num_out: int,
+    size: int,
+    num_rows: int,
+    gated: bool,
+    itemsize: int,
+    processors: int,
+    kind: str | None = None,
+    half: int = 0,
+) -> GemmConfig:
+    """A config for weights [num_out, size] ([2 num_out, size] if gated) and M up to tile_rows(num_rows).
+
+    `kind` and `half` as QuantWeight has them, for quantized weights; `itemsize` is that of the rows.
+    """
     rows = tile_rows(num_rows)
+    if kind is not None:
+        return _quantized_config(num_out, size, rows, gated, itemsize, processors, 2 * half)
     tuned = _TUNED.get((num_out, size, gated, rows))
     if tuned is not None and itemsize == 2:
         return tuned
@@ -111,9 +132,26 @@ def choose_config(num_out: int, size: int, num_rows: int, gated: bool, itemsize:
     many = num_out >= 64 * processors
     block_k = 64 if (many and rows <= 16) or (size % 128 and size < 2048) else 128
     config = GemmConfig(block_n=64, block_k=block_k, stages=8, prefetch=4, tma=rows >= 32)
-    while config.shared_bytes(rows, itemsize, gated) > SHARED_MEMORY - SHARED_MARGIN:
-        config = replace(config, stages=config.stages - 1)
+    config = _fitting(config, rows, itemsize, gated)
     return replace(config, split_k=_split(config, num_out, size, processors))
+
+
+def _quantized_config(
+    num_out: int, size: int, rows: int, gated: bool, itemsize: int, processors: int, block_k: int
+) -> GemmConfig:
+    """The weights, on the left, are decoded in registers: several programs a processor hide that from each other."""
+    config = GemmConfig(block_n=64, block_k=block_k or 128, stages=5, prefetch=4)
+    if itemsize > 2:
+        config = replace(config, block_n=32, block_k=block_k or 32, stages=3)
+    config = _fitting(config, rows, itemsize, gated, 4 if block_k else 8)
+    return replace(config, split_k=_split(config, num_out, size, 2 * processors))
+
+
+def _fitting(config: GemmConfig, rows: int, itemsize: int, gated: bool, code_bits: int | None = None) -> GemmConfig:
+    """With as many steps in flight as a processor has memory for."""
+    while config.stages > 2 and config.shared_bytes(rows, itemsize, gated, code_bits) > SHARED_MEMORY - SHARED_MARGIN:
+        config = replace(config, stages=config.stages - 1)
+    return config
 
 
 def _split(config: GemmConfig, num_out: int, size: int, programs: int) -> int:
@@ -122,6 +160,11 @@ def _split(config: GemmConfig, num_out: int, size: int, programs: int) -> int:
     if programs // 2 < tiles < programs and tiles * steps >= 4 * programs:
         return 0
     return max(1, min(programs // tiles, steps // 4))
+
+
+def max_rows(quantized: bool) -> int:
+    """Rows that `stream_linear` takes at most."""
+    return MAX_QUANTIZED_ROWS if quantized else MAX_ROWS
 
 
 def worth_streaming(num_rows: int, num_weights: int) -> bool:

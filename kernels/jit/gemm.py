@@ -3,10 +3,14 @@
 The steps of all tiles (block_k columns of block_n weight rows) stand in one line, tile by tile, and every program takes
 an equal stretch of it. A tile that several programs share is added up, in the order of the programs, by the last of
 them to get there.
+
+Weights of eight or four bits (kernels.quant_weight) become those of the rows' dtype in registers, where they are the
+left operand of the product; each group's product is scaled as it is added, or a whole row's at the end.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.jit.memory import prefetch_rows, scratch
 from kernels.launch import num_processors, supports_pdl
 from kernels.linear_configs import GemmConfig, tile_rows
+from kernels.quant_weight import QuantWeight
 
 
 @triton.jit
@@ -76,6 +81,173 @@ def _multiply(acc, rows, weights, SWAP: tl.constexpr):
 
 
 @triton.jit
+def _decode_fp8(codes, like, ASM: tl.constexpr):
+    """Bytes of e4m3 in the dtype of `like`."""
+    if ASM:
+        # Of four bytes: to the tops of lanes, sign left and the rest right by four is the value times 2^-120.
+        values = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.b32 s, a, 4;
+            shr.b32 t, b, 4;
+            and.b32 s, s, 0x07f007f0;
+            and.b32 t, t, 0x07f007f0;
+            lop3.b32 s, a, 0x80008000, s, 0xea;
+            lop3.b32 t, b, 0x80008000, t, 0xea;
+            mov.b32 a, 0x7b807b80;
+            mul.bf16x2 $0, s, a;
+            mul.bf16x2 $1, t, a;
+            }""",
+            "=&r,=&r,r",
+            [codes.to(tl.int8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        values = codes.to(like.dtype)
+    return values
+
+
+@triton.jit
+def _decode_int4(codes, zero, like, ASM: tl.constexpr):
+    """Low and high nibbles of bytes less `zero` [weight rows, 1], in the dtype of `like`."""
+    if ASM:
+        # A nibble in the last bits of 128 is 128 more, exactly.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shr.b32 c, a, 4;
+            shr.b32 d, b, 4;
+            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+            lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
+            sub.bf16x2 $0, a, $5;
+            sub.bf16x2 $1, b, $6;
+            sub.bf16x2 $2, c, $5;
+            sub.bf16x2 $3, d, $6;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [codes.to(tl.int8, bitcast=True), (zero + 128.0).to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = ((codes & 15).to(tl.float32) - zero).to(like.dtype)
+        high = ((codes >> 4).to(tl.float32) - zero).to(like.dtype)
+    return low, high
+
+
+@triton.jit
+def _decode_mxfp4(codes, like, ASM: tl.constexpr):
+    """Low and high nibbles of bytes, e2m1, in the dtype of `like`."""
+    if ASM:
+        # Exponent and mantissa at the place of bfloat16's are the value times 2^-126.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t, m;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            mov.b32 m, 0x7e807e80;
+            shl.b32 s, a, 12;
+            shl.b32 t, a, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 s, s, 0x80008000, t, 0xea;
+            mul.bf16x2 $0, s, m;
+            shl.b32 s, b, 12;
+            shl.b32 t, b, 6;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 s, s, 0x80008000, t, 0xea;
+            mul.bf16x2 $1, s, m;
+            shl.b32 s, a, 8;
+            shl.b32 t, a, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 s, s, 0x80008000, t, 0xea;
+            mul.bf16x2 $2, s, m;
+            shl.b32 s, b, 8;
+            shl.b32 t, b, 2;
+            and.b32 t, t, 0x01c001c0;
+            lop3.b32 s, s, 0x80008000, t, 0xea;
+            mul.bf16x2 $3, s, m;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [codes.to(tl.int8, bitcast=True)],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = _e2m1(codes & 15).to(like.dtype)
+        high = _e2m1(codes >> 4).to(like.dtype)
+    return low, high
+
+
+@triton.jit
+def _e2m1(codes):
+    magnitude = (codes & 7).to(tl.float32)
+    # 0, 0.5, 1, 1.5, 2, 3, 4, 6: halves up to three, then twice as far apart, and again.
+    value = tl.where(magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2.0, 2.0 * magnitude - 8.0))
+    return tl.where(codes >= 8, -value, value)
+
+
+@triton.jit
+def _of_group(table, column, rows_of_scales, num_scales, GROUP: tl.constexpr):
+    """The scales, or zeros, of a tile's weight rows for the group of `column`."""
+    return tl.load(table + (column // GROUP).to(tl.int64) * num_scales + rows_of_scales)
+
+
+@triton.jit
+def _quantized_step(
+    acc, rows, weight, scales, zeros, first, last, num_rows, column, size, num_scales,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] plus the product of BLOCK_K columns. GROUP 0: rows are scaled at the end."""
+    of_row = tl.minimum(first + tl.arange(0, BLOCK_N), last) // SPAN
+    if KIND == "fp8":
+        factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, EVEN, False)
+        codes = _load(weight, first, last, column, size, BLOCK_N, BLOCK_K, EVEN, False)
+        values = _decode_fp8(codes, factors, ASM)
+        if GROUP == 0:
+            acc = tl.dot(values, tl.trans(factors), acc, input_precision="ieee")
+        else:
+            scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
+            acc += tl.dot(values, tl.trans(factors), input_precision="ieee") * scale[:, None]
+    else:
+        HALF: tl.constexpr = BLOCK_K // 2
+        codes = _load(weight, first, last, column // 2, size // 2, BLOCK_N, HALF, True, False)
+        left = _load_rows(rows, num_rows, column, size, BLOCK_M, HALF, True, False)
+        right = _load_rows(rows, num_rows, column + HALF, size, BLOCK_M, HALF, True, False)
+        scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
+        if KIND == "mxfp4":
+            low, high = _decode_mxfp4(codes, left, ASM)
+        else:
+            zero = tl.full([BLOCK_N], 8.0, tl.float32)
+            if zeros is not None:
+                zero = _of_group(zeros, column, of_row, num_scales, GROUP).to(tl.float32)
+            low, high = _decode_int4(codes, zero[:, None], left, ASM)
+        part = tl.dot(low, tl.trans(left), input_precision="ieee")
+        if GROUP % BLOCK_K == 0:
+            part = tl.dot(high, tl.trans(right), part, input_precision="ieee")
+            acc += part * scale[:, None]
+        else:
+            # A group ends between the halves, so the second has a scale and a zero of its own.
+            acc += part * scale[:, None]
+            scale = _of_group(scales, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+            if zeros is not None:
+                other = _of_group(zeros, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+                _, high = _decode_int4(codes, other[:, None], left, ASM)
+            acc += tl.dot(high, tl.trans(right), input_precision="ieee") * scale[:, None]
+    return acc
+
+
+@triton.jit
 def _save(acc, acc_up, place, index, GATED: tl.constexpr):
     """Put a partial sum at `place`. The barrier lets one thread announce the stores of all."""
     tl.store(place + index, acc)
@@ -93,18 +265,24 @@ def _add_saved(acc, acc_up, place, index, GATED: tl.constexpr):
 
 
 @triton.jit
-def _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED: tl.constexpr, SWAP: tl.constexpr):
-    """Bias, gate, residual and the one rounding, for the tile whose first weight row is `first`."""
+def _write(
+    acc, acc_up, scales, bias, residual, out, first, num_rows, num_out, GATED: tl.constexpr, SWAP: tl.constexpr
+):
+    """Rows' scales, bias, gate, residual and the one rounding, for the tile whose first weight row is `first`."""
     if SWAP:
         acc = tl.trans(acc)
     row = tl.arange(0, acc.shape[0])
     column = first + tl.arange(0, acc.shape[1])
     inside = (row[:, None] < num_rows) & (column[None, :] < num_out)
+    if scales is not None:
+        acc *= tl.load(scales + column, mask=column < num_out, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
         acc += tl.load(bias + column, mask=column < num_out, other=0.0).to(tl.float32)[None, :]
     if GATED:
         if SWAP:
             acc_up = tl.trans(acc_up)
+        if scales is not None:
+            acc_up *= tl.load(scales + num_out + column, mask=column < num_out, other=0.0).to(tl.float32)[None, :]
         if bias is not None:
             up_bias = tl.load(bias + num_out + column, mask=column < num_out, other=0.0)
             acc_up += up_bias.to(tl.float32)[None, :]
@@ -117,11 +295,16 @@ def _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED: tl
 
 @triton.jit(do_not_specialize=["num_rows", "steps", "base", "extra"])
 def _stream(
-    rows, weight, weight_start, bias, residual, out, partials, counters, num_rows, num_out, size, steps, base, extra,
+    rows, weight, weight_start, scales, zeros, bias, residual, out, partials, counters, num_rows, num_out, size,
+    num_scales, steps, base, extra,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, SHARED: tl.constexpr,
     PREFETCH: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
+    PER_CODE: tl.constexpr = 2 if KIND == "int4" or KIND == "mxfp4" else 1
+    STORED_K: tl.constexpr = BLOCK_K // PER_CODE
+    stored = size // PER_CODE
     HEIGHT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     WIDTH: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     SLOT: tl.constexpr = 2 * BLOCK_M * BLOCK_N
@@ -133,14 +316,16 @@ def _stream(
         tl.extra.cuda.gdc_launch_dependents()
     if PREFETCH > 0:
         tile = start // steps
-        column = (start - tile * steps) * BLOCK_K
-        end = tl.minimum((stop - tile * steps) * BLOCK_K, size)
+        column = (start - tile * steps) * STORED_K
+        end = tl.minimum((stop - tile * steps) * STORED_K, stored)
         prefetch_rows(
-            weight_start, tile * BLOCK_N, NUM_WEIGHT_ROWS, column, end, size, BLOCK_N, PREFETCH * BLOCK_K, BULK
+            weight_start, tile * BLOCK_N, NUM_WEIGHT_ROWS, column, end, stored, BLOCK_N, PREFETCH * STORED_K, BULK
         )
         if GATED:
             first = num_out + tile * BLOCK_N
-            prefetch_rows(weight_start, first, NUM_WEIGHT_ROWS, column, end, size, BLOCK_N, PREFETCH * BLOCK_K, BULK)
+            prefetch_rows(
+                weight_start, first, NUM_WEIGHT_ROWS, column, end, stored, BLOCK_N, PREFETCH * STORED_K, BULK
+            )
     if PDL:
         tl.extra.cuda.gdc_wait()
     index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -154,12 +339,25 @@ def _stream(
         # well one buffer too few, and the next copy into it overtakes the product that still reads it.
         for step in tl.range(first_step, last_step, num_stages=STAGES):
             column = step * BLOCK_K
-            factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, EVEN, TMA)
-            weights = _load(weight, first, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
-            acc = _multiply(acc, factors, weights, SWAP)
-            if GATED:
-                weights = _load(weight, num_out + first, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
-                acc_up = _multiply(acc_up, factors, weights, SWAP)
+            if KIND is None:
+                factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, EVEN, TMA)
+                weights = _load(weight, first, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
+                acc = _multiply(acc, factors, weights, SWAP)
+                if GATED:
+                    up = num_out + first
+                    weights = _load(weight, up, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
+                    acc_up = _multiply(acc_up, factors, weights, SWAP)
+            else:
+                acc = _quantized_step(
+                    acc, rows, weight, scales, zeros, first, NUM_WEIGHT_ROWS - 1, num_rows, column, size, num_scales,
+                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN, KIND, GROUP, SPAN, ASM,
+                )  # fmt: skip
+                if GATED:
+                    up = num_out + first
+                    acc_up = _quantized_step(
+                        acc_up, rows, weight, scales, zeros, up, NUM_WEIGHT_ROWS - 1, num_rows, column, size,
+                        num_scales, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, KIND, GROUP, SPAN, ASM,
+                    )  # fmt: skip
         mine = tile >= 0
         if SHARED:
             first_program = _owner(tile * steps, base, extra)
@@ -179,7 +377,8 @@ def _stream(
                         acc, acc_up = _add_saved(acc, acc_up, place, index, GATED)
                     tl.store(counters + tile, 0)
         if mine:
-            _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED, SWAP)
+            of_rows = scales if GROUP == 0 else None
+            _write(acc, acc_up, of_rows, bias, residual, out, first, num_rows, num_out, GATED, SWAP)
 
 
 def num_programs(config: GemmConfig, num_out: int, size: int, processors: int) -> int:
@@ -190,7 +389,7 @@ def num_programs(config: GemmConfig, num_out: int, size: int, processors: int) -
 
 
 def stream_linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
+    rows: Tensor, weight: Tensor | QuantWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     config: GemmConfig,
 ) -> None:  # fmt: skip
     """As kernels.linear.stream_linear, into `out`."""
@@ -205,13 +404,23 @@ def stream_linear(
     slot = block_m * block_n * 2
     partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, total // steps)
     pdl = supports_pdl(rows)
-    tma = config.tma and size * rows.element_size() % 16 == 0 and rows.element_size() <= 2
-    bulk = config.bulk and size * rows.element_size() % 16 == 0
+    quantized = isinstance(weight, QuantWeight)
+    codes = weight.codes if isinstance(weight, QuantWeight) else weight
+    scales, zeros, kind, group, span = None, None, None, 0, 1
+    if isinstance(weight, QuantWeight):
+        scales, zeros, kind, span = weight.scales, weight.zeros, weight.kind, weight.span
+        group = 0 if weight.group == size and kind == "fp8" else weight.group
+    stored = codes.shape[1] * codes.element_size()
+    tma = config.tma and not quantized and stored % 16 == 0 and rows.element_size() <= 2
+    bulk = config.bulk and stored % 16 == 0
     _stream[(programs,)](
         TensorDescriptor(rows, [num_rows, size], [size, 1], [block_m, block_k]) if tma else rows,
-        TensorDescriptor(weight, list(weight.shape), [size, 1], [block_n, block_k]) if tma else weight,
-        weight, bias, residual, out, partials, counters, num_rows, num_out, size, steps, base, extra,
+        TensorDescriptor(codes, list(codes.shape), [size, 1], [block_n, block_k]) if tma else codes,
+        codes, scales, zeros, bias, residual, out, partials, counters, num_rows, num_out, size,
+        0 if scales is None else scales.shape[1], steps, base, extra,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=config.stages, EVEN=size % block_k == 0,
         GATED=gated, SWAP=config.swap, TMA=tma, SHARED=shared,
-        PREFETCH=config.prefetch if pdl else 0, BULK=bulk, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        PREFETCH=config.prefetch if pdl else 0, BULK=bulk, PDL=pdl,
+        KIND=kind, GROUP=group, SPAN=span, ASM=rows.is_cuda and rows.dtype == torch.bfloat16,
+        num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.quant_weight import QuantWeight
 from kernels.reference.elementwise import rms_norm, rope_write
 
 
 def stream_linear(
     rows: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     gated: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """As kernels.linear.stream_linear."""
-    product = rows.float() @ weight.float().T
+    wide = weight.dequantized(torch.float32) if isinstance(weight, QuantWeight) else weight.float()
+    product = rows.float() @ wide.T
     if bias is not None:
         product += bias.float()
     if gated:

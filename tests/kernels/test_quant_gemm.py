@@ -1,0 +1,103 @@
+"""Products with quantized weights against their dequantized matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.linear import stream_linear
+from kernels.linear_configs import GemmConfig
+from kernels.quant_weight import QuantWeight, joined, nibble_half, packed, unpacked
+
+# Triton's interpreter multiplies the bit patterns of bfloat16.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
+def made(kind: str, num_out: int, size: int, group: int, device: str = "cpu", span: int = 1) -> QuantWeight:
+    """Random codes and scales. Groups of 0 columns: a scale a row."""
+    torch.manual_seed(num_out * size + group)
+    group = group or size
+    shape = (-(-size // group), -(-num_out // span))
+    scales = (torch.rand(shape) + 0.5) / size**0.5 / (30 if kind == "fp8" else 4)
+    if kind == "fp8":
+        codes = (torch.randn(num_out, size) * 30).to(torch.float8_e4m3fn)
+        codes[0, :8] = torch.tensor([0.0, -0.0, 448.0, -448.0, 2**-9, -(2**-9), 7 * 2**-9, 2**-6]).to(codes.dtype)
+        return QuantWeight(kind, codes.to(device), scales.to(device), group, span)
+    half = nibble_half(size, group)
+    codes = packed(torch.randint(16, (num_out, size), dtype=torch.uint8), half)
+    zeros = torch.randint(16, shape, dtype=torch.uint8).to(device) if kind == "int4z" else None
+    if kind == "mxfp4":
+        scales = scales.log2().round().exp2()
+    return QuantWeight(
+        kind.removesuffix("z"), codes.to(device), scales.to(HALF).to(device), group, zeros=zeros, half=half
+    )
+
+
+WEIGHTS = {
+    "fp8, a scale a row": ("fp8", 0, 1),
+    "fp8, blocks": ("fp8", 32, 16),
+    "fp8, groups": ("fp8", 32, 1),
+    "int4": ("int4", 64, 1),
+    "int4, small groups": ("int4", 32, 1),
+    "int4 with zeros": ("int4z", 64, 1),
+    "int4 with zeros, small groups": ("int4z", 32, 1),
+    "mxfp4": ("mxfp4", 32, 1),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("split_k", [1, 0])
+def test_it_is_the_product_with_the_dequantized_matrix(device: str, name: str, gated: bool, split_k: int) -> None:
+    kind, group, span = WEIGHTS[name]
+    num_rows, num_out, size = 5, 48, 192
+    weight = made(kind, num_out * (2 if gated else 1), size, group, device, span)
+    rows = torch.randn(num_rows, size, device=device).to(HALF)
+    bias, residual = torch.randn(weight.num_out, device=device), torch.randn(num_rows, num_out, device=device)
+    expected = rows.double() @ weight.dequantized(torch.float64).T + bias.double()
+    if gated:
+        gate, up = expected.chunk(2, 1)
+        expected = functional.silu(gate) * up
+    config = GemmConfig(block_n=32, block_k=2 * weight.half or 32, stages=2, split_k=split_k)
+    result = stream_linear(
+        rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32, config=config
+    )
+    torch.testing.assert_close(result.double(), expected + residual.double(), rtol=1e-4, atol=1e-3)
+    moved = stream_linear(
+        rows.flip(0)[:3].contiguous(), weight, bias=bias, residual=residual.flip(0)[:3].contiguous(), gated=gated,
+        out_dtype=torch.float32, config=config,
+    )  # fmt: skip
+    assert torch.equal(moved, result.flip(0)[:3])
+
+
+@pytest.mark.parametrize("name", ["fp8, a scale a row", "int4 with zeros"])
+def test_the_chosen_cut_is_one_that_fits(device: str, name: str) -> None:
+    kind, group, span = WEIGHTS[name]
+    weight = made(kind, 80, 128, group, device, span)
+    rows = torch.randn(70, 128, device=device).to(HALF)
+    expected = rows.double() @ weight.dequantized(torch.float64).T
+    torch.testing.assert_close(stream_linear(rows, weight).double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_packing_is_undone() -> None:
+    codes = torch.randint(16, (3, 192), dtype=torch.uint8)
+    for half in (16, 32):
+        assert torch.equal(unpacked(packed(codes, half), half), codes)
+    with pytest.raises(ValueError, match="multiples"):
+        nibble_half(200, 128)
+
+
+def test_joined_matrices_are_below_each_other() -> None:
+    def both(first: QuantWeight, second: QuantWeight) -> tuple[Tensor, Tensor]:
+        wide = torch.cat([first.dequantized(torch.float32), second.dequantized(torch.float32)])
+        return joined([first, second]).dequantized(torch.float32), wide
+
+    assert torch.equal(*both(made("int4z", 16, 64, 32), made("int4z", 8, 64, 32)))
+    assert torch.equal(*both(made("fp8", 32, 64, 32, span=16), made("fp8", 16, 64, 32, span=16)))
+    # The first matrix ends in the midst of a block.
+    assert torch.equal(*both(made("fp8", 24, 64, 32, span=16), made("fp8", 16, 64, 32, span=16)))
+    assert joined([dataclasses.replace(made("fp8", 8, 64, 0))] * 2).num_out == 16
