@@ -21,8 +21,8 @@ class QuantWeight:
     Leading dimensions, of stacked experts, are allowed wherever no kernel is called.
 
     `kind`: "fp8" (e4m3), "int4" (0 to 15) or "mxfp4" (e2m1).
-    `codes`: fp8 float8_e4m3fn [num_out, size]; four bits uint8 [num_out, size / 2]: byte j of a row's piece t, of `half`
-    bytes, is column 2 * half * t + j in its low nibble and 2 * half * t + half + j in its high one.
+    `codes`: fp8 float8_e4m3fn [num_out, size]; four bits uint8 [num_out, size / 2]: byte j of a row's piece t, of
+    `half` bytes, is column 2 * half * t + j in its low nibble and 2 * half * t + half + j in its high one.
     `scales`: bfloat16, float16 or float32 [groups, rows of scales]: that of W[n, k] is [k // group, n // span].
     `group` is `size` and `span` 1 where a row has one scale.
     `zeros`: uint8, of the shape of `scales`, for int4; None is 8 everywhere.
@@ -69,7 +69,7 @@ class QuantWeight:
 
 
 def nibble_half(size: int, group: int) -> int:
-    """`half` of QuantWeight for rows of `size` columns. ValueError: `size` or `group` is no multiple of what it takes."""
+    """`half` of QuantWeight for rows of `size` columns. ValueError: `size` or `group` is no multiple of 16."""
     half = MAX_HALF
     while half >= MIN_COLUMNS // 2:
         if size % (2 * half) == 0 and group % half == 0:
@@ -80,13 +80,13 @@ def nibble_half(size: int, group: int) -> int:
 
 def packed(codes: Tensor, half: int) -> Tensor:
     """uint8 codes [..., size] below 16 as bytes [..., size / 2]."""
-    pieces = codes.unflatten(-1, (-1, 2, half))
+    pieces = torch.unflatten(codes, -1, (-1, 2, half))
     return (pieces[..., 0, :] | pieces[..., 1, :] << 4).flatten(-2)
 
 
 def unpacked(bytes_: Tensor, half: int) -> Tensor:
     """What `packed` was given."""
-    pieces = bytes_.unflatten(-1, (-1, 1, half))
+    pieces = torch.unflatten(bytes_, -1, (-1, 1, half))
     return torch.cat((pieces & 15, pieces >> 4), -2).flatten(-3)
 
 
@@ -94,7 +94,8 @@ def _values(codes: Tensor, kind: str) -> Tensor:
     if kind == "int4":
         return codes.float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
-    return table[codes.int()]
+    values: Tensor = table[codes.int()]
+    return values
 
 
 def joined(parts: list[QuantWeight]) -> QuantWeight:

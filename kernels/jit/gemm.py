@@ -265,9 +265,7 @@ def _add_saved(acc, acc_up, place, index, GATED: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    acc, acc_up, scales, bias, residual, out, first, num_rows, num_out, GATED: tl.constexpr, SWAP: tl.constexpr
-):
+def _write(acc, acc_up, scales, bias, residual, out, first, num_rows, num_out, GATED: tl.constexpr, SWAP: tl.constexpr):
     """Rows' scales, bias, gate, residual and the one rounding, for the tile whose first weight row is `first`."""
     if SWAP:
         acc = tl.trans(acc)
@@ -323,9 +321,7 @@ def _stream(
         )
         if GATED:
             first = num_out + tile * BLOCK_N
-            prefetch_rows(
-                weight_start, first, NUM_WEIGHT_ROWS, column, end, stored, BLOCK_N, PREFETCH * STORED_K, BULK
-            )
+            prefetch_rows(weight_start, first, NUM_WEIGHT_ROWS, column, end, stored, BLOCK_N, PREFETCH * STORED_K, BULK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -1,0 +1,242 @@
+"""Products with quantized weights at a llama-8b's shapes: right first, then how fast, beside libraries.
+
+Each time is that of a launch within a CUDA graph over copies of the weight that together are larger than L2.
+`--sweep` tries cuts of ours too, and prints the fastest of each shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.compiling import allow_threads
+from kernels.launch import num_processors
+from kernels.linear import stream_linear
+from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig, choose_config
+from kernels.quant_weight import QuantWeight, nibble_half, packed
+from outrider_tools.bench.report import Row, write_report
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+KINDS = {"fp8": ("fp8", 0), "block": ("fp8", 128), "int4": ("int4", 128), "mxfp4": ("mxfp4", 32)}
+COPIES_BYTES = 160 << 20
+Product = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Copies of a weight, and rows that they are multiplied with."""
+
+    kind: str
+    shape: str
+    rows: Tensor
+    weights: Sequence[QuantWeight]
+
+    @property
+    def gated(self) -> bool:
+        """Whether the halves of the product are gate and up."""
+        return self.shape == "gate_up"
+
+    def ours(self, config: GemmConfig) -> Product:
+        """Our product in that cut."""
+        return lambda copy: stream_linear(self.rows, self.weights[copy], gated=self.gated, config=config)
+
+    def chosen(self) -> GemmConfig:
+        """The cut that the engine takes."""
+        weight = self.weights[0]
+        num_out = weight.num_out // (2 if self.gated else 1)
+        count, processors = self.rows.shape[0], num_processors(self.rows)
+        return choose_config(num_out, weight.size, count, self.gated, 2, processors, weight.kind, weight.half)
+
+    def error(self, config: GemmConfig) -> float:
+        """Largest difference to the product with the dequantized matrix, over the largest value, in three runs."""
+        exact = self.rows.float() @ self.weights[0].dequantized(torch.float32).T
+        if self.gated:
+            gate, up = exact.chunk(2, 1)
+            exact = torch.nn.functional.silu(gate) * up
+        worst = 0.0
+        for _ in range(3):
+            found = stream_linear(self.rows, self.weights[0], gated=self.gated, out_dtype=torch.float32, config=config)
+            worst = max(worst, float((found - exact).abs().max() / exact.abs().max()))
+        return worst
+
+
+def made(kind: str, num_out: int, size: int) -> QuantWeight:
+    """Random codes and scales on the GPU."""
+    name, group = KINDS[kind]
+    span = 128 if kind == "block" else 1
+    group = group or size
+    scales = (torch.rand(size // group, num_out // span, device="cuda") + 0.5) / size**0.5
+    if name == "fp8":
+        codes = torch.randn(num_out, size, device="cuda").to(torch.float8_e4m3fn)
+        return QuantWeight(name, codes, scales, group, span)
+    half = nibble_half(size, group)
+    codes = packed(torch.randint(16, (num_out, size), dtype=torch.uint8, device="cuda"), half)
+    return QuantWeight(name, codes, (scales / 4).log2().round().exp2().bfloat16(), group, half=half)
+
+
+def cuts(case: Case) -> Iterator[GemmConfig]:
+    """What the sweep tries."""
+    half, count = case.weights[0].half, case.rows.shape[0]
+    for block_n, block_k, per_sm, stages in itertools.product((64, 128), (64, 128, 256), (1, 2, 3), (3, 4, 6)):
+        if block_k != (2 * half or 128) and (half or case.kind == "block" or block_n == 128 or block_k == 64):
+            continue
+        config = GemmConfig(block_n, block_k, stages=stages, prefetch=4, warps=block_n // 16, split_k=0, per_sm=per_sm)
+        room = SHARED_MEMORY - SHARED_MARGIN
+        if config.shared_bytes(count, 2, case.gated, 4 if half else 8) * per_sm <= room:
+            yield config
+
+
+def graph_us(product: Product, copies: int) -> float:
+    """Microseconds of a call in a graph, the best of three replays."""
+    calls = [number % copies for number in range(max(copies, 24))]
+    for copy in calls[:2]:
+        product(copy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in calls:
+            product(copy)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = float("inf")
+    for _ in range(3):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end))
+    return best * 1000 / len(calls)
+
+
+def humming(case: Case) -> Product:
+    """The product of the humming library, with weights of the same kind."""
+    from humming.layer import HummingLayer
+
+    weight = case.weights[0]
+    config: dict[str, Any] = {
+        "fp8": {"dtype": "float8e4m3"},
+        "block": {"dtype": "float8e4m3", "group_size": 128, "group_size_n": 128},
+        "int4": {"dtype": "int4", "group_size": 128},
+        "mxfp4": {"dtype": "float4e2m1", "group_size": 32, "scale_dtype": "float8e8m0"},
+    }[case.kind]
+    layers = []
+    for _ in case.weights:
+        layer = HummingLayer(
+            shape_n=weight.num_out, shape_k=weight.size, weight_config=dict(config), torch_dtype=torch.bfloat16
+        ).cuda()
+        layer.load_from_unquantized(weight.dequantized(torch.bfloat16))
+        layer.transform()
+        layers.append(layer)
+    return lambda copy: layers[copy](case.rows)
+
+
+def scaled_mm(case: Case) -> Product:
+    """cuBLAS' or CUTLASS' product in fp8, with rows that are quantized beforehand: without the time of that."""
+    if case.kind != "fp8":
+        raise ValueError("for fp8 alone")
+    scale = case.rows.abs().amax(1, keepdim=True).float() / 448
+    rows = (case.rows / scale).to(torch.float8_e4m3fn)
+
+    def product(copy: int) -> object:
+        weight = case.weights[copy]
+        return torch._scaled_mm(
+            rows, weight.codes.T, scale_a=scale, scale_b=weight.scales, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return product
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """All cases."""
+    found: list[Row] = []
+    allow_threads()
+    for kind, shape in itertools.product(options.kinds, SHAPES):
+        num_out, size = SHAPES[shape]
+        first = made(kind, num_out, size)
+        copies = max(2, min(16, COPIES_BYTES // first.num_bytes))
+        weights = [first, *(made(kind, num_out, size) for _ in range(copies - 1))]
+        for count in options.rows:
+            case = Case(kind, shape, torch.randn(count, size, device="cuda").bfloat16(), weights)
+            wide = [torch.randn(num_out, size, device="cuda").bfloat16() for _ in range(max(2, copies // 2))]
+            bound = first.num_bytes / 4.2e6
+            line = f"{kind:6s}{shape:8s} m{count:<4d}{bound:7.1f} us at 4.2 TB/s"
+            times = {"bf16": graph_us(lambda copy, r=case.rows, w=wide: r @ w[copy].T, len(wide))}  # type: ignore[misc]
+            times["chosen"] = graph_us(case.ours(case.chosen()), copies)
+            worst = case.error(case.chosen())
+            if options.sweep:
+                best, times["best"], worst = sweep(case, copies, worst)
+            for name, make in {"humming": humming, "scaled_mm": scaled_mm}.items():
+                if name not in options.libraries:
+                    continue
+                try:
+                    times[name] = graph_us(make(case), copies)
+                except Exception as error:
+                    if name == "humming" and count == options.rows[0]:
+                        print(f"  {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            row_case = f"{kind} {shape} m{count}"
+            found += [Row(f"{row_case} {name}", "product_us", time, "us") for name, time in times.items()]
+            found.append(Row(row_case, "relative_error", worst, ""))
+            shown = "  ".join(f"{name} {time:6.1f}" for name, time in times.items())
+            print(f"{line}  {shown}  error {worst:.1e}{'  ' + brief(best) if options.sweep else ''}", flush=True)
+            del wide
+    return found
+
+
+def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, float]:
+    """The fastest cut that is right, its time, and the largest error of any."""
+    tried = list(cuts(case))
+
+    def compiled(config: GemmConfig) -> bool:
+        try:
+            case.ours(config)(0)
+        except Exception as error:
+            print(f"  {case.kind} {case.shape} m{case.rows.shape[0]} {brief(config)}: {str(error)[:120]}", flush=True)
+            return False
+        return True
+
+    # One launch after another: compiling is what takes time, and threads may do that together.
+    with ThreadPoolExecutor(16) as pool:
+        usable = [config for config, good in zip(tried, pool.map(compiled, tried), strict=True) if good]
+    torch.cuda.synchronize()
+    timed = []
+    for config in usable:
+        error = case.error(config)
+        if error > 0.01:
+            print(f"  WRONG {case.kind} {case.shape} {brief(config)} by {error:.2e}", flush=True)
+            continue
+        worst = max(worst, error)
+        timed.append((graph_us(case.ours(config), copies), config))
+    time, best = min(timed, key=lambda pair: pair[0])
+    return best, time, worst
+
+
+def brief(config: GemmConfig) -> str:
+    """A cut in a few letters."""
+    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} split{config.split_k}"
+
+
+def main() -> None:
+    """Parse options, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--libraries", nargs="*", choices=["humming", "scaled_mm"], default=["scaled_mm"])
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        rows = run(options)
+    if options.out:
+        write_report(options.out, "quantized_products", torch.cuda.get_device_name(), rows, ("torch", "triton"))
+
+
+if __name__ == "__main__":
+    main()
