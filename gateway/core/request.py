@@ -184,8 +184,7 @@ class StopFields(StrictModel):
     )
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
         None,
-        description="Texts whose tokens an answer never has in a row, with or without a space before them; where "
-        "verify runs on a GPU each is one token.",
+        description="Texts whose tokens an answer never has in a row, with or without a space before them.",
     )
 
 

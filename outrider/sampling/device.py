@@ -73,11 +73,14 @@ class DeviceSampler:
         tokens: Sequence[int],
         prompt_len: int,
         end: AnswerEnd = ANY_END,
-        bad_tokens: Sequence[int] = (),
+        masked: bool = False,
     ) -> None:
-        """Give a row to a request whose committed tokens are `tokens`; `bad_tokens` are never sampled."""
-        flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias or bad_tokens)
-        flags += MASKED * (params.grammar is not None) + GOES_ON * (end.min_tokens > 0)
+        """Give a row to a request whose committed tokens are `tokens`.
+
+        `masked`: it has masks (`set_masks`) in every round, with a grammar in any case.
+        """
+        flags = PENALIZED * params.penalized + BIASED * bool(params.logit_bias)
+        flags += MASKED * (masked or params.grammar is not None) + GOES_ON * (end.min_tokens > 0)
         wanted = -1 if params.num_logprobs is None else params.num_logprobs
         words = [params.seed & 0xFFFFFFFF, params.seed >> 32, params.choice_index]
         more = [min(params.top_k, self._vocab_size), wanted & 0xFFFFFFFF, flags, prompt_len + end.min_tokens, 0]
@@ -90,14 +93,13 @@ class DeviceSampler:
         put(floats, device, into=tables.float_params[row])
         if params.penalized or end.min_tokens:
             put(self._history(tokens, prompt_len, end), device, into=tables.counts[row])
-        if params.logit_bias or bad_tokens:
+        if params.logit_bias:
             dense = np.zeros(self._vocab_size, np.float32)
             dense[list(params.logit_bias)] = list(params.logit_bias.values())
-            dense[list(bad_tokens)] = -np.inf
             put(dense, device, into=tables.bias[row])
 
     def set_masks(self, runs: Sequence[tuple[int, Sequence[NDArray[np.int32]]]]) -> None:
-        """Masks of a round's tokens, for requests with a grammar: runs of rows, each with its first token, in order.
+        """Masks of a round's tokens, for requests that have some: runs of rows, each with its first token, in order.
 
         A mask is int32 [ceil(V / 32)], bit v % 32 of word v // 32 set where token v is allowed. One copy, queued before
         the round; the last round must be over. What other requests' rows hold does not matter.

@@ -33,7 +33,6 @@ class RequestSampler:
         prompt_ids: Sequence[int],
         vocab_size: int,
         end: AnswerEnd = ANY_END,
-        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         """Start at the end of the prompt. All token ids are of the vocabulary, as admission has seen to."""
         self.params = params
@@ -42,10 +41,6 @@ class RequestSampler:
         self._processor = LogitsProcessor(params)
         self._min_length = len(prompt_ids) + end.min_tokens
         self._goes_on = None if not end.min_tokens else ~np.isin(np.arange(vocab_size), list(end.token_ids))
-        self._bad_words = [list(word) for word in bad_words]
-        self._recent: list[int] = []
-        """The output's last tokens, as many as a bad word may begin with."""
-        self._num_recent = max((len(word) - 1 for word in self._bad_words), default=0)
         self._history = TokenHistory(prompt_ids, vocab_size) if params.penalized else None
         self._noise: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
 
@@ -54,8 +49,6 @@ class RequestSampler:
         if self._history is not None:
             self._history.extend(token_ids)
         self._length += len(token_ids)
-        if self._num_recent:
-            self._recent = [*self._recent, *token_ids][-self._num_recent :]
         for position in [position for position in self._noise if position < self._length]:
             del self._noise[position]
 
@@ -73,14 +66,12 @@ class RequestSampler:
         `logits_row` is float32 [vocab_size] or longer (padding is never sampled) and stays untouched. `path` holds
         the draft tokens from below the root up to the node, none of them committed; at the root it is empty.
         `position` counts from the first prompt token, so the first output token is at len(prompt_ids). `mask`
-        [vocab_size] is True where a grammar allows a token. `children` are the token ids below the node, for a `rule`
-        that lets some of them pass; with the exact one they do not matter.
+        [vocab_size] is True where a grammar, or bad words, allow a token. `children` are the token ids below the node,
+        for a `rule` that lets some of them pass; with the exact one they do not matter.
         Raises InternalError, for this request alone, if the logits hold NaN or +inf or leave no token.
         """
         if self._goes_on is not None and position < self._min_length:
             mask = self._goes_on if mask is None else self._goes_on & mask
-        if self._bad_words:
-            mask = self._without_bad_words(path, mask)
         candidates = self._processor.process(self._row(logits_row), self._history, path, mask)
         if children and rule.applies_to(self.params):
             return choose(candidates, children, self.params, position, rule)
@@ -105,16 +96,6 @@ class RequestSampler:
         likeliest = top_k_indices(row, k) if k > 0 else np.empty(0, np.int64)
         likeliest = likeliest[np.argsort(-row[likeliest], kind="stable")]
         return float(row[token_id]) - log_total, [(int(i), float(row[i]) - log_total) for i in likeliest]
-
-    def _without_bad_words(self, path: Sequence[int], mask: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-        """`mask` less the tokens that would complete a bad word behind `path`: bool [vocab_size]."""
-        allowed = np.ones(self.vocab_size, np.bool_) if mask is None else mask.copy()
-        before = [*self._recent, *path]
-        for word in self._bad_words:
-            head = word[:-1]
-            if not head or before[-len(head) :] == head:
-                allowed[word[-1]] = False
-        return allowed
 
     def _row(self, logits_row: Tensor) -> NDArray[np.float32]:
         row: NDArray[np.float32] = logits_row.detach().to("cpu", float32).numpy()

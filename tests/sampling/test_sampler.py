@@ -201,14 +201,3 @@ def test_tokens_that_end_an_answer_are_masked_until_it_has_its_least(temperature
     assert [sampler.sample(row, [1] * depth, 4 + depth) in end.token_ids for depth in range(2)] == [False, True]
     mask = np.array([False, True, True, True, True])
     assert sampler.sample(row, [], 4, mask) in (1, 3)
-
-
-def test_bad_words_are_never_completed_along_a_path_or_behind_what_is_committed() -> None:
-    row = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0])
-    sampler = RequestSampler(SamplingParams(temperature=0.0), [1, 2], 5, bad_words=[[4], [1, 2, 3], [3, 2]])
-    assert sampler.sample(row, [], 2) == 3, "the prompt's tokens are no part of a word"
-    assert sampler.sample(row, [1], 3) == 3 and sampler.sample(row, [1, 2], 4) == 2
-    sampler.commit([0, 1])
-    assert sampler.sample(row, [2], 5) == 2 and sampler.sample(row, [3], 5) == 3
-    sampler.commit([2])
-    assert sampler.sample(row, [], 5) == 2

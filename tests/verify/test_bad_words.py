@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from cuda_harness import VOCAB, jobs, make_paged_engine, texts
-from harness import Answer, make_engine, make_request, run_all, tokens
+from harness import Answer, make_engine, run_all, tokens
 from local_draft import LocalDraft, noise, oracle
-from msgspec.structs import replace
 from threaded_engine import ThreadedEngine
 
-from outrider.errors import InvalidRequestError
+from outrider.grammar.compiler import unpack
 from outrider.models.decoder import CausalLM
-from outrider.sampling.params import SamplingParams
-from verify_service.engine.scheduler import EngineLimits
+from outrider.models.drafters.heads import StandaloneDraft
+from verify_service.engine.request import BadWords
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("draft", ["oracle", "random"])
+@pytest.mark.parametrize(("kind", "draft"), [("torch", "oracle"), ("paged", "random"), ("inside", "oracle")])
 def test_no_answer_has_one_with_any_draft(
-    model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine], draft: str, paged: bool
+    model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine], kind: str, draft: str
 ) -> None:
     ids = truth[0].token_ids
-    words = [[ids[0]], [ids[3]]] if paged else [[ids[0]], ids[3:5], ids[8:11]]
+    words = [[ids[0]], ids[3:5], ids[8:11]]
     plain = make_engine(model)
-    engine = make_paged_engine(model, num_pages=24)[0] if paged else make_engine(model, 24, chunk_size=16)
+    inside = StandaloneDraft(model, "") if kind == "inside" else None
+    paged = None if kind == "torch" else make_paged_engine(model, num_pages=24, draft=inside)[0]
+    engine = paged or make_engine(model, 24, chunk_size=16)
     engines += [plain, engine]
     plain.start()
     expected = run_all(plain, jobs(), bad_words=words)
@@ -32,15 +33,19 @@ def test_no_answer_has_one_with_any_draft(
     engine.start()
     drafted = run_all(engine, jobs(), bad_words=words)
     assert tokens(drafted) == tokens(expected) != tokens(truth)
+    assert draft == "random" or sum(answer.num_accepted for answer in drafted) > 50
     for answer in expected:
         for word in words:
             assert all(answer.token_ids[at : at + len(word)] != word for at in range(len(answer.token_ids)))
 
 
-def test_long_ones_are_refused_where_they_cannot_be_held_to() -> None:
-    request = make_request(Answer(), [1], SamplingParams(), VOCAB, bad_words=[[1], [2, 3]]).params
-    EngineLimits(VOCAB, 64).check(request)
-    limits = EngineLimits(VOCAB, 64, max_bad_word=1)
-    limits.check(replace(request, bad_words=[[1]]))
-    with pytest.raises(InvalidRequestError, match=r"bad_words.*2 tokens.*limit of 1.*one token each"):
-        limits.check(request)
+def test_masks_forbid_the_last_token_of_a_word_behind_the_others() -> None:
+    words = BadWords([[1, 2, 40], [3, 2], [2, 2, 2, 0]], 41)
+
+    def forbidden(tokens: list[int], prompt_len: int, nodes: list[int], parents: list[int]) -> list[list[int]]:
+        masks = words.masks(tokens, prompt_len, nodes, parents)
+        return [np.flatnonzero(~unpack(mask, 41)).tolist() for mask in masks]
+
+    assert forbidden([1, 2], 2, [], []) == [[]], "the prompt's tokens are no part of a word"
+    assert forbidden([1, 2], 0, [], []) == [[40]] and forbidden([9, 1, 2], 1, [], []) == [[40]]
+    assert forbidden([2, 1, 2], 2, [1, 2, 2, 2, 3], [-1, 0, -1, 2, 3]) == [[], [], [40], [], [0], [2]]

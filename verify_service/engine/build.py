@@ -435,7 +435,6 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Me
         max_round_tokens=_max_round_tokens(options),
         max_depth=MAX_DEPTH,
         max_extend=MAX_EXTEND,
-        max_bad_word=1,
         root_apart=True,
         spin=True,
         generated_in_decode=options.deterministic,

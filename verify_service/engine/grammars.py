@@ -148,16 +148,23 @@ class Grammars:
     def mask(self, entries: list[Entry]) -> list[Entry]:
         """Give entries their masks: one for the root and one for each node. A root's mask is computed if need be.
 
-        An entry whose root has none, because the library gave up, gets its error; what it samples is to be dropped.
-        Returns those that can be run: not those whose grammar is compiled anew first.
+        Bad words, which do not go with a grammar, make masks as well. An entry whose root has none, because the library
+        gave up, gets its error; what it samples is to be dropped. Returns those that can be run: not those whose
+        grammar is compiled anew first.
         """
         ready = []
         for entry in entries:
             ready.append(entry)
-            state = entry.request.grammar
+            request = entry.request
+            if request.bad_words is not None and entry.samples:
+                nodes = entry.nodes
+                entry.masks = request.bad_words.masks(
+                    request.tokens, request.prompt_len, nodes.token_ids, nodes.parents
+                )
+            state = request.grammar
             if state is None or not entry.samples:
                 continue
-            follow(state, entry.request)
+            follow(state, request)
             root = state.mask(state.root, ())
             if root is None and state.waits:
                 ready.pop()

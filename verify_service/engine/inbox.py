@@ -145,7 +145,6 @@ class SocketInbox:
             self._reporter.update(number, update)
 
         try:
-            self._engine.limits.check(frame.request)
             request = Request.begin(frame.request, sink, self._engine.limits.vocab_size)
             self._requests[number] = request
             self._engine.submit(request)

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.grammar.compiler import GrammarState
+import numpy as np
+from msgspec.structs import replace
+
+from outrider.grammar.compiler import GrammarState, Mask
 from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate
+from outrider.sampling.params import SamplingParams
 from outrider.sampling.sampler import RequestSampler
+
+
+class BadWords:
+    """Sequences of several tokens that an output must not have: the last token is forbidden behind the others."""
+
+    def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
+        """Each of at least two tokens."""
+        self._longest = max(len(word) for word in words) - 1
+        self._words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        """All but the last token, and that one, by the one before it."""
+        for word in words:
+            self._words[word[-2]].append((list(word[:-1]), word[-1]))
+        self._all: Mask = np.full(-(-vocab_size // 32), -1, np.int32)
+
+    def masks(
+        self, tokens: Sequence[int], prompt_len: int, token_ids: Sequence[int], parents: Sequence[int]
+    ) -> list[Mask]:
+        """Tokens that may follow `tokens`, and the nodes of a tree behind them. The prompt is no part of a word.
+
+        `token_ids` and `parents` as in `Nodes`. A mask is int32 [ceil(V / 32)]: bit v % 32 of word v // 32 is set where
+        token v may come.
+        """
+        paths = [list(tokens[max(prompt_len, len(tokens) - self._longest) :])]
+        for token, parent in zip(token_ids, parents, strict=True):
+            paths.append([*paths[parent + 1], token][-self._longest :])
+        return [self._mask(path) for path in paths]
+
+    def _mask(self, path: list[int]) -> Mask:
+        last = [last for head, last in self._words.get(path[-1], ()) if path[-len(head) :] == head] if path else []
+        if not last:
+            return self._all
+        mask = self._all.copy()
+        for token in last:
+            mask.view(np.uint32)[token // 32] &= ~np.uint32(1 << token % 32)
+        return mask
 
 
 @dataclass(eq=False, slots=True)
@@ -45,14 +86,18 @@ class Request:
     """`Memory.feature_epoch` when it got its pages: while that is the same, so are their features."""
     grammar: GrammarState | None = None
     """State of its grammar, if it has one; set before the request is scheduled."""
+    bad_words: BadWords | None = None
+    """Those of several tokens, if there are any; the others are biases of the sampler."""
     finished: bool = False
 
     @classmethod
     def begin(cls, params: GenerationRequest, sink: Callable[[GenerationUpdate], None], vocab_size: int) -> Request:
-        """A request at its start; `EngineLimits.check` has seen it."""
+        """A request at its start."""
         tokens = list(params.prompt_token_ids)
-        sampler = RequestSampler(params.sampling, tokens, vocab_size, params.answer_end, params.bad_words)
-        return cls(params, tokens, len(tokens), sampler, sink, params.priority)
+        sampler = RequestSampler(_without_bad_tokens(params), tokens, vocab_size, params.answer_end)
+        words = [word for word in params.bad_words if len(word) > 1]
+        bad_words = BadWords(words, vocab_size) if words else None
+        return cls(params, tokens, len(tokens), sampler, sink, params.priority, bad_words=bad_words)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -90,3 +135,10 @@ class Request:
             if stop < room:
                 return token_ids[: stop + 1], FinishReason.STOP
         return token_ids[:room], FinishReason.LENGTH if len(token_ids) >= room else None
+
+
+def _without_bad_tokens(params: GenerationRequest) -> SamplingParams:
+    """How a request samples, with bad words of one token as biases that leave them no chance."""
+    forbidden = {word[0]: -math.inf for word in params.bad_words if len(word) == 1}
+    sampling = params.sampling
+    return replace(sampling, logit_bias={**sampling.logit_bias, **forbidden}) if forbidden else sampling

@@ -65,7 +65,7 @@ class Entry:
     marks: Marks | None = None
     """Where the nodes come from, for a request that is traced."""
     masks: Sequence[Mask] = ()
-    """Tokens that a grammar allows at the root and at each node, in their order; empty without a grammar."""
+    """Tokens that may follow the root and each node, in their order; empty without a grammar or bad words."""
     error: OutriderError | None = None
     """Why what is sampled does not count, and the request fails."""
 

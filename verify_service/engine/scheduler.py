@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from outrider.errors import InvalidRequestError
-from outrider.protocol.generation import GenerationRequest
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.grammars import Grammars
 from verify_service.engine.memory import Memory
@@ -57,18 +55,6 @@ class EngineLimits:
     """
     max_extend: int = 32
     """Tokens of one request that a round computes again in that way, at most."""
-    max_bad_word: int = _UNLIMITED
-    """Tokens of a bad word at most."""
-
-    def check(self, request: GenerationRequest) -> None:
-        """Raises InvalidRequestError for what the executor cannot do."""
-        for word in request.bad_words:
-            if len(word) > self.max_bad_word:
-                raise InvalidRequestError(
-                    "bad_words",
-                    f"holds one of {len(word)} tokens, over the limit of {self.max_bad_word} on a GPU",
-                    "send words that are one token each, or a grammar",
-                )
 
 
 class NodePlan(NamedTuple):

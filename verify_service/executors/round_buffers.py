@@ -313,9 +313,9 @@ class RequestRows:
         if self._listener is not None:
             self._listener.admitted(request, row)
         self._copy_pages(request)
-        params = request.params
-        bad_tokens = [word[0] for word in params.bad_words]  # `EngineLimits.check` has let no longer ones in
-        self._sampler.admit(row, params.sampling, request.tokens, request.prompt_len, params.answer_end, bad_tokens)
+        sampling, end = request.sampler.params, request.params.answer_end
+        masked = request.bad_words is not None
+        self._sampler.admit(row, sampling, request.tokens, request.prompt_len, end, masked)
         return row
 
     def update(self, updates: Tensor) -> None:

@@ -293,6 +293,7 @@ class RoundDrafts:
             entry.samples
             and not request.params.disable_speculation
             and request.grammar is None
+            and request.bad_words is None
             and most <= self._max_positions
         )
 
