@@ -118,14 +118,16 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
     """Hang grown trees below the roots of a round that a host laid out without them. One launch.
 
     The nodes of a row come behind the tokens that it has, the best first. What its limits leave out are the deepest or
-    the least likely nodes, so that all parents are there.
+    the least likely nodes, so that all parents are there. A row may have nodes of its own below its root, no two of one
+    token below one node: a grown node that it has already is not there twice, and what grew below it hangs below that.
 
     Args:
         base: M slots, B rows; `root` -1 for rows that do not sample, whose trees are not taken.
         trees: at most M nodes.
         limits: the rows' limits.
         out: written, M slots and B rows; `root` and `first` are where the tokens went. Its `table_rows` are the base's.
-        scores: float32 [M], written: path scores of nodes, 0 for other tokens.
+        scores: float32 [M], written: path scores of nodes that grew, those included that a row has already; 1 for other
+            tokens.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -143,10 +143,12 @@ class MergeLimits:
 
     Attributes:
         row_of: [T], the round's row of each row of the tables; -1 where its tree is not wanted.
-        max_nodes: [B], nodes that a row of the round takes at most.
+        max_nodes: [B], nodes that a row of the round takes at most, beside those that it has.
         max_depth: [B], how far below the root they may lie.
+        most: [1], how many of the best nodes of all trees are looked at.
     """
 
     row_of: Tensor
     max_nodes: Tensor
     max_depth: Tensor
+    most: Tensor

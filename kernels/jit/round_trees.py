@@ -158,13 +158,13 @@ def _export_nodes(
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_nodes"])
 def _merge_trees(
     tokens, positions, parents, rows, first, root, table_rows, order, entries, tree_tables, row_of, max_nodes,
-    max_depth, out_tokens, out_positions, out_parents, out_rows, out_first, out_root, out_tables, out_scores,
+    max_depth, most, out_tokens, out_positions, out_parents, out_rows, out_first, out_root, out_tables, out_scores,
     num_slots, num_rows, num_nodes,
     CAPACITY: tl.constexpr, NODES_PAD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One program. Lanes are the chosen nodes, the best first; then rows; then the base's tokens."""
+    """One program. Lanes are the chosen nodes, the best first; then the base's tokens; then rows."""
     number = tl.arange(0, NODES_PAD)
-    entry = tl.load(order + number, mask=number < num_nodes, other=-1)
+    entry = tl.load(order + number, mask=number < tl.minimum(num_nodes, tl.load(most)), other=-1)
     chosen = entry >= 0
     tree = tl.load(entries + _ROW * CAPACITY + entry, mask=chosen, other=-1)
     parent = tl.load(entries + _PARENT * CAPACITY + entry, mask=chosen, other=-1)
@@ -179,10 +179,29 @@ def _merge_trees(
     depth = position - tl.load(positions + root_place, mask=near, other=0)
     near = near & (depth <= tl.load(max_depth + of_row, mask=near, other=0))
     same = (of_row[:, None] == of_row[None, :]) & near[:, None] & near[None, :]
-    rank = tl.sum((same & (number[None, :] < number[:, None])).to(tl.int32), 1)
-    kept = near & (rank < tl.load(max_nodes + of_row, mask=near, other=0))
     above = same & (parent[:, None] == slot[None, :]) & (parent >= 0)[:, None]
+
+    lane = tl.arange(0, LANES)
+    inside = lane < num_slots
+    base_row = tl.load(rows + lane, mask=inside, other=-1)
+    used = base_row >= 0
+    base_token = tl.load(tokens + lane, mask=used, other=0)
+    base_position = tl.load(positions + lane, mask=used, other=0)
+    base_parent = tl.load(parents + lane, mask=used, other=-1)
+    base_root = tl.load(root + base_row, mask=used, other=-1)
+    below = used & (base_root >= 0) & (lane > base_root)
+    base_depth = base_position - tl.load(positions + base_root, mask=below, other=0)
+    # The place of the base's own node that a grown one is, level by level; without such nodes there is nothing to do.
+    twin = tl.full([NODES_PAD], -1, tl.int32)
+    for _ in range(0, tl.max(tl.where(below, base_depth, 0), 0)):
+        upper = tl.where(parent >= 0, tl.max(tl.where(above, twin[None, :], -1), 1), root_place)
+        equal = (base_parent[None, :] == upper[:, None]) & (base_token[None, :] == token[:, None])
+        twin = tl.max(tl.where(equal & (near & (upper >= 0))[:, None], lane[None, :], -1), 1)
+    fresh = near & (twin < 0)
+    rank = tl.sum((same & fresh[None, :] & (number[None, :] < number[:, None])).to(tl.int32), 1)
+    kept = fresh & (rank < tl.load(max_nodes + of_row, mask=near, other=0))
     parent_rank = tl.max(tl.where(above, rank[None, :], -1), 1)
+    parent_twin = tl.max(tl.where(above, twin[None, :], -1), 1)
 
     row = tl.arange(0, LANES)
     real = row < num_rows
@@ -194,38 +213,34 @@ def _merge_trees(
     tl.store(out_first + num_rows, tl.load(first + num_rows) + tl.sum(count, 0))
     tl.store(out_root + row, tl.where(old_root >= 0, old_root + moved, -1), mask=real)
     tl.store(out_tables + row, tl.load(table_rows + row, mask=real, other=0), mask=real)
-    lane = tl.arange(0, LANES)
-    inside = lane < num_slots
     zero = tl.zeros([LANES], tl.int32)
     tl.store(out_tokens + lane, zero, mask=inside)
     tl.store(out_positions + lane, zero, mask=inside)
     tl.store(out_parents + lane, zero - 1, mask=inside)
     tl.store(out_rows + lane, zero - 1, mask=inside)
-    tl.store(out_scores + lane, zero.to(tl.float32), mask=inside)
+    tl.store(out_scores + lane, zero.to(tl.float32) + 1, mask=inside)
     # Where rows begin is read, and slots with a token are written again, by other threads.
     tl.debug_barrier()
 
-    base_row = tl.load(rows + lane, mask=inside, other=-1)
-    used = base_row >= 0
     shift = tl.load(out_first + base_row, mask=used, other=0) - tl.load(first + base_row, mask=used, other=0)
-    base_parent = tl.load(parents + lane, mask=used, other=-1)
     place = lane + shift
-    tl.store(out_tokens + place, tl.load(tokens + lane, mask=used, other=0), mask=used)
-    tl.store(out_positions + place, tl.load(positions + lane, mask=used, other=0), mask=used)
+    tl.store(out_tokens + place, base_token, mask=used)
+    tl.store(out_positions + place, base_position, mask=used)
     tl.store(out_parents + place, tl.where(base_parent >= 0, base_parent + shift, -1), mask=used)
     tl.store(out_rows + place, base_row, mask=used)
 
-    begin = tl.load(out_first + of_row, mask=kept, other=0)
-    own_first = tl.load(first + of_row, mask=kept, other=0)
-    behind = begin + tl.load(first + of_row + 1, mask=kept, other=0) - own_first
-    where_root = begin + root_place - own_first
+    own_first = tl.load(first + of_row, mask=near, other=0)
+    own_shift = tl.load(out_first + of_row, mask=near, other=0) - own_first
+    behind = own_shift + tl.load(first + of_row + 1, mask=near, other=0)
     node = behind + rank
     fits = kept & (node < num_slots)
+    hung = tl.where(parent_rank >= 0, behind + parent_rank, own_shift + root_place)
     tl.store(out_tokens + node, token, mask=fits)
     tl.store(out_positions + node, position, mask=fits)
-    tl.store(out_parents + node, tl.where(parent_rank >= 0, behind + parent_rank, where_root), mask=fits)
+    tl.store(out_parents + node, tl.where(parent_twin >= 0, own_shift + parent_twin, hung), mask=fits)
     tl.store(out_rows + node, of_row, mask=fits)
     tl.store(out_scores + node, path, mask=fits)
+    tl.store(out_scores + own_shift + twin, path, mask=twin >= 0)
 
 
 _LEAST_LANES = 32
@@ -294,7 +309,7 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
     _merge_trees[(1,)](
         base.token_ids, base.positions, base.parents, base.rows, base.first, base.root, base.table_rows,
         trees.order, trees.pool.entries, trees.table_rows, limits.row_of, limits.max_nodes, limits.max_depth,
-        out.token_ids, out.positions, out.parents, out.rows, out.first, out.root, out.table_rows, scores,
+        limits.most, out.token_ids, out.positions, out.parents, out.rows, out.first, out.root, out.table_rows, scores,
         slots, rows, nodes,
         CAPACITY=trees.pool.capacity, NODES_PAD=_lanes(nodes), LANES=_lanes(slots, rows),
         num_warps=8 if slots > 64 else 4,

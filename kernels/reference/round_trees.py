@@ -102,41 +102,48 @@ def export_nodes(pool: CandidatePool, tables: Tensor, order: Tensor, trees: Grow
 def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
     """As kernels.round_trees.merge_trees."""
     num_rows = base.table_rows.shape[0]
-    chosen = [index for index in trees.order.tolist() if index >= 0]
+    chosen = [index for index in trees.order[: int(limits.most)].tolist() if index >= 0]
     fields = trees.pool.entries[:, chosen].t().tolist()
     paths = trees.pool.entries[BASE, chosen].view(torch.float32).tolist()
     of_row: dict[int, list[int]] = {row: [] for row in range(num_rows)}
     for number, entry in enumerate(fields):
         row = int(limits.row_of[int(trees.table_rows[entry[ROW]])])
         root = int(base.root[row]) if row >= 0 else -1
-        if root < 0:
-            continue
-        depth = entry[POSITION] - int(base.positions[root])
-        if depth <= int(limits.max_depth[row]) and len(of_row[row]) < int(limits.max_nodes[row]):
+        if root >= 0 and entry[POSITION] - int(base.positions[root]) <= int(limits.max_depth[row]):
             of_row[row].append(number)
     for name, value in (("token_ids", 0), ("positions", 0), ("parents", -1), ("rows", -1)):
         getattr(out, name).fill_(value)
-    scores.zero_()
+    scores.fill_(1.0)
     place = 0
     for row in range(num_rows):
         begin, end = int(base.first[row]), int(base.first[row + 1])
         moved, root = place - begin, int(base.root[row])
         out.first[row] = place
         out.root[row] = root + moved if root >= 0 else -1
+        there: dict[tuple[int, int], int] = {}
         for token in range(begin, end):
             parent = int(base.parents[token])
             _put(out, place, int(base.token_ids[token]), int(base.positions[token]), row)
             out.parents[place] = parent + moved if parent >= 0 else -1
+            there[int(out.parents[place]), int(out.token_ids[place])] = place
             place += 1
+        room = int(limits.max_nodes[row])
         place_of: dict[tuple[int, int], int] = {}
         for number in of_row[row]:
             entry = fields[number]
-            _put(out, place, entry[TOKEN], entry[POSITION], row)
-            out.parents[place] = place_of[entry[ROW], entry[PARENT]] if entry[PARENT] >= 0 else root + moved
-            scores[place] = paths[number]
+            above = place_of.get((entry[ROW], entry[PARENT])) if entry[PARENT] >= 0 else root + moved
+            if above is None:
+                continue
+            node = there.get((above, entry[TOKEN]))
+            if node is None:
+                if not room:
+                    continue
+                node, place, room = place, place + 1, room - 1
+                _put(out, node, entry[TOKEN], entry[POSITION], row)
+                out.parents[node] = above
+            scores[node] = paths[number]
             if entry[SLOT] >= 0:
-                place_of[entry[ROW], entry[SLOT]] = place
-            place += 1
+                place_of[entry[ROW], entry[SLOT]] = node
     out.first[num_rows] = place
     out.table_rows.copy_(base.table_rows)
 

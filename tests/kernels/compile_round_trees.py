@@ -42,7 +42,7 @@ def main() -> None:
         picker = NodePicker.new(num_tokens // 2, _MOST_NODES, 16, num_rows, -12.0, torch.device("cpu"))
         round_trees.reopen_pool(_ints(4), pool, num_tokens * _BRANCHING)
         round_trees.export_nodes(pool, drafts, picker.choice.order, picker.trees)
-        limits = MergeLimits(_ints(num_rows + 1), drafts, drafts)
+        limits = MergeLimits(_ints(num_rows + 1), drafts, drafts, _ints(1))
         trees = GrownTrees(picker.trees.order[:num_tokens], picker.trees.pool, picker.trees.table_rows)
         round_trees.merge_trees(base, trees, limits, out, torch.zeros(num_tokens))
     sys.stdout.write(" ".join(sorted(set(compiled))))

@@ -18,6 +18,8 @@ from kernels.sampling_state import RoundTokens
 PAGE = 4
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter; the other tests run on the GPU")
 TABLES = 9
+NUM_TOKENS = 6
+"""Different tokens of nodes: few, so that trees of different origin have some in common."""
 
 
 def ints(values: list[int], device: str) -> Tensor:
@@ -34,8 +36,11 @@ def to(thing: Any, device: str) -> Any:
     return type(thing)(**{field.name: getattr(thing, field.name).clone().to(device) for field in fields(thing)})
 
 
-def make_round(source: random.Random, num_slots: int, num_rows: int) -> RoundTokens:
-    """Rows with one to three committed tokens, some of which do not sample, and padding."""
+def make_round(source: random.Random, num_slots: int, num_rows: int, num_nodes: int = 0) -> RoundTokens:
+    """Rows with one to three committed tokens, some of which do not sample, and padding.
+
+    `num_nodes`: nodes below a root at most, no two of one token below one node.
+    """
     tokens, positions, parents, rows, first, root = [], [], [], [], [0], []
     real = source.randint(1, num_rows)
     for row in range(real):
@@ -48,6 +53,13 @@ def make_round(source: random.Random, num_slots: int, num_rows: int) -> RoundTok
             positions.append(cached + index)
             rows.append(row)
         root.append(len(tokens) - 1 if extend and source.random() < 0.8 else -1)
+        for _ in range(source.randint(0, num_nodes) if root[-1] >= 0 else 0):
+            above, token = source.choice([root[-1], len(tokens) - 1]), source.randrange(NUM_TOKENS)
+            if (above, token) not in zip(parents, tokens, strict=True):
+                tokens.append(token)
+                positions.append(positions[above] + 1)
+                parents.append(above)
+                rows.append(row)
         first.append(len(tokens))
     rest = num_slots - len(tokens)
     tables = source.sample(range(TABLES - 1), real) + [TABLES - 1] * (num_rows - real)
@@ -95,9 +107,14 @@ def make_pool(source: random.Random, num_trees: int, size: int) -> tuple[Candida
     for index in range(size):
         tree = source.randrange(num_trees)
         above = [e for e in range(index) if entries[ROW, e] == tree and entries[SLOT, e] >= 0]
-        parent = source.choice([*above, -1])
-        entries[ROW, index], entries[TOKEN, index] = tree, source.randint(0, 99)
-        entries[PARENT, index] = entries[SLOT, parent] if parent >= 0 else -1
+        parent = source.choice([*above[-3:], -1])
+        slot = int(entries[SLOT, parent]) if parent >= 0 else -1
+        beside = {
+            int(entries[TOKEN, e]) for e in range(index) if entries[ROW, e] == tree and entries[PARENT, e] == slot
+        }
+        free = sorted(set(range(NUM_TOKENS)) - beside) or [NUM_TOKENS + index]
+        entries[ROW, index], entries[TOKEN, index] = tree, source.choice(free)
+        entries[PARENT, index] = slot
         entries[POSITION, index] = entries[POSITION, parent] + 1 if parent >= 0 else 30 + tree
         entries[SLOT, index] = index if source.random() < 0.7 else -1
         paths.append((paths[parent] if parent >= 0 else 0.0) - source.random())
@@ -105,11 +122,11 @@ def make_pool(source: random.Random, num_trees: int, size: int) -> tuple[Candida
     return CandidatePool(entries, 1), sorted(range(size), key=lambda entry: (-paths[entry], entry))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_trees_are_hung_below_their_roots_as_by_the_reference(device: str, seed: int) -> None:
     source = random.Random(seed)
-    num_rows, num_slots, num_trees = source.choice([1, 2, 5, 8]), 48, 4
-    base = make_round(source, num_slots, num_rows)
+    num_rows, num_slots, num_trees = source.choice([1, 2, 5, 8]), 80, 4
+    base = make_round(source, num_slots, num_rows, num_nodes=seed % 2 * 6)
     num_nodes = min(24, num_slots - int(base.first[-1]))
     pool, best = make_pool(source, num_trees, 40)
     order = best[: source.randint(0, num_nodes)]
@@ -120,12 +137,13 @@ def test_trees_are_hung_below_their_roots_as_by_the_reference(device: str, seed:
             row_of[table] = row
             if (root := int(base.root[row])) >= 0:
                 moved = 29 + tree_tables.index(table) - int(base.positions[root])
-                base.positions[int(base.first[row]) : root + 1] += moved
+                base.positions[int(base.first[row]) : int(base.first[row + 1])] += moved
     trees = GrownTrees(ints(order + [-1] * (num_nodes - len(order)), "cpu"), pool, ints(tree_tables, "cpu"))
     limits = MergeLimits(
         row_of=ints(row_of, "cpu"),
         max_nodes=ints([source.choice([0, 2, 30, 30]) for _ in range(num_rows)], "cpu"),
         max_depth=ints([source.choice([1, 2, 9]) for _ in range(num_rows)], "cpu"),
+        most=ints([source.choice([5, num_nodes, 99])], "cpu"),
     )
     theirs, their_scores = to(base, "cpu"), torch.zeros(num_slots)
     reference.merge_trees(base, trees, limits, theirs, their_scores)
@@ -135,6 +153,7 @@ def test_trees_are_hung_below_their_roots_as_by_the_reference(device: str, seed:
     same(ours, theirs)
     assert torch.equal(our_scores.cpu(), their_scores)
     check_round(base, theirs)
+    check_union(base, trees, limits, theirs, their_scores)
 
 
 def check_round(base: RoundTokens, out: RoundTokens) -> None:
@@ -150,6 +169,40 @@ def check_round(base: RoundTokens, out: RoundTokens) -> None:
         begin, end = int(base.first[row]), int(base.first[row + 1])
         moved = int(out.first[row])
         assert out.token_ids[moved : moved + end - begin].tolist() == base.token_ids[begin:end].tolist()
+
+
+def paths_below(root: int, parents: list[int], tokens: list[int], end: int) -> list[tuple[int, ...]]:
+    """Of each place behind the root, tokens from there on."""
+    paths: dict[int, tuple[int, ...]] = {root: ()}
+    for place in range(root + 1, end):
+        paths[place] = (*paths[parents[place]], tokens[place])
+    return list(paths.values())[1:]
+
+
+def check_union(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
+    """A row's paths are its own and those of its tree, each once; the limits leave out the least likely ones."""
+    entries, grown = trees.pool.entries, {}
+    paths: dict[tuple[int, int], tuple[int, ...]] = {}
+    for index in trees.order[: int(limits.most)].tolist():
+        if index < 0:
+            break
+        tree, parent, slot = (int(entries[field, index]) for field in (ROW, PARENT, SLOT))
+        path = (*(paths[tree, parent] if parent >= 0 else ()), int(entries[TOKEN, index]))
+        if slot >= 0:
+            paths[tree, slot] = path
+        row = int(limits.row_of[int(trees.table_rows[tree])])
+        if row >= 0 and len(path) <= int(limits.max_depth[row]):
+            grown.setdefault(row, {})[path] = float(entries[BASE].view(torch.float32)[index])
+    for row in range(base.table_rows.shape[0]):
+        if (root := int(base.root[row])) < 0:
+            continue
+        own = paths_below(root, base.parents.tolist(), base.token_ids.tolist(), int(base.first[row + 1]))
+        there, end = int(out.root[row]), int(out.first[row + 1])
+        found = paths_below(there, out.parents.tolist(), out.token_ids.tolist(), end)
+        tree = grown.get(row, {})
+        wanted = [*own, *[path for path in tree if path not in own][: int(limits.max_nodes[row])]]
+        assert found == wanted
+        assert scores[there + 1 : end].tolist() == [tree.get(path, 1.0) for path in found]
 
 
 @pytest.mark.parametrize("lag", [0, 1])

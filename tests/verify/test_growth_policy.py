@@ -16,6 +16,7 @@ from verify_service.speculation.growth_policy import (
     TRIAL_ROUNDS,
     GrowthCost,
     GrowthPolicy,
+    OwnPath,
 )
 
 SIZES = (3, 7, 15, 31, 63)
@@ -37,7 +38,7 @@ def play(policy: GrowthPolicy, chance: float, num_rounds: int, spread: int = 2) 
             depth = 0
             while depth < pending.num_steps and depth * spread < pending.num_nodes and source.random() < chance:
                 depth += 1
-            policy.note(pending, 1, [[level * spread for level in range(depth)]])
+            policy.note(pending, 1, [OwnPath(0, [level * spread for level in range(depth)])])
         pending = policy.plan(1)
         grown.append(pending)
     return grown

@@ -261,3 +261,32 @@ def test_a_draft_service_gets_no_features_of_rounds_that_draft(
     assert bool(remote.authors or remote.texts) == optional and not remote.messages and not remote.num_begun
     (line,) = [record.getMessage() for record in caplog.records if "features" in record.getMessage()]
     assert "rounds that draft by themselves keep" in line
+
+
+def test_what_both_have_found_is_one_tree_and_accepts_as_much_as_the_better_of_both(
+    model: CausalLM, truth: list[Answer], made: Made
+) -> None:
+    """The drafter inside the round knows two tokens of every text; the draft service twelve, in every second half."""
+    greedy = [(job, answer) for job, answer in zip(jobs(), truth, strict=True) if job[1].temperature == 0.0]
+    rounds: dict[str, list[int]] = {}
+    trees = []
+    for case in ("inside", "beside", "both"):
+        draft = (Clueless if case == "beside" else WithFeatures)(model)
+        engine = start(made, model, draft, growth=Growth(2, 8))
+        if case != "inside":
+            engine.draft_connected(LocalDraft(engine, VOCAB, half_right(texts(truth))), Terms(sources=("ngram",)))
+        for (prompt, sampling), known in greedy:
+            answer = Answer()
+            engine.submit(make_request(answer, prompt, sampling, VOCAB, trace=True))
+            assert answer.done.wait(60) and answer.token_ids == known.token_ids
+            rounds.setdefault(case, []).append(sum(bool(update.token_ids) for update in answer.updates))
+            trees += [tree for update in answer.updates for tree in update.round_trees if case == "both"]
+    for inside, beside, both in zip(rounds["inside"], rounds["beside"], rounds["both"], strict=True):
+        assert both <= min(inside, beside)
+    assert sum(rounds["both"]) < min(sum(rounds["inside"]), sum(rounds["beside"]))
+    assert {name for tree in trees for name in tree.drafter_names} == {"ngram", "test"}
+    assert any(len(tree.drafter_names) == 2 for tree in trees)
+    for tree in trees:
+        assert len(set(zip(tree.parents, tree.token_ids, strict=True))) == len(tree.parents)
+        names = [tree.drafter_names[tree.drafters[node]] for node in tree.accepted]
+        assert names == sorted(names), "what the draft service had found comes before what grew below it"

@@ -216,11 +216,12 @@ class VerifyEngine:
         self._gaps.mark("plan")
         if not entries:
             return _NOTHING
-        plan = self.scheduler.choose(entries)
+        num_grown = self._growth.num_grown if self._growth is not None else 0
+        plan = self.scheduler.choose(entries, num_grown)
         wait_seconds, num_ready = 0.0, plan.choice.num_nodes
         self._gaps.mark("choose")
         # Where trees have grown for the round, there is no need to wait for others.
-        if plan.awaited and (self._growth is None or not self._growth.has_trees):
+        if plan.awaited and not num_grown:
             entries, plan, wait_seconds = self._wait_for_drafts(entries, plan)
             self._gaps.mark("draft wait")
         self.scheduler.take(plan)
@@ -228,7 +229,7 @@ class VerifyEngine:
         entries = self.grammars.mask(entries)
         if self._growth is None:
             return Batch(entries, wait_seconds, num_ready)
-        taken = self._growth.take(entries, self.scheduler.expected)
+        taken = self._growth.take(entries)
         return Batch(entries, wait_seconds, num_ready, self._growth.plan(entries), taken)
 
     def _wait_for_drafts(self, entries: list[Entry], plan: NodePlan) -> tuple[list[Entry], NodePlan, float]:

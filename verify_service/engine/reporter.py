@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from outrider.host.pipe import Pipe
 from outrider.protocol.generation import GenerationUpdate
 from verify_service.engine.engine import VerifyEngine
-from verify_service.engine.round import Entry
+from verify_service.engine.round import Entry, count_given
 from verify_service.frames import (
     DraftStatus,
     EngineUpdates,
@@ -81,6 +81,7 @@ class VerifyReporter:
 
 def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> RoundReport:
     """A round as it travels."""
+    grown = [pair for pair in zip(entries, updates, strict=True) if pair[0].max_grown]
     return RoundReport(
         num_nodes=sum(len(entry.nodes) for entry in entries),
         num_prefilled=sum(entry.num_extend for entry in entries if entry.prefills),
@@ -88,9 +89,9 @@ def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], 
         accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
         num_failed=sum(update.error is not None for update in updates),
         figures=figures,
-        num_grown=sum(len(entry.nodes) for entry in entries if entry.max_grown),
+        num_grown=sum(len(entry.nodes) - len(entry.nodes.slots) for entry, _ in grown),
         num_grown_accepted=sum(
-            update.num_accepted_tokens for entry, update in zip(entries, updates, strict=True) if entry.max_grown
+            max(update.num_accepted_tokens - count_given(entry.nodes, update.token_ids), 0) for entry, update in grown
         ),
     )
 

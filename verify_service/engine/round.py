@@ -25,9 +25,10 @@ class Nodes:
     parents: Sequence[int] = ()
     depths: Sequence[int] = ()
     slots: Sequence[int] = ()
-    """Where the tree's mirror has them, until it takes another message; of nodes that grew on the device, none."""
+    """Where the tree's mirror has them, until it takes another message. Nodes that grew on the device alone come
+    behind those of the mirror, and have none."""
     scores: Sequence[float] = ()
-    """Path scores of nodes that grew on the device."""
+    """Path scores of nodes that grew on the device, once the round has ended; 1 for those of the mirror alone."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -59,7 +60,7 @@ class Entry:
     nodes: Nodes = _NO_NODES
     """Those that grew on the device are known when the round has ended."""
     max_grown: int = 0
-    """Nodes that it may take of the tree that grew for it on the device; the pages are there."""
+    """Nodes that it may take beside them of the tree that grew for it on the device; the pages are there."""
     samples: bool = field(init=False)
     """Whether the chunk reaches the root."""
     marks: Marks | None = None
@@ -198,6 +199,9 @@ class Marks(NamedTuple):
     drafter_names: Sequence[str]
 
 
+NO_MARKS = Marks((), (), ())
+
+
 def mark(mirror: TreeMirror, slots: Sequence[int], sources: Sequence[str]) -> Marks:
     """Marks of the nodes in these slots of a mirror. `sources` are the draft's names of its drafters."""
     found = [mirror.sources[slot] for slot in slots]
@@ -218,3 +222,9 @@ def follow(parents: Sequence[int], token_ids: Sequence[int], committed: Sequence
             break
         path.append(node)
     return path
+
+
+def count_given(nodes: Nodes, committed: Sequence[int]) -> int:
+    """How many nodes along committed tokens are of a mirror; those that grew on the device alone follow them."""
+    count = len(nodes.slots)
+    return len(follow(nodes.parents[:count], nodes.token_ids[:count], committed)) if count else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,17 +9,13 @@ import numpy as np
 
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Nodes, Result, TakenTrees, follow
-from verify_service.speculation.growth_policy import GrowthPolicy
+from verify_service.engine.round import Entry, Growth, Result, TakenTrees, count_given, follow
+from verify_service.speculation.growth_policy import GrowthPolicy, OwnPath
 
 _LEAST_SHARE = 8
 """Least limit on the nodes of one request among many, if its tree has as many."""
 _SHARE_FACTOR = 4
 """Limit on the nodes of one request among many, as a multiple of an even share."""
-_LEARN = 0.05
-"""Weight of the newest round in the average of draft tokens accepted from the device's tree."""
-_HOPE = 0.002
-"""Added to that average each time the tree is passed over, so that it is tried again: it may have become better."""
 
 
 class GrownTreesOf(Protocol):
@@ -28,11 +23,14 @@ class GrownTreesOf(Protocol):
 
     @property
     def num_grown(self) -> int:
-        """Nodes of all trees together."""
+        """Nodes of all trees together that the next round may take."""
 
     @property
     def failed(self) -> bool:
         """Whether nothing grows any more."""
+
+    def limit(self, num_nodes: int) -> None:
+        """The next round takes the best `num_nodes` nodes at most."""
 
     def has_tree(self, request: Request) -> bool:
         """Whether a tree was grown for the request's root."""
@@ -47,62 +45,49 @@ class RoundGrowth:
         policy: GrowthPolicy,
         memory: Memory,
         rows_of: Callable[[int], int],
+        max_nodes: int,
         max_round_tokens: int,
     ) -> None:
-        """`rows_of`: number of rows that a round of so many requests is padded to."""
-        self._usual = math.inf
-        """Draft tokens of a request's own tree that a round accepts, as a rule; tried before anything is known."""
+        """`rows_of`: number of rows that a round of so many requests is padded to. `max_nodes`: of a round."""
         self._trees = trees
         self._policy = policy
         self._memory = memory
         self._rows_of = rows_of
+        self._max_nodes = max_nodes
         self._max_round_tokens = max_round_tokens
         self._grown: tuple[Growth, int] | None = None
 
     @property
-    def has_trees(self) -> bool:
-        """Whether trees have grown for the next round."""
-        return self._grown is not None and self._trees.num_grown > 0
+    def num_grown(self) -> int:
+        """Nodes that have grown for the next round."""
+        return 0 if self._grown is None else self._trees.num_grown
 
-    def take(self, entries: Sequence[Entry], chances: Callable[[Entry], float]) -> TakenTrees | None:
+    def take(self, entries: Sequence[Entry]) -> TakenTrees | None:
         """Let entries of a planned round have the trees that were grown for them, as far as there are pages.
 
-        An entry with nodes of a draft service keeps them, and goes without its own tree, where they are expected to
-        bring more: both find the same tokens, and a tree has a token once below a node. `chances`: accepted draft
-        tokens that are expected of them.
+        They come beside the nodes that entries have of a draft service; what both have found is there once.
         """
-        grown, num_nodes = self._grown, self._trees.num_grown
-        if grown is None or not num_nodes:
+        grown, num_given = self._grown, sum(len(entry.nodes) for entry in entries)
+        num_nodes = min(self._trees.num_grown, self.room(entries) - num_given)
+        if grown is None or num_nodes <= 0:
             return None
+        self._trees.limit(num_nodes)
         decoded = [entry for entry in entries if entry.samples]
-        takers, is_better = self._takers(decoded, chances)
         share = min(num_nodes, max(_SHARE_FACTOR * num_nodes // max(len(decoded), 1), _LEAST_SHARE))
-        room = self._max_round_tokens - sum(entry.num_tokens for entry in decoded)
-        if num_nodes > room:
-            share = min(share, room // max(len(takers), 1))
         num_taken = 0
-        for entry in takers:
-            # Nodes are worth no preemption: without pages the round goes without them.
-            if share > 0 and self._memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + share):
-                entry.max_grown = share
-                num_taken += share
-        # Trees that nobody takes because others are better have brought nothing: that is learned, too.
-        return TakenTrees(*grown, min(num_nodes, num_taken)) if num_taken or is_better else None
-
-    def _takers(self, entries: Sequence[Entry], chances: Callable[[Entry], float]) -> tuple[Sequence[Entry], bool]:
-        """Entries that are to have their own trees, and whether others have better nodes."""
-        takers, is_better = [], False
-        for entry in entries:
+        for entry in decoded:
             if not self._trees.has_tree(entry.request) or entry.request.draft_room <= 0:
                 continue
-            if entry.nodes.token_ids:
-                if chances(entry) > self._usual:
-                    self._usual += _HOPE
-                    is_better = True
-                    continue
-                entry.nodes, entry.marks = Nodes(), None
-            takers.append(entry)
-        return takers, is_better
+            # Nodes are worth no preemption: without pages the round goes without them.
+            if self._memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + share):
+                entry.max_grown = share
+                num_taken += share
+        return TakenTrees(*grown, min(num_nodes, num_taken)) if num_taken else None
+
+    def room(self, entries: Sequence[Entry]) -> int:
+        """Nodes that a round of these entries has room for."""
+        num_tokens = sum(entry.num_extend for entry in entries if entry.samples)
+        return min(self._max_nodes, self._max_round_tokens - num_tokens)
 
     def plan(self, entries: Sequence[Entry]) -> Growth | None:
         """The growth to queue behind a round of these entries; None for none."""
@@ -113,16 +98,17 @@ class RoundGrowth:
         return growth
 
     def learn(self, taken: TakenTrees, entries: Sequence[Entry], results: Sequence[Result]) -> None:
-        """Learn how many nodes a finished round accepted from the trees it was given."""
-        scores = np.sort(np.array([-score for entry in entries for score in entry.nodes.scores]))
-        ranks = []
+        """Learn how many nodes a finished round accepted from the trees it was given, beside what others had found."""
+        scores = np.sort([-score for entry in entries for score in entry.nodes.scores if score <= 0])
+        paths, num_given = [], 0
         for entry, result in zip(entries, results, strict=True):
-            nodes = entry.nodes
-            if not entry.max_grown:
+            if not result.num_accepted:
                 continue
-            known = self._usual if self._usual < math.inf else result.num_accepted
-            self._usual = known + _LEARN * (result.num_accepted - known)
-            if result.num_accepted:
-                path = follow(nodes.parents, nodes.token_ids, result.token_ids[: result.num_accepted])
-                ranks.append(np.searchsorted(scores, [-nodes.scores[node] for node in path]).tolist())
-        self._policy.note(taken.growth, taken.num_rows, ranks)
+            nodes, tokens = entry.nodes, result.token_ids[: result.num_accepted]
+            first = count_given(nodes, tokens)
+            num_given += first
+            own = follow(nodes.parents, nodes.token_ids, tokens)[first:] if entry.max_grown else []
+            if own:
+                ranks = np.searchsorted(scores, [-nodes.scores[node] for node in own])
+                paths.append(OwnPath(first, ranks.tolist()))
+        self._policy.note(taken.growth, taken.num_rows, paths, num_given)

@@ -198,8 +198,12 @@ class Scheduler:
             index += 1
         return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
 
-    def choose(self, entries: Sequence[Entry]) -> NodePlan:
-        """Which tree nodes pay, over all requests of a planned round."""
+    def choose(self, entries: Sequence[Entry], num_grown: int = 0) -> NodePlan:
+        """Which tree nodes pay, over all requests of a planned round.
+
+        `num_grown`: nodes that have grown on the device; half of what a round may take is left to them if they are so
+        many.
+        """
         growing: list[Entry] = []
         mirrors: list[TreeMirror] = []
         depths: list[int] = []
@@ -228,12 +232,15 @@ class Scheduler:
                 mirrors.append(mirror)
                 depths.append(room if room < max_depth else max_depth)
         forest = Forest(mirrors, depths)
-        most = self._limits.max_round_tokens - num_tokens
+        max_nodes = self._budget.max_nodes
+        num_kept = min(num_grown, max_nodes - max_nodes // 2)
+        num_tokens += num_kept
+        most = min(self._limits.max_round_tokens - num_tokens, max_nodes - num_kept)
         prefill_seconds = self._budget.cost.seconds(num_apart) if num_apart else 0.0
         choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, prefill_seconds)
         plan = NodePlan(growing, forest, choice, awaited, num_tokens, prefill_seconds)
         if awaited:
-            plan.note_end_chances(min(most, self._budget.max_nodes))
+            plan.note_end_chances(most)
         return plan
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
@@ -256,11 +263,6 @@ class Scheduler:
                 entry.nodes = nodes
                 if entry.request.params.trace:
                     self._mark(entry)
-
-    def expected(self, entry: Entry) -> float:
-        """Draft tokens that a round is expected to accept of the nodes that it took of an entry's mirror."""
-        spec = self._drafts.spec(entry.request)
-        return 0.0 if spec is None else sum(spec.mirror.chance(slot) for slot in entry.nodes.slots)
 
     def _mark(self, entry: Entry) -> None:
         """Note where the nodes of a traced request come from, before its tree is re-rooted."""

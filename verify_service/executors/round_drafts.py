@@ -16,7 +16,13 @@ from outrider.attention.paged import RoundTokens
 from outrider.attention.prompts import PromptChunk
 from outrider.cache.features import FeatureStore
 from outrider.drafting.model.burst import BurstShape
-from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, RoundExecutor, RoundShape
+from outrider.drafting.model.round_drafter import (
+    MAX_COMMITTED,
+    ChoiceShape,
+    RoundDrafter,
+    RoundExecutor,
+    RoundShape,
+)
 from outrider.drafting.model.round_trees import RoundTrees, RowTree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
@@ -25,7 +31,7 @@ from outrider.models.capacity import ROUND_REGION
 from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Marks, Nodes
+from verify_service.engine.round import NO_MARKS, Entry, Growth, Marks, Nodes
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
 from verify_service.speculation.growth_policy import GrowthCost
 
@@ -110,6 +116,7 @@ class RoundDrafts:
         self._options = options
         self._rows = rows
         self._page_size = page_size
+        self._max_round_tokens = max_round_tokens
         shape = BurstShape(
             num_rows=rows.spare,
             region=options.region,
@@ -138,7 +145,7 @@ class RoundDrafts:
         rows.follow(self, self.drafter.page_tables)
         self.trees = RoundTrees(max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
-        """Nodes that were chosen behind the last round."""
+        """Nodes that were chosen behind the last round and may be taken by the next one."""
         self.failed = False
         """Whether drafting is switched off, since it went wrong once."""
         self._max_positions = min(model.max_positions, context_length)
@@ -151,6 +158,8 @@ class RoundDrafts:
         self._costs: dict[int, GrowthCost] = {}
         self._behind: Sequence[Entry] = ()
         """Entries of the round in the making whose requests the drafter lacks tokens of."""
+        self._is_deep = False
+        """Whether that round has nodes deeper than trees grow here."""
 
     @property
     def max_steps(self) -> int:
@@ -160,6 +169,10 @@ class RoundDrafts:
     def cost(self, num_rows: int) -> GrowthCost:
         """Measured cost of growth behind rounds of so many requests."""
         return self._costs.get(num_rows, _FREE)
+
+    def limit(self, num_nodes: int) -> None:
+        """The next round takes the best `num_nodes` nodes at most."""
+        self.num_grown = min(self.num_grown, num_nodes)
 
     def has_tree(self, request: Request) -> bool:
         """Whether a tree was grown for the request's root."""
@@ -192,6 +205,7 @@ class RoundDrafts:
         wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
         self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
         late = self._late(self._behind)
+        self._is_deep = any(max(entry.nodes.depths, default=0) > self._options.max_steps for entry in entries)
         rows = []
         for entry in entries:
             request = entry.request
@@ -200,7 +214,7 @@ class RoundDrafts:
             rows.append(RowTree(self._rows.row(request), entry.max_grown if depth > 0 else 0, depth, is_drafted))
             if is_drafted:
                 self._growing.add(request)
-        self.trees.tell(rows)
+        self.trees.tell(rows, self.num_grown)
 
     def draft(self, bucket: Bucket, growth: Growth | None) -> None:
         """Queue the drafting behind the round that `tell` was for. A drafter that fails is switched off."""
@@ -211,7 +225,7 @@ class RoundDrafts:
     def _draft(self, bucket: Bucket, growth: Growth | None) -> None:
         self._catch_up()
         if growth is not None and self._growing:
-            self.drafter.grow(self._shape(bucket), growth.num_steps, growth.num_nodes)
+            self.drafter.grow(self._shape(bucket, is_deep=self._is_deep), growth.num_steps, growth.num_nodes)
             self.num_grown = growth.num_nodes
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -234,16 +248,25 @@ class RoundDrafts:
         """Capture the drafting behind rounds of these shapes, and measure it; `sizes`: see GrowthPolicy."""
         self.trees.tell(())
         shapes = sorted({self._shape(bucket) for bucket in buckets})
+        deep = {self._shape(bucket, is_deep=True) for bucket in buckets}
         self.drafter.capture(
-            shapes, [ChoiceShape(size, rows) for rows in {shape.rows for shape in shapes} for size in sizes(rows)]
+            sorted({*shapes, *deep}),
+            [ChoiceShape(size, rows) for rows in {shape.rows for shape in shapes} for size in sizes(rows)],
         )
         largest = {shape.rows: shape for shape in shapes}
         self._costs = {rows: self._measure(shape, sizes(rows)[-1]) for rows, shape in largest.items() if sizes(rows)}
 
-    def _shape(self, bucket: Bucket) -> RoundShape:
-        """The rows of a round, and slots for the tokens it may commit: trees are no deeper than they grow."""
-        slots = min(bucket.tokens, bucket.rows * (self._options.max_steps + 1))
-        return RoundShape(-(-slots // _SLOT_STEP) * _SLOT_STEP if slots < bucket.tokens else bucket.tokens, bucket.rows)
+    def _shape(self, bucket: Bucket, *, is_deep: bool = False) -> RoundShape:
+        """The rows of a round, and slots for the tokens it may commit: trees are no deeper than they grow here.
+
+        `is_deep`: some have deeper nodes of a draft service.
+        """
+        slots = bucket.rows * (self._options.max_steps + 1)
+        if slots >= bucket.tokens:
+            return RoundShape(bucket.tokens, bucket.rows)
+        if is_deep:
+            return RoundShape(min(self._max_round_tokens, bucket.rows * MAX_COMMITTED), bucket.rows)
+        return RoundShape(-(-slots // _SLOT_STEP) * _SLOT_STEP, bucket.rows)
 
     def _measure(self, shape: RoundShape, num_nodes: int) -> GrowthCost:
         """Time growth behind a round without tokens."""
@@ -262,18 +285,21 @@ class RoundDrafts:
         return GrowthCost(one, (more - one) / max(self._options.max_steps - 1, 1))
 
     def read(self, row: int, entry: Entry) -> None:
-        """Note which nodes a finished round verified for an entry, in row `row`."""
-        found = self.trees.read(row, entry.num_extend + len(entry.nodes))
+        """Note which nodes a finished round verified for an entry, in row `row`, beside those that it was given."""
+        found, num_given = self.trees.read(row, entry.num_extend), len(entry.nodes)
         depths: list[int] = []
         for parent in found.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
-        entry.nodes = Nodes(found.token_ids, found.parents, depths, scores=found.scores)
+        entry.nodes = Nodes(found.token_ids, found.parents, depths, entry.nodes.slots, found.scores)
         if entry.request.params.trace:
+            drafters, given, names = entry.marks or NO_MARKS
+            # What a grown node hangs below has grown, too, whoever else found it.
             edges = [
                 score - (found.scores[parent] if parent >= 0 else 0.0)
-                for score, parent in zip(found.scores, found.parents, strict=True)
+                for score, parent in zip(found.scores[num_given:], found.parents[num_given:], strict=True)
             ]
-            entry.marks = Marks([0] * len(edges), edges, [self._options.name])
+            own = [len(names)] * len(edges)
+            entry.marks = Marks([*drafters, *own], [*given, *edges], [*names, self._options.name])
 
     def merge(self, base: RoundTokens) -> RoundTokens:
         """The round's tokens with its trees, on the device; may be captured."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +45,27 @@ class GrowthCost:
         return self.fixed + (num_steps - 1) * self.step if num_steps else 0.0
 
 
+class OwnPath(NamedTuple):
+    """The part of an accepted path that none but the device had found."""
+
+    num_given: int
+    """Accepted nodes above it."""
+    ranks: Sequence[int]
+    """How many of all nodes that grew on the device were better than each one along it."""
+
+
 class _Table:
-    """Draft tokens accepted in rounds of one size, on average, by levels and nodes of growth."""
+    """Draft tokens accepted in rounds of one size, on average, by levels and nodes of growth.
+
+    Those that draft services had found are counted apart: they are accepted with any growth, and with none.
+    """
 
     def __init__(self, num_steps: int, sizes: Sequence[int]) -> None:
         self.sizes = np.array(sizes)
         self.accepted: NDArray[np.float64] = np.zeros((num_steps + 1, len(sizes)))
         self.num_seen = np.zeros(self.accepted.shape, np.int64)
+        self.num_given = 0.0
+        """Draft tokens accepted that draft services had found, on average."""
         self.num_rounds = 0
         self.since_probe = 0
         self.probe_every = PROBE_ROUNDS
@@ -59,16 +74,17 @@ class _Table:
         self.num_new = 0
         """Rounds that were learned from since that search."""
 
-    def learn(self, num_steps: int, size: int, accepted: NDArray[np.float64]) -> None:
+    def learn(self, num_steps: int, size: int, accepted: NDArray[np.float64], num_given: int) -> None:
         """Learn from a round that took the `size`-th number of nodes of `num_steps` levels.
 
-        `accepted`: [levels, sizes], draft tokens that it would have accepted with that growth.
+        `accepted`: [levels, sizes], draft tokens that it would have accepted with that growth, beside `num_given`.
         """
         seen = self.num_seen[: num_steps + 1, : size + 1]
         seen += 1
         rate = np.maximum(_LEARN if self.choice[0] else _LEARN_FROM_PROBES, 1.0 / seen)
         known = self.accepted[: num_steps + 1, : size + 1]
         known += rate * (accepted[: num_steps + 1, : size + 1] - known)
+        self.num_given += float(rate[0, 0]) * (num_given - self.num_given)
 
     def is_useless(self, num_rows: int) -> bool:
         """Whether rounds of so many requests have shown that next to nothing is accepted."""
@@ -125,10 +141,10 @@ class GrowthPolicy:
         steps, size = table.choice
         return Growth(steps, sizes[size]) if steps else None
 
-    def note(self, growth: Growth, num_rows: int, ranks: Sequence[Sequence[int]]) -> None:
+    def note(self, growth: Growth, num_rows: int, paths: Sequence[OwnPath], num_given: int = 0) -> None:
         """Learn from a round that verified a growth.
 
-        `ranks`: for each request, how many of all nodes were better than each one along its accepted path.
+        `paths`: of requests. `num_given`: accepted nodes that draft services had found, over all requests.
         """
         table = self._table(num_rows)
         size = int(np.searchsorted(table.sizes, growth.num_nodes))
@@ -136,11 +152,10 @@ class GrowthPolicy:
             return
         accepted = np.zeros(table.accepted.shape)
         levels = np.arange(table.accepted.shape[0])[:, None]
-        for path in ranks:
-            if len(path):
-                within = np.searchsorted(np.asarray(path), table.sizes)
-                accepted += np.minimum(levels, within[None, :])
-        table.learn(growth.num_steps, size, accepted)
+        for above, ranks in paths:
+            within = np.searchsorted(np.asarray(ranks), table.sizes)
+            accepted += np.minimum(np.maximum(levels - above, 0), within[None, :])
+        table.learn(growth.num_steps, size, accepted, num_given)
         table.num_new += 1 if table.choice[0] else _LOOK_EVERY
 
     def _table(self, num_rows: int) -> _Table:
@@ -154,9 +169,10 @@ class GrowthPolicy:
         cost = self._costs(num_rows)
         drafting = np.array([cost.seconds(steps) for steps in range(self._max_steps + 1)])
         verifying = np.array([self._round_seconds(num_rows + int(size)) for size in table.sizes])
-        rates = (num_rows + table.accepted) / (drafting[:, None] + verifying[None, :])
+        committed = num_rows + table.num_given
+        rates = (committed + table.accepted) / (drafting[:, None] + verifying[None, :])
         rates[table.num_seen == 0] = 0.0
-        rates[0] = num_rows / self._round_seconds(num_rows)
+        rates[0] = committed / self._round_seconds(num_rows)
         steps, size = np.unravel_index(int(rates.argmax()), rates.shape)
         if rates[table.choice] * _HYSTERESIS >= rates[steps, size]:
             return table.choice

@@ -25,13 +25,13 @@ class RowTree(NamedTuple):
 
 
 class GrownNodes(NamedTuple):
-    """Nodes that a round verified for one row, parents first, the likeliest first."""
+    """Nodes that a round verified for one row, parents first: those that it was given, then the likeliest first."""
 
     token_ids: list[int]
     parents: list[int]
     """Index of each node's parent; -1 below the root."""
     scores: list[float]
-    """Path scores."""
+    """Path scores of those that grew; 1 for nodes that the round was given and that did not grow, too."""
 
 
 class RoundTrees:
@@ -40,8 +40,8 @@ class RoundTrees:
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
         self._max_rows = max_rows
         pinned = device.type == "cuda"
-        self._told = torch.zeros(4 * max_rows + 1, dtype=torch.int32, pin_memory=pinned)
-        self._limits = torch.zeros(4 * max_rows + 1, dtype=torch.int32, device=device)
+        self._told = torch.zeros(4 * max_rows + 2, dtype=torch.int32, pin_memory=pinned)
+        self._limits = torch.zeros(4 * max_rows + 2, dtype=torch.int32, device=device)
         self._host_limits: NDArray[np.int32] = self._told.numpy()
         sizes = (max_tokens,) * 3 + (max_rows + 1,)
         self._nodes = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -59,8 +59,11 @@ class RoundTrees:
         self._root, self._table_rows = ints(max_rows), ints(max_rows)
         self.tell(())
 
-    def tell(self, rows: Sequence[RowTree]) -> None:
-        """Set what the rows of the next round take, in their order; all other rows take nothing."""
+    def tell(self, rows: Sequence[RowTree], num_nodes: int = 0) -> None:
+        """Set what the rows of the next round take, in their order, of the best `num_nodes` nodes of all trees.
+
+        All other rows take nothing.
+        """
         count, most = len(rows), self._max_rows
         host = self._host_limits
         row_of = host[: most + 1]
@@ -68,7 +71,8 @@ class RoundTrees:
         host[most + 1 :] = 0
         if not rows:
             return
-        max_nodes, max_depth, drafted = host[most + 1 :].reshape(3, most)
+        max_nodes, max_depth, drafted = host[most + 1 : -1].reshape(3, most)
+        host[-1] = num_nodes
         for row, tree in enumerate(rows):
             if tree.max_nodes:
                 row_of[tree.table_row] = row
@@ -100,12 +104,13 @@ class RoundTrees:
         )
 
     def merge(self, base: RoundTokens, grown: GrownTrees) -> RoundTokens:
-        """Hang trees below the roots of a round that the host laid out without them; may be captured."""
+        """Hang trees below the roots of a round that the host laid out, perhaps with nodes; may be captured."""
         out, num_rows, most = self.tokens(base), base.table_rows.shape[0], self._max_rows
         limits = MergeLimits(
             row_of=self._limits[: most + 1],
             max_nodes=self._limits[most + 1 : most + 1 + num_rows],
             max_depth=self._limits[2 * most + 1 : 2 * most + 1 + num_rows],
+            most=self._limits[4 * most + 1 :],
         )
         num_tokens = base.token_ids.shape[0]
         seen = GrownTrees(grown.order[:num_tokens], grown.pool, grown.table_rows)
@@ -116,11 +121,11 @@ class RoundTrees:
         """Queue the copy of the merged round; may be captured."""
         self._read.copy_(self._nodes, non_blocking=True)
 
-    def read(self, row: int, num_base: int) -> GrownNodes:
-        """The nodes of a row of the last round, behind its first `num_base` tokens, once the copy is done."""
+    def read(self, row: int, num_extend: int) -> GrownNodes:
+        """The nodes of a row of the last round, behind its first `num_extend` tokens, once the copy is done."""
         most = self._max_tokens
         first = 3 * most + row
-        begin, end = int(self._host[first]) + num_base, int(self._host[first + 1])
+        begin, end = int(self._host[first]) + num_extend, int(self._host[first + 1])
         parents = (self._host[most + begin : most + end] - begin).tolist()
         return GrownNodes(
             self._host[begin:end].tolist(),
