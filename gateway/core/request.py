@@ -294,6 +294,16 @@ class ToolCall(StrictModel):
     """JSON, as the model wrote it."""
 
 
+def check_role(role: str, tool_calls: Sequence[object] | None, tool_call_id: str | None) -> None:
+    """Raises PydanticCustomError for fields about tools in a message of another role."""
+    if tool_calls and role != "assistant":
+        problem = "only an assistant's message has them; leave them out"
+        raise PydanticCustomError("tool_calls", problem, {"within": "tool_calls"})
+    if (tool_call_id is not None) != (role == "tool"):
+        problem = "tells which call a message of role tool answers; send it there, and there alone"
+        raise PydanticCustomError("tool_call_id", problem, {"within": "tool_call_id"})
+
+
 class RequestMessage(StrictModel):
     """One message of a conversation."""
 
@@ -306,6 +316,11 @@ class RequestMessage(StrictModel):
     """Of an assistant's message."""
     tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
     """Of a tool's message: the call that it answers."""
+
+    @model_validator(mode="after")
+    def _fields_of_its_role(self) -> Self:
+        check_role(self.role, self.tool_calls, self.tool_call_id)
+        return self
 
 
 class Chat(PromptEnd):
@@ -365,6 +380,10 @@ class ClientRequest(OutputFields):
         if sum(x is not None for x in (self.prompt, self.prompt_token_ids, self.chat)) != 1:
             raise InvalidRequestError("input", "exactly one of prompt, prompt_token_ids and chat is needed", "set one")
         if self.grammar is not None:
+            if self.chat is not None and self.chat.offered:
+                raise InvalidRequestError(
+                    "grammar", "does not go with tools", "set tool_choice to none or leave it out"
+                )
             for name, problem in _NOT_WITH_A_FORM.items():
                 if getattr(self, name):
                     raise InvalidRequestError(name, *problem)

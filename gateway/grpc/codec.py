@@ -19,14 +19,18 @@ from gateway.core.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPLATE_VALUES_BYTES,
+    MAX_TOOLS,
     Chat,
     ClientRequest,
     RequestMessage,
     RequestSampling,
+    Tool,
+    ToolCall,
 )
+from gateway.core.tool_grammar import check_tools
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import check_grammar
+from outrider.grammar.spec import MAX_SOURCE_BYTES, check_grammar
 from outrider.protocol.generation_codec import TREE, USAGE, decode_grammar, encode_logprobs, encode_prompt_logprobs
 from outrider.v1 import gateway_pb2
 
@@ -56,18 +60,46 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Client
         case "prompt_token_ids":
             fields["prompt_token_ids"] = _bounded(message.prompt_token_ids.ids, MAX_PROMPT_TOKENS, "prompt_token_ids")
         case "chat":
-            messages = _bounded(message.chat.messages, MAX_MESSAGES, "chat.messages")
-            fields["chat"] = _given(message.chat, Chat, leave_out={"messages", "template_values"})
-            fields["chat"]["messages"] = [
-                {"role": one.role, "content": one.content} | _given(one, RequestMessage) for one in messages
-            ]
-            if message.chat.template_values:
-                fields["chat"]["template_values"] = _json(message.chat.template_values, "chat.template_values")
+            fields["chat"] = _chat(message.chat)
         case _:
             raise InvalidRequestError(
                 "input", "missing", "set prompt, prompt_token_ids or chat", code="missing_required_parameter"
             )
-    return validate(ClientRequest, fields)
+    request = validate(ClientRequest, fields)
+    if request.chat is not None:
+        check_tools(request.chat.tools, request.chat.tool_choice, request.chat.tool_name)
+    return request
+
+
+def _chat(message: gateway_pb2.ChatMessages) -> dict[str, Any]:
+    """The fields of a Chat."""
+    fields = _given(message, Chat, leave_out={"messages", "template_values", "tools"})
+    messages = _bounded(message.messages, MAX_MESSAGES, "chat.messages")
+    fields["messages"] = [_message(one, f"chat.messages[{index}]") for index, one in enumerate(messages)]
+    if message.template_values:
+        place, example = "chat.template_values", '{"enable_thinking": false}'
+        fields["template_values"] = _json(message.template_values, place, MAX_TEMPLATE_VALUES_BYTES, example)
+    if message.tools:
+        tools = _bounded(message.tools, MAX_TOOLS, "chat.tools")
+        fields["tools"] = [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(tools)]
+    return fields
+
+
+def _message(message: gateway_pb2.ChatMessage, place: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields |= _given(message, RequestMessage, leave_out={"tool_calls"})
+    if message.tool_calls:
+        calls = _bounded(message.tool_calls, MAX_TOOLS, f"{place}.tool_calls")
+        fields["tool_calls"] = [{"name": call.name} | _given(call, ToolCall) for call in calls]
+    return fields
+
+
+def _tool(tool: gateway_pb2.Tool, place: str) -> dict[str, Any]:
+    fields = {"name": tool.name} | _given(tool, Tool, leave_out={"parameters"})
+    if tool.parameters:
+        place, example = f"{place}.parameters", '{"type": "object", "properties": {}}'
+        fields["parameters"] = _json(tool.parameters, place, MAX_SOURCE_BYTES, example)
+    return fields
 
 
 def _given(
@@ -89,14 +121,13 @@ def _given(
     return fields
 
 
-def _json(text: str, field: str) -> Any:
-    if len(text) > MAX_TEMPLATE_VALUES_BYTES:
-        limit = MAX_TEMPLATE_VALUES_BYTES
+def _json(text: str, field: str, limit: int, example: str) -> Any:
+    if len(text) > limit:
         raise InvalidRequestError(field, f"{len(text)} characters, over the limit of {limit}", "send less")
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise InvalidRequestError(field, "is no JSON", 'send an object, like {"enable_thinking": false}') from None
+        raise InvalidRequestError(field, "is no JSON", f"send an object, like {example}") from None
 
 
 def _bounded(values: Sequence[Any], limit: int, field: str) -> list[Any]:
@@ -125,6 +156,10 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
         prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.chunk.prompt_logprobs],
         rounds=[TREE.encode(tree) for tree in delta.chunk.round_trees],
         reasoning=delta.reasoning,
+        tool_calls=[
+            gateway_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in delta.tool_calls
+        ],
     )
 
 

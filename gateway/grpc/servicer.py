@@ -20,6 +20,9 @@ _Context = grpc.aio.ServicerContext[
     gateway_pb2.GatewayServiceGenerateRequest, gateway_pb2.GatewayServiceGenerateResponse
 ]
 
+_INLINE_BYTES = 1 << 16
+"""Requests up to here are decoded and validated in the event loop, in some milliseconds."""
+
 SERVICE_NAME = "outrider.v1.GatewayService"
 
 
@@ -43,7 +46,11 @@ class GatewayServicer(GatewayServiceServicer):
         gateway = self._gateway
         with gateway.enter("grpc") as ticket:
             model = gateway.model
-            job = await admit(decode_request(request), model, request_id)
+            if request.ByteSize() <= _INLINE_BYTES:
+                decoded = decode_request(request)
+            else:
+                decoded = await asyncio.to_thread(decode_request, request)
+            job = await admit(decoded, model, request_id)
             ticket.reserve(job.n)
             async with aclosing(gateway.generate([job], model)) as deltas:
                 async for delta in deltas:

@@ -18,7 +18,9 @@ from gateway.core.request import (
     RequestMessage,
     StrictModel,
     Text,
+    check_role,
 )
+from gateway.core.tool_grammar import check_tools
 from gateway.core.validation import validate
 from gateway.http.responses import Body
 from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields, text_or_list
@@ -31,7 +33,6 @@ from gateway.openai.tools import (
     ToolBody,
     ToolChoice,
     calls_made,
-    check_tools,
     tool_fields,
 )
 from gateway.openai.trace import TraceBody
@@ -76,12 +77,7 @@ class ChatMessage(StrictModel):
 
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            problem = "only an assistant's message has them; leave them out"
-            raise PydanticCustomError("tool_calls", problem, {"within": "tool_calls"})
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            problem = "tells which call a message of role tool answers; send it there, and there alone"
-            raise PydanticCustomError("tool_call_id", problem, {"within": "tool_call_id"})
+        check_role(self.role, self.tool_calls, self.tool_call_id)
         if self.content is None and not self.tool_calls:
             raise PydanticCustomError("missing", "missing", {"within": "content"})
         return self
@@ -138,7 +134,9 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ChatCompletionRequest:
-        check_tools(self.tools or [], self.tool_choice)
+        fields = tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        place, named = "tools[{}].function", "tool_choice.function.name"
+        check_tools(fields["tools"], fields["tool_choice"], fields.get("tool_name"), place, named)
         if self.tools and self.tool_choice != "none" and self.grammar is not None:
             field = self.grammar_field.partition(".")[0]
             raise InvalidRequestError(field, "does not go with tools", "set tool_choice to none or leave it out")

@@ -10,10 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from gateway.core.request import StrictModel, Text, Tool, ToolCall
-from gateway.core.tool_grammar import check_tool
 from gateway.core.tool_parser import ToolCallDelta
 from gateway.http.responses import Body
-from outrider.errors import InvalidRequestError
 
 
 class ToolBody(StrictModel):
@@ -64,23 +62,6 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("@word")] | Annotated[NamedChoice, Tag("@named")],
     Discriminator(_choice_kind),
 ]
-
-
-def check_tools(tools: Sequence[ToolBody], choice: str | NamedChoice | None) -> None:
-    """Raises InvalidRequestError about tools that cannot be, or that do not fit the choice."""
-    names = [tool.function.name for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise InvalidRequestError(f"tools[{index}].function.name", f"{name!r} is there twice", "rename one")
-    if choice == "required" and not tools:
-        raise InvalidRequestError("tools", "missing", "send tools, or set tool_choice to auto")
-    if isinstance(choice, NamedChoice) and choice.function.name not in names:
-        field, name = "tool_choice.function.name", choice.function.name[:64]
-        raise InvalidRequestError(field, f"{name!r} is none of the tools", "send the name of one")
-    is_forced = choice == "required" or isinstance(choice, NamedChoice)
-    for index, tool in enumerate(tools):
-        if is_forced or (tool.function.strict and choice != "none"):
-            check_tool(tool.function, f"tools[{index}].function.parameters")
 
 
 def tool_fields(tools: Sequence[ToolBody], choice: str | NamedChoice | None, parallel: bool | None) -> dict[str, Any]:

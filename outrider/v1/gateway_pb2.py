@@ -25,31 +25,37 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/gateway.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"G\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x19\n\x11reasoning_content\x18\x03 \x01(\t\"\xb1\x01\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x17\n\x0ftemplate_values\x18\x04 \x01(\tB\x18\n\x16_add_generation_prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xcf\x05\n\x1dGatewayServiceGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x31\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12-\n\x0bspeculation\x18\x0b \x01(\x0e\x32\x18.outrider.v1.Speculation\x12%\n\x07grammar\x18\x0c \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\r\n\x05trace\x18\r \x01(\x08\x12\x10\n\x08priority\x18\x0e \x01(\x11\x12 \n\x13num_prompt_logprobs\x18\x0f \x01(\rH\x03\x88\x01\x01\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x19\n\x11skip_prefix_cache\x18\x11 \x01(\x08\x12\x12\n\nmin_tokens\x18\x12 \x01(\r\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x04\x88\x01\x01\x12\x1a\n\x12separate_reasoning\x18\x16 \x01(\x08\x42\x07\n\x05inputB\x04\n\x02_nB\r\n\x0b_max_tokensB\x16\n\x14_num_prompt_logprobsB\x16\n\x14_skip_special_tokens\"\xa0\x03\n\x1eGatewayServiceGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x07origins\x18\x05 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x08 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x14\n\x0ctext_lengths\x18\t \x03(\r\x12\x34\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1b.outrider.v1.PromptLogprobs\x12&\n\x06rounds\x18\x0b \x03(\x0b\x32\x16.outrider.v1.RoundTree\x12\x11\n\treasoning\x18\x0c \x01(\t\"!\n\x1fGatewayServiceListModelsRequest\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\"F\n GatewayServiceListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Model*S\n\x0bSpeculation\x12\x1b\n\x17SPECULATION_UNSPECIFIED\x10\x00\x12\x12\n\x0eSPECULATION_ON\x10\x01\x12\x13\n\x0fSPECULATION_OFF\x10\x02\x32\xe2\x01\n\x0eGatewayService\x12\x65\n\x08Generate\x12*.outrider.v1.GatewayServiceGenerateRequest\x1a+.outrider.v1.GatewayServiceGenerateResponse0\x01\x12i\n\nListModels\x12,.outrider.v1.GatewayServiceListModelsRequest\x1a-.outrider.v1.GatewayServiceListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/gateway.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"\x88\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x19\n\x11reasoning_content\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.outrider.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"\xb5\x02\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.outrider.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x17\n\x0ftemplate_values\x18\x04 \x01(\t\x12 \n\x05tools\x18\x05 \x03(\x0b\x32\x11.outrider.v1.Tool\x12\x13\n\x0btool_choice\x18\x06 \x01(\t\x12\x11\n\ttool_name\x18\x07 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x08 \x01(\x08H\x01\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_calls\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xcf\x05\n\x1dGatewayServiceGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x31\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.outrider.v1.ChatMessagesH\x00\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12-\n\x0bspeculation\x18\x0b \x01(\x0e\x32\x18.outrider.v1.Speculation\x12%\n\x07grammar\x18\x0c \x01(\x0b\x32\x14.outrider.v1.Grammar\x12\r\n\x05trace\x18\r \x01(\x08\x12\x10\n\x08priority\x18\x0e \x01(\x11\x12 \n\x13num_prompt_logprobs\x18\x0f \x01(\rH\x03\x88\x01\x01\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x19\n\x11skip_prefix_cache\x18\x11 \x01(\x08\x12\x12\n\nmin_tokens\x18\x12 \x01(\r\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x04\x88\x01\x01\x12\x1a\n\x12separate_reasoning\x18\x16 \x01(\x08\x42\x07\n\x05inputB\x04\n\x02_nB\r\n\x0b_max_tokensB\x16\n\x14_num_prompt_logprobsB\x16\n\x14_skip_special_tokens\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xd0\x03\n\x1eGatewayServiceGenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x07origins\x18\x05 \x03(\x0e\x32\x18.outrider.v1.TokenOrigin\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x08 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x14\n\x0ctext_lengths\x18\t \x03(\r\x12\x34\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1b.outrider.v1.PromptLogprobs\x12&\n\x06rounds\x18\x0b \x03(\x0b\x32\x16.outrider.v1.RoundTree\x12\x11\n\treasoning\x18\x0c \x01(\t\x12.\n\ntool_calls\x18\r \x03(\x0b\x32\x1a.outrider.v1.ToolCallDelta\"!\n\x1fGatewayServiceListModelsRequest\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\"F\n GatewayServiceListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Model*S\n\x0bSpeculation\x12\x1b\n\x17SPECULATION_UNSPECIFIED\x10\x00\x12\x12\n\x0eSPECULATION_ON\x10\x01\x12\x13\n\x0fSPECULATION_OFF\x10\x02\x32\xe2\x01\n\x0eGatewayService\x12\x65\n\x08Generate\x12*.outrider.v1.GatewayServiceGenerateRequest\x1a+.outrider.v1.GatewayServiceGenerateResponse0\x01\x12i\n\nListModels\x12,.outrider.v1.GatewayServiceListModelsRequest\x1a-.outrider.v1.GatewayServiceListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SPECULATION']._serialized_start=1639
-  _globals['_SPECULATION']._serialized_end=1722
-  _globals['_CHATMESSAGE']._serialized_start=68
-  _globals['_CHATMESSAGE']._serialized_end=139
-  _globals['_CHATMESSAGES']._serialized_start=142
-  _globals['_CHATMESSAGES']._serialized_end=319
-  _globals['_TOKENIDS']._serialized_start=321
-  _globals['_TOKENIDS']._serialized_end=344
-  _globals['_GATEWAYSERVICEGENERATEREQUEST']._serialized_start=347
-  _globals['_GATEWAYSERVICEGENERATEREQUEST']._serialized_end=1066
-  _globals['_GATEWAYSERVICEGENERATERESPONSE']._serialized_start=1069
-  _globals['_GATEWAYSERVICEGENERATERESPONSE']._serialized_end=1485
-  _globals['_GATEWAYSERVICELISTMODELSREQUEST']._serialized_start=1487
-  _globals['_GATEWAYSERVICELISTMODELSREQUEST']._serialized_end=1520
-  _globals['_MODEL']._serialized_start=1522
-  _globals['_MODEL']._serialized_end=1565
-  _globals['_GATEWAYSERVICELISTMODELSRESPONSE']._serialized_start=1567
-  _globals['_GATEWAYSERVICELISTMODELSRESPONSE']._serialized_end=1637
-  _globals['_GATEWAYSERVICE']._serialized_start=1725
-  _globals['_GATEWAYSERVICE']._serialized_end=1951
+  _globals['_SPECULATION']._serialized_start=2098
+  _globals['_SPECULATION']._serialized_end=2181
+  _globals['_TOOLCALL']._serialized_start=68
+  _globals['_TOOLCALL']._serialized_end=123
+  _globals['_TOOL']._serialized_start=125
+  _globals['_TOOL']._serialized_end=202
+  _globals['_CHATMESSAGE']._serialized_start=205
+  _globals['_CHATMESSAGE']._serialized_end=341
+  _globals['_CHATMESSAGES']._serialized_start=344
+  _globals['_CHATMESSAGES']._serialized_end=653
+  _globals['_TOKENIDS']._serialized_start=655
+  _globals['_TOKENIDS']._serialized_end=678
+  _globals['_GATEWAYSERVICEGENERATEREQUEST']._serialized_start=681
+  _globals['_GATEWAYSERVICEGENERATEREQUEST']._serialized_end=1400
+  _globals['_TOOLCALLDELTA']._serialized_start=1402
+  _globals['_TOOLCALLDELTA']._serialized_end=1477
+  _globals['_GATEWAYSERVICEGENERATERESPONSE']._serialized_start=1480
+  _globals['_GATEWAYSERVICEGENERATERESPONSE']._serialized_end=1944
+  _globals['_GATEWAYSERVICELISTMODELSREQUEST']._serialized_start=1946
+  _globals['_GATEWAYSERVICELISTMODELSREQUEST']._serialized_end=1979
+  _globals['_MODEL']._serialized_start=1981
+  _globals['_MODEL']._serialized_end=2024
+  _globals['_GATEWAYSERVICELISTMODELSRESPONSE']._serialized_start=2026
+  _globals['_GATEWAYSERVICELISTMODELSRESPONSE']._serialized_end=2096
+  _globals['_GATEWAYSERVICE']._serialized_start=2184
+  _globals['_GATEWAYSERVICE']._serialized_end=2410
 # @@protoc_insertion_point(module_scope)

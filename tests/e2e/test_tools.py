@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+from client import chat, stream
 
 from outrider.cli.cluster import Cluster
+from outrider.v1 import gateway_pb2
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
@@ -56,7 +59,21 @@ def test_a_forced_call_is_valid_and_the_same_with_and_without_speculation(cluste
                 found.append((call.function.name, call.function.arguments))
             assert found[0] == found[1]
             name, arguments = found[0]
+            if choice == "required":
+                assert asyncio.run(grpc_call(cluster, temperature)) == (name, arguments)
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+async def grpc_call(cluster: Cluster, temperature: float) -> tuple[str, str]:
+    """The same over gRPC."""
+    functions = [tool["function"] for tool in TOOLS]
+    tools = [one | {"parameters": json.dumps(one["parameters"])} if "parameters" in one else one for one in functions]
+    request = chat(ASK[0]["content"], max_tokens=160, temperature=temperature, seed=11)
+    request.ignore_eos = False
+    request.chat.MergeFrom(gateway_pb2.ChatMessages(tools=tools, tool_choice="required"))
+    deltas = [delta async for part in stream(cluster, request) for delta in part.tool_calls]
+    assert {delta.index for delta in deltas} == {0} and deltas[0].id
+    return deltas[0].name, "".join(delta.arguments for delta in deltas)
 
 
 def test_a_call_that_the_model_chooses_fits_a_strict_schema(cluster: Cluster) -> None:

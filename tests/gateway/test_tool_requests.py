@@ -1,4 +1,4 @@
-"""Tools from the body through the template to verify, and calls back from the answer."""
+"""Tools from a request through the template to verify, and calls back from the answer, over REST and gRPC."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from gateway_world import World, open_world
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from scripted_verify import MODEL, ScriptedVerify
 from tiny_tokenizers import byte_level_tokenizer
 
 from outrider.protocol.generation_codec import decode_grammar
+from outrider.v1 import common_pb2, gateway_pb2
 
 CHAT = "/v1/chat/completions"
 HELLO: list[Any] = [{"role": "user", "content": "How warm is it in Rome?"}]
@@ -210,3 +212,83 @@ async def test_the_openai_client_parses_arguments_into_its_model(tmp_path: Path)
         )
         (call,) = completion.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == Weather(city="Rome")
+
+
+GRPC_TOOLS = [
+    gateway_pb2.Tool(name="weather", description="Tells it.", parameters=json.dumps(PLACE)),
+    gateway_pb2.Tool(name="now"),
+]
+
+
+def grpc_request(*messages: gateway_pb2.ChatMessage, **fields: Any) -> gateway_pb2.GatewayServiceGenerateRequest:
+    said = messages or [gateway_pb2.ChatMessage(role="user", content=HELLO[0]["content"])]
+    chat = gateway_pb2.ChatMessages(**{"messages": said, "tools": GRPC_TOOLS} | fields)
+    return gateway_pb2.GatewayServiceGenerateRequest(chat=chat)
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
+async def test_grpc_has_the_prompts_and_calls_that_rest_has(tmp_path: Path, form: str) -> None:
+    verify = make_verify(tmp_path, form)
+    history = [
+        gateway_pb2.ChatMessage(role="user", content="x"),
+        gateway_pb2.ChatMessage(role="assistant", tool_calls=[{"id": "c1", "name": "now", "arguments": "{}"}]),
+        gateway_pb2.ChatMessage(role="tool", tool_call_id="c1", content="noon"),
+    ]
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c1", "content": "noon"}]  # fmt: skip
+    async with open_world(verify, tmp_path) as world:
+        for fields, choice in (({}, "auto"), ({"tool_choice": "none"}, "none"),
+                               ({"tool_choice": "required", "tool_name": "weather"},
+                                {"type": "function", "function": {"name": "weather"}})):  # fmt: skip
+            forced = f"[{WEATHER}]" if form == "mistral" else WEATHER
+            verify.say(WRITTEN[form] if choice in ("auto", "none") else forced)
+            body = {"messages": messages, "tools": TOOLS, "tool_choice": choice}
+            wanted = (await world.http.post(CHAT, json=body)).json()["choices"][0]["message"]
+            asked = prompt(world), decoded_grammar(world)
+            answer = [part async for part in world.stub.Generate(grpc_request(*history, **fields))]
+            assert (prompt(world), decoded_grammar(world)) == asked
+            assert "".join(part.text for part in answer) == (wanted["content"] or "")
+            assert answer[-1].finish_reason == common_pb2.FINISH_REASON_STOP
+            deltas = [delta for part in answer for delta in part.tool_calls]
+            calls = wanted.get("tool_calls", [])
+            assert len({delta.index for delta in deltas}) == len(calls)
+            for index, made in enumerate(calls):
+                first, *more = [delta for delta in deltas if delta.index == index]
+                assert first.id and first.name == made["function"]["name"]
+                assert not any(delta.id or delta.name for delta in more)
+                assert "".join(delta.arguments for delta in (first, *more)) == made["function"]["arguments"]
+        verify.say(WRITTEN[form])
+        answer = [part async for part in world.stub.Generate(grpc_request(parallel_tool_calls=False))]
+        assert {delta.index for part in answer for delta in part.tool_calls} == {0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"tools": [{"name": "f", "parameters": "{"}]}, r"chat\.tools\[0\]\.parameters: is no JSON"),
+        ({"tools": [{"name": "f", "parameters": "[]"}]}, r"chat\.tools\[0\]\.parameters: .*object"),
+        ({"tools": [{"name": "f", "parameters": " " * 70000}]}, r"chat\.tools\[0\]\.parameters: .*limit of 65536"),
+        ({"tools": [{"name": "f g"}]}, r"chat\.tools\[0\]\.name: holds more than letters"),
+        ({"tools": [{"name": "f"}, {"name": "f"}]}, r"chat\.tools\[1\]\.name: 'f' is there twice"),
+        ({"tools": [{}] * 129}, r"chat\.tools: 129 entries, over the limit of 128"),
+        ({"tools": [], "tool_choice": "required"}, r"chat\.tools: missing"),
+        ({"tool_choice": "any"}, r"chat\.tool_choice: "),
+        ({"tool_name": "now"}, r"chat\.tool_name: goes with a tool_choice of required"),
+        ({"tool_choice": "required", "tool_name": "then"}, r"chat\.tool_name: 'then' is none of the tools"),
+        ({"tool_choice": "required", "tools": [{"name": "f", "parameters": '{"properties": {"a": {"not": {}}}}'}]},
+         r"chat\.tools\[0\]\.parameters\.properties\.a\.not"),
+        ({"messages": [{"role": "user", "tool_calls": [{"name": "f"}]}]}, r"chat\.messages\[0\]\.tool_calls: only an"),
+        ({"messages": [{"role": "tool"}]}, r"chat\.messages\[0\]\.tool_call_id: tells which call"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}] * 129}]}, r"chat\.messages\[0\]\.tool_calls: 129"),
+    ],
+)  # fmt: skip
+async def test_grpc_refuses_tools_that_cannot_be_by_their_place(
+    world: World, fields: dict[str, Any], refusal: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=refusal):
+        [part async for part in world.stub.Generate(grpc_request(**fields))]
+    request = grpc_request()
+    request.grammar.regex = "a"
+    with pytest.raises(grpc.aio.AioRpcError, match="grammar: does not go with tools"):
+        [part async for part in world.stub.Generate(request)]
