@@ -75,6 +75,17 @@ def stream_linear(
     return out
 
 
+def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
+    """[num_out, size] in `dtype`, computed in float32 and rounded once, for products with many rows."""
+    if not use_triton(weight.codes) or (weight.kind == "fp8" and weight.group % 128 and weight.group != weight.size):
+        return weight.dequantized(dtype)
+    from kernels.jit import gemm as jit
+
+    out = torch.empty(weight.num_out, weight.size, dtype=dtype, device=weight.codes.device)
+    jit.dequantize(weight, out)
+    return out
+
+
 def _check_stream(
     rows: Tensor,
     weight: Tensor | QuantWeight,

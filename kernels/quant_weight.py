@@ -102,13 +102,22 @@ def joined(parts: list[QuantWeight]) -> QuantWeight:
     """Matrices of one kind and group below each other. Scales of row blocks become scales of rows where they must."""
     if any(part.num_out % part.span for part in parts[:-1]):
         parts = [_scales_of_rows(part) for part in parts]
-    zeros = [part.zeros for part in parts if part.zeros is not None]
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        eight = [torch.full_like(part.scales, 8, dtype=torch.uint8) for part in parts]
+        zeros = torch.cat([_or(part.zeros, other) for part, other in zip(parts, eight, strict=True)], -1)
+    dtypes = {part.scales.dtype for part in parts}
+    common = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return replace(
         parts[0],
         codes=torch.cat([part.codes.view(torch.uint8) for part in parts], -2).view(parts[0].codes.dtype),
-        scales=torch.cat([part.scales for part in parts], -1),
-        zeros=torch.cat(zeros, -1) if zeros else None,
+        scales=torch.cat([part.scales.to(common) for part in parts], -1),
+        zeros=zeros,
     )
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
 
 
 def _scales_of_rows(weight: QuantWeight) -> QuantWeight:

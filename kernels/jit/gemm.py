@@ -377,6 +377,53 @@ def _stream(
             _write(acc, acc_up, of_rows, bias, residual, out, first, num_rows, num_out, GATED, SWAP)
 
 
+@triton.jit
+def _dequantize(
+    weight, scales, zeros, out, num_rows, size, num_scales, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of weight rows, steps of BLOCK_K columns)."""
+    first, column = tl.program_id(0) * BLOCK_N, tl.program_id(1) * BLOCK_K
+    row = tl.minimum(first + tl.arange(0, BLOCK_N), num_rows - 1)
+    of_row = row // SPAN
+    inside = (first + tl.arange(0, BLOCK_N) < num_rows)[:, None]
+    scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
+    places = out + row.to(tl.int64)[:, None] * size + column
+    if KIND == "fp8":
+        columns = tl.arange(0, BLOCK_K)[None, :]
+        codes = _load(weight, first, num_rows - 1, column, size, BLOCK_N, BLOCK_K, EVEN, False)
+        values = codes.to(tl.float32) * scale[:, None]
+        tl.store(places + columns, values.to(out.dtype.element_ty), mask=inside & (column + columns < size))
+    else:
+        HALF: tl.constexpr = BLOCK_K // 2
+        columns = tl.arange(0, HALF)[None, :]
+        codes = _load(weight, first, num_rows - 1, column // 2, size // 2, BLOCK_N, HALF, True, False)
+        other = _of_group(scales, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+        if KIND == "mxfp4":
+            low, high = _e2m1(codes & 15), _e2m1(codes >> 4)
+        else:
+            zero = tl.full([BLOCK_N], 8.0, tl.float32)
+            high_zero = zero
+            if zeros is not None:
+                zero = _of_group(zeros, column, of_row, num_scales, GROUP).to(tl.float32)
+                high_zero = _of_group(zeros, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+            low = (codes & 15).to(tl.float32) - zero[:, None]
+            high = (codes >> 4).to(tl.float32) - high_zero[:, None]
+        tl.store(places + columns, (low * scale[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(places + HALF + columns, (high * other[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize(weight: QuantWeight, out: Tensor) -> None:
+    """As kernels.linear.dequantize, into `out`."""
+    block_n, block_k = 16, 2 * weight.half or 128
+    num_out, size = out.shape
+    _dequantize[(triton.cdiv(num_out, block_n), triton.cdiv(size, block_k))](
+        weight.codes, weight.scales, weight.zeros, out, num_out, size, weight.scales.shape[1],
+        BLOCK_N=block_n, BLOCK_K=block_k, EVEN=size % block_k == 0, KIND=weight.kind, GROUP=weight.group,
+        SPAN=weight.span,
+    )  # fmt: skip
+
+
 def num_programs(config: GemmConfig, num_out: int, size: int, processors: int) -> int:
     """Programs of a launch; never more than there are steps."""
     tiles, steps = -(-num_out // config.block_n), -(-size // config.block_k)

@@ -29,13 +29,14 @@ COMMANDS = {
     "top": "Watch services as they work: tokens, acceptance, rounds, memory, errors.",
     "models": "Fetch models, and list those that are here.",
     "inflate": "Make a large model that answers as a small one does, to measure speed.",
+    "quantize": "Make a checkpoint with weights of eight or four bits, to test and to measure.",
     "train": "Train a drafter for a model on the model's own text.",
     "evaluate-draft": "Measure offline how well a drafter guesses what a model says.",
     "convert": "Turn a draft head or token map saved by torch into safetensors or JSON.",
     "version": "Print the version.",
 }
 
-TOOLS = ("bench", "convert", "doctor", "evaluate-draft", "inflate", "plan", "top", "train")
+TOOLS = ("bench", "convert", "doctor", "evaluate-draft", "inflate", "plan", "quantize", "top", "train")
 """Commands of `outrider_tools`, which is reached by name: serving needs nothing of it."""
 
 WITH_SERVICES = ("up", "chat", "demo", "doctor", "plan")

@@ -10,9 +10,12 @@ from torch.nn import functional
 
 from kernels.elementwise import silu_mul
 from kernels.launch import use_triton
-from kernels.linear import norm_linear, stream_linear
-from kernels.linear_configs import fits_row_kernel, row_kernel_pays, worth_streaming
+from kernels.linear import dequantize, norm_linear, stream_linear
+from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
+from kernels.quant_weight import QuantWeight, joined
+from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.norm import RMSNorm
+from outrider.models.quantization import Scheme
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
 # 18 ms for 1 to 6 rows in float32 and 12, 13, 12, 11, 10, 10 ms in bfloat16. So fewer are padded with zeros to five.
@@ -28,13 +31,27 @@ class Linear:
 
     On a GPU few rows go through our weight-streaming kernel, which takes gate and residual along;
     cuBLAS does the rest.
+
+    With a `scheme` the loader fills the checkpoint's own tensors (outrider.layers.formats), and `pack` makes what is
+    multiplied: on a GPU in half precision `quantized`, which stays in its few bits, and is made wide for many rows
+    alone; elsewhere `weight`, dequantized once. Activations keep their dtype, whatever the checkpoint has scales for.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: Scheme | None = None,
     ) -> None:
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.num_out, self.size = out_features, in_features
+        self.weight = torch.empty(0 if scheme else out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self.quantized: QuantWeight | None = None
+        self._scheme = scheme
+        self._stored: list[dict[str, Tensor]] = []
         self._packed: Tensor | None = None
 
     def tensors(self, *names: str, rows: Sequence[int] = ()) -> dict[str, Tensor]:
@@ -42,14 +59,27 @@ class Linear:
 
         Without `rows` it is one matrix.
         """
-        sizes = list(rows) or [self.weight.shape[0]]
-        found = {f"{name}.weight": view for name, view in zip(names, self.weight.split(sizes), strict=True)}
+        sizes = list(rows) or [self.num_out]
+        if self._scheme is None:
+            found = {f"{name}.weight": view for name, view in zip(names, self.weight.split(sizes), strict=True)}
+        else:
+            scheme, device = self._scheme, self.weight.device
+            self._stored = [weight_tensors(scheme, count, self.size, device) for count in sizes]
+            parts = zip(names, self._stored, strict=True)
+            found = {f"{name}.{end}": tensor for name, part in parts for end, tensor in part.items()}
         if self.bias is not None:
             found |= {f"{name}.bias": view for name, view in zip(names, self.bias.split(sizes), strict=True)}
         return found
 
     def pack(self) -> None:
         """Choose the fastest layout for this device and dtype. `weight` is given up where it is laid out anew."""
+        if self._scheme is not None:
+            quantized = joined([decode(self._scheme, part) for part in self._stored])
+            self._stored = []
+            if self.weight.is_cuda and self.weight.dtype != torch.float32:
+                self.quantized = quantized
+                return
+            self.weight = quantized.dequantized(self.weight.dtype)
         if can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
             self.weight = self.weight.new_empty(0)
@@ -57,9 +87,9 @@ class Linear:
     def __call__(self, rows: Tensor) -> Tensor:
         """[M, in] to [M, out]."""
         if self._streams(rows):
-            return stream_linear(rows, self.weight, bias=self.bias)
+            return stream_linear(rows, self.quantized or self.weight, bias=self.bias)
         if self._packed is None:
-            return functional.linear(rows, self.weight, self.bias)
+            return functional.linear(rows, self.wide(), self.bias)
         num_rows = rows.shape[0]
         if num_rows < MIN_ROWS:
             rows = functional.pad(rows, (0, 0, 0, MIN_ROWS - num_rows))
@@ -71,18 +101,18 @@ class Linear:
         if self.uses_row_kernel(rows, whole=False):
             return norm_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._streams(rows):
-            return stream_linear(rows, self.weight, bias=self.bias, residual=residual)
+            return stream_linear(rows, self.quantized or self.weight, bias=self.bias, residual=residual)
         if self._packed is not None and rows.shape[0] >= MIN_ROWS:
             total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self._packed, self.bias, "add")
             return total
         if self._packed is None and self.bias is None and rows.is_cuda:
-            return torch.addmm(residual, rows, self.weight.t())
+            return torch.addmm(residual, rows, self.wide().t())
         return residual + self(rows)
 
     def gated(self, rows: Tensor) -> Tensor:
         """silu(gate) * up [M, out / 2] for [M, in], where gate and up are the halves of the product."""
         if self._streams(rows):
-            return stream_linear(rows, self.weight, bias=self.bias, gated=True)
+            return stream_linear(rows, self.quantized or self.weight, bias=self.bias, gated=True)
         gate_up = self(rows)
         if gate_up.is_cuda:
             return silu_mul(gate_up)
@@ -100,7 +130,7 @@ class Linear:
 
         `whole`: the rows are to be normed, and `gated`.
         """
-        if self._packed is not None or not use_triton(rows):
+        if self._packed is not None or self.quantized is not None or not use_triton(rows):
             return False
         count, (num_out, size) = rows.shape[0], self.weight.shape
         if not rows.is_cuda:
@@ -110,12 +140,18 @@ class Linear:
     def to_float32(self, rows: Tensor) -> Tensor:
         """[M, in] to float32 [M, out], on a GPU without a rounding to the weight's dtype in between."""
         if self._streams(rows):
-            return stream_linear(rows, self.weight, bias=self.bias, out_dtype=torch.float32)
+            return stream_linear(rows, self.quantized or self.weight, bias=self.bias, out_dtype=torch.float32)
         if rows.is_cuda and self.bias is None and rows.dtype != torch.float32:
-            return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
+            return torch.mm(rows, self.wide().t(), out_dtype=torch.float32)
         return self(rows).float()
 
+    def wide(self) -> Tensor:
+        """[out, in] in the dtype of activations: `weight`, or, each time anew, what `quantized` stands for."""
+        return self.weight if self.quantized is None else dequantize(self.quantized, self.weight.dtype)
+
     def _streams(self, rows: Tensor) -> bool:
+        if self.quantized is not None:
+            return rows.shape[0] <= max_rows(quantized=True)
         return rows.is_cuda and rows.dtype != torch.float32 and worth_streaming(rows.shape[0], self.weight.numel())
 
 

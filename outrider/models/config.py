@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.models.quantization import Quantization, Scheme, read_quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -195,6 +196,7 @@ class ModelConfig(ModelShape):
     mlp_bias: bool
     qk_norm: bool
     experts: ExpertsConfig | None = None
+    quantization: Quantization | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -240,11 +242,20 @@ class ModelConfig(ModelShape):
             qk_norm=family.qk_norm,
             dtype=_dtype(fields),
             experts=ExpertsConfig.from_fields(fields, family.experts) if family.experts else None,
+            quantization=read_quantization(fields),
         )
         config._check()
         return config
 
+    def scheme_of(self, *modules: str) -> Scheme | None:
+        """How matrices that are fused into one are quantized, by the names of their modules; None: they are not."""
+        return None if self.quantization is None else self.quantization.scheme_of(*modules)
+
     def _check(self) -> None:
+        if self.quantization is not None and self.experts is not None:
+            raise ConfigError(
+                f"config.json: {self.architecture} with quantization_config is not supported; give 16-bit weights"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"config.json: num_attention_heads {self.num_heads} must be a multiple of "
@@ -281,8 +292,6 @@ def _architecture(fields: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    if fields.get("quantization_config"):
-        raise ConfigError("config.json: quantization_config is not supported; give an unquantized checkpoint")
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")

@@ -33,8 +33,11 @@ class SelfAttention:
         self.q_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
         # q, k and v are one matrix: heads in that order, so that q and k are rotated (and normed) as one tensor.
-        self.qkv = Linear(input_size, self.q_size + 2 * self.kv_size, config.qkv_bias, dtype, device)
-        self.output = Linear(self.q_size, config.hidden_size, config.output_bias, dtype, device)
+        name, num_out = f"model.layers.{layer}.self_attn", self.q_size + 2 * self.kv_size
+        scheme = config.scheme_of(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        self.qkv = Linear(input_size, num_out, config.qkv_bias, dtype, device, scheme)
+        scheme = config.scheme_of(f"{name}.o_proj")
+        self.output = Linear(self.q_size, config.hidden_size, config.output_bias, dtype, device, scheme)
         self.qk_norm: RMSNorm | None = None
         if config.qk_norm:
             shape = (config.num_heads + config.num_kv_heads, config.head_dim)
@@ -76,10 +79,13 @@ class GatedMlp:
     name = "mlp"
     """In checkpoints."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size = config.intermediate_size
-        self.gate_up = Linear(config.hidden_size, 2 * self.size, config.mlp_bias, dtype, device)
-        self.down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device)
+        name = f"model.layers.{layer}.mlp"
+        scheme = config.scheme_of(f"{name}.gate_proj", f"{name}.up_proj")
+        self.gate_up = Linear(config.hidden_size, 2 * self.size, config.mlp_bias, dtype, device, scheme)
+        scheme = config.scheme_of(f"{name}.down_proj")
+        self.down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device, scheme)
 
     def __call__(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the MLP's output for it, normed."""
@@ -121,7 +127,7 @@ class DecoderLayer:
         if experts is not None and layer in experts.layers:
             self.mlp = ExpertMlp(experts, config.hidden_size, dtype, device)
         else:
-            self.mlp = GatedMlp(config, dtype, device)
+            self.mlp = GatedMlp(config, layer, dtype, device)
 
     def __call__(self, stream: Tensor, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] after the layer."""
@@ -160,7 +166,9 @@ class CausalLM(LanguageModel):
         self.layers = [DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers)]
         self.norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device)
         self.rotary = Rotary(config.rope, config.head_dim, device)
-        self.head = Linear(config.hidden_size, 0 if config.tie_embeddings else config.vocab_size, False, dtype, device)
+        rows = 0 if config.tie_embeddings else config.vocab_size
+        scheme = None if config.tie_embeddings else config.scheme_of("lm_head")
+        self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint belongs: its name to a tensor, or a view of a fused one, of its shape."""

@@ -48,6 +48,8 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
     def name_of(name: str) -> str | None:
         # Old Llama checkpoints carry their rotary frequencies, tied ones may repeat their head.
         derived = name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
+        # Scales of a quantized KV cache; ours needs none.
+        derived = derived or name.endswith((".k_scale", ".v_scale", ".kv_scale"))
         return None if derived or (unread is not None and name.startswith(unread)) else name
 
     stored = stored_tensors(folder, name_of)

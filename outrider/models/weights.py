@@ -65,7 +65,8 @@ def check_tensors(
     for name, tensor in stored.items():
         if name not in expected:
             raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; config.json does not call for it")
-        if tensor.shape != tuple(expected[name].shape):
+        # A scalar is written as one of no dimension by some, of one by others.
+        if (tensor.shape or (1,)) != tuple(expected[name].shape):
             raise ConfigError(
                 f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, {config} calls for "
                 f"{list(expected[name].shape)}"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
+from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import decoder_tensors
@@ -80,6 +81,8 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     """
     fields = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)
+    if config.quantization is not None:
+        raise ConfigError(f"{source}: has {config.quantization.name} weights; inflate its source, then quantize that")
     shape_map = ShapeMap.of(config, options.shape)
     vocab_size = options.vocab_size or config.vocab_size
     stored = decoder_tensors(source, config)

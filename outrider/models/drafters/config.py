@@ -10,6 +10,8 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, get_bool, get_int
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+QUANTIZED_NAMES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")
+"""Ends of the names of tensors that stand beside, or in place of, a quantized matrix."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -113,8 +115,14 @@ def mtp_config(target: ModelConfig, names: Collection[str]) -> HeadConfig:
             f"config.json: NEXTN reads the head in a MiMoForCausalLM checkpoint, and this is {target.architecture} "
             "without model.mtp_layers.0"
         )
+    quantized = [name for name in names if name.endswith(QUANTIZED_NAMES)]
+    if quantized:
+        raise ConfigError(
+            f"config.json: the head's tensor {quantized[0]} is quantized, which is not supported; give one that "
+            "quantization left out"
+        )
     return HeadConfig(
-        decoder=replace(target, num_layers=1, experts=None),
+        decoder=replace(target, num_layers=1, experts=None, quantization=None),
         draft_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         feature_layers=(target.num_layers + 1,),

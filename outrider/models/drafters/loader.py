@@ -19,6 +19,7 @@ from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, Stand
 from outrider.models.drafters.kinds import draft_folder, head_config, head_name, model_algorithm, mtp_name
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
 from outrider.models.loader import SUPPORTED_DTYPES, load_model
+from outrider.models.quantization import read_quantization
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
@@ -150,6 +151,12 @@ def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:
 
 def shared_tensors(target: Path) -> dict[str, StoredTensor]:
     """Embedding and output matrix of a target's folder, the same tensor where they are tied."""
+    quantization = read_quantization(read_json(target / "config.json"))
+    scheme = quantization.scheme_of("lm_head") if quantization is not None else None
+    if scheme is not None:
+        raise ConfigError(
+            f"{target}: lm_head is quantized ({scheme.name}), and a head that has none of its own needs it in 16 bits"
+        )
     found = stored_tensors(target, {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get)
     if EMBEDDING not in found:
         raise ConfigError(f"{target}: tensor model.embed_tokens.weight missing from the checkpoint")

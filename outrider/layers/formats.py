@@ -1,0 +1,196 @@
+"""How quantized matrices lie in checkpoints: the tensors of each layout, and what our kernels make of them.
+
+A layout is two functions. To add one: its tensors by the ends of their names, and the QuantWeight that they stand for;
+then the name in FORMATS, and in `outrider.models.quantization` what in config.json means it. All tensors may have
+leading dimensions, of stacked experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.quant_weight import QuantWeight, nibble_half, packed
+from outrider.errors import ConfigError
+from outrider.models.quantization import Scheme
+
+# Eight nibbles of a word of AWQ's are these columns.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A layout of quantized matrices [num_out, size].
+
+    `tensors(scheme, num_out, size)`: shape and dtype of each, by the end of its name in a checkpoint.
+    `decode(scheme, tensors)`: the matrix of them, on their device.
+    """
+
+    tensors: Callable[[Scheme, int, int], Shapes]
+    decode: Callable[[Scheme, Mapping[str, Tensor]], QuantWeight]
+
+
+def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device) -> dict[str, Tensor]:
+    """Empty tensors of a matrix, by the ends of their names, to be filled by a loader.
+
+    Raises ConfigError: a shape that the format cannot have or no kernel takes.
+    """
+    group = scheme.group or size
+    if scheme.kind != "fp8":
+        if size % group:
+            raise ConfigError(
+                f"config.json: {scheme.name}: a layer of {size} columns is no multiple of its group {group}"
+            )
+        if size % 32 or num_out % 8:
+            raise ConfigError(
+                f"config.json: {scheme.name}: a layer of {num_out} x {size} is not supported; 8 rows and 32 columns "
+                "must divide it"
+            )
+    shapes = FORMATS[scheme.layout].tensors(scheme, num_out, size)
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+
+
+def decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
+    """The matrix that filled tensors stand for."""
+    return FORMATS[scheme.layout].decode(scheme, tensors)
+
+
+def _fp8_tensors(scheme: Scheme, num_out: int, size: int, scale: str = "weight_scale") -> Shapes:
+    groups = -(-size // scheme.group) if scheme.group else 1
+    shape = (-(-num_out // scheme.block), groups) if scheme.block else (1,)
+    found: Shapes = {"weight": ((num_out, size), torch.float8_e4m3fn), scale: (shape, torch.float32)}
+    if scheme.input_scale:
+        found["input_scale"] = ((1,), torch.float32)
+    return found
+
+
+def _fp8_inverse_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
+    return _fp8_tensors(scheme, num_out, size, "weight_scale_inv")
+
+
+def _fp8_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
+    codes = tensors["weight"]
+    scales = tensors["weight_scale"] if "weight_scale" in tensors else tensors["weight_scale_inv"]
+    if not scheme.block:
+        scales = scales.unsqueeze(-1).expand(*codes.shape[:-1], 1)
+    scales = scales.transpose(-1, -2).contiguous()
+    return QuantWeight("fp8", codes, scales, scheme.group or codes.shape[-1], max(scheme.block, 1))
+
+
+def _packed_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
+    groups = size // (scheme.group or size)
+    found: Shapes = {
+        "weight_packed": ((num_out, size // 8), torch.int32),
+        "weight_scale": ((num_out, groups), torch.float32),
+        "weight_shape": ((2,), torch.int64),
+    }
+    if not scheme.symmetric:
+        found["weight_zero_point"] = ((num_out // 8, groups), torch.int32)
+    return found
+
+
+def _packed_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
+    codes = _nibbles(tensors["weight_packed"])
+    zeros = tensors.get("weight_zero_point")
+    if zeros is not None:
+        zeros = _nibbles(zeros.transpose(-1, -2))
+    return _int4(codes, tensors["weight_scale"].transpose(-1, -2), zeros)
+
+
+def _awq_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
+    groups = size // (scheme.group or size)
+    return {
+        "qweight": ((size, num_out // 8), torch.int32),
+        "qzeros": ((groups, num_out // 8), torch.int32),
+        "scales": ((groups, num_out), torch.float32),
+    }
+
+
+def _awq_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
+    codes = _nibbles(tensors["qweight"], _AWQ_ORDER).transpose(-1, -2)
+    return _int4(codes, tensors["scales"], _nibbles(tensors["qzeros"], _AWQ_ORDER))
+
+
+def _gptq_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
+    groups = size // (scheme.group or size)
+    return {
+        "qweight": ((size // 8, num_out), torch.int32),
+        "qzeros": ((groups, num_out // 8), torch.int32),
+        "scales": ((groups, num_out), torch.float32),
+        "g_idx": ((size,), torch.int32),
+    }
+
+
+def _gptq_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
+    codes = _nibbles(tensors["qweight"].transpose(-1, -2))
+    return _int4(codes, tensors["scales"], _nibbles(tensors["qzeros"]) + scheme.zero_offset)
+
+
+def _mxfp4_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
+    return {
+        "weight_packed": ((num_out, size // 2), torch.uint8),
+        "weight_scale": ((num_out, size // 32), torch.uint8),
+    }
+
+
+def _mxfp4_block_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
+    return {
+        "blocks": ((num_out, size // 32, 16), torch.uint8),
+        "scales": ((num_out, size // 32), torch.uint8),
+    }
+
+
+def _mxfp4_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
+    pairs, exponents = tensors.get("weight_packed"), tensors.get("weight_scale")
+    if pairs is None or exponents is None:
+        pairs, exponents = tensors["blocks"].flatten(-2), tensors["scales"]
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+    # As bits of float32, an exponent needs no rounding; 0 is 2^-127, a number without the leading one.
+    scales = torch.where(exponents == 0, 2**22, exponents.int() << 23).view(torch.float32)
+    half = nibble_half(codes.shape[-1], 32)
+    scales = scales.transpose(-1, -2).to(torch.bfloat16).contiguous()
+    return QuantWeight("mxfp4", packed(codes, half), scales, 32, half=half)
+
+
+def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantWeight:
+    """Of codes uint8 [num_out, size], scales and zeros [groups, num_out]."""
+    size = codes.shape[-1]
+    group = size // scales.shape[-2]
+    if zeros is not None and bool((zeros == 8).all()):
+        zeros = None
+    half = nibble_half(size, group)
+    codes = packed(codes.contiguous(), half)
+    return QuantWeight(
+        "int4", codes, _narrowed(scales), group, zeros=None if zeros is None else zeros.contiguous(), half=half
+    )
+
+
+def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """int32 [..., n] to uint8 [..., 8 n]; nibble i of a word is column order[i] of its eight."""
+    found = words.new_empty((*words.shape, 8), dtype=torch.uint8)
+    for nibble, column in enumerate(order):
+        found[..., column] = (words >> (4 * nibble) & 15).to(torch.uint8)
+    return found.flatten(-2)
+
+
+def _narrowed(scales: Tensor) -> Tensor:
+    """In the first dtype of two bytes that holds them all exactly, as the checkpoint did."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(scales.to(dtype).float(), scales):
+            return scales.to(dtype).contiguous()
+    return scales.contiguous()
+
+
+FORMATS: dict[str, WeightFormat] = {
+    "fp8": WeightFormat(_fp8_tensors, _fp8_decode),
+    "fp8-inverse": WeightFormat(_fp8_inverse_tensors, _fp8_decode),
+    "packed": WeightFormat(_packed_tensors, _packed_decode),
+    "awq": WeightFormat(_awq_tensors, _awq_decode),
+    "gptq": WeightFormat(_gptq_tensors, _gptq_decode),
+    "packed-mxfp4": WeightFormat(_mxfp4_tensors, _mxfp4_decode),
+    "mxfp4-blocks": WeightFormat(_mxfp4_block_tensors, _mxfp4_decode),
+}

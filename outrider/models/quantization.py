@@ -1,0 +1,242 @@
+"""What config.json says about quantized weights, validated before any is read. Torch-free.
+
+A *scheme* is how one matrix is stored. Most checkpoints have one for all linear layers but those on a list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import ConfigError
+
+SUPPORTED = "fp8 (per tensor, channel or block), int4 (awq, gptq, compressed-tensors) and mxfp4"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a matrix [num_out, size] is stored. `layout` names its tensors (outrider.layers.formats.FORMATS).
+
+    `kind`: "fp8", "int4" or "mxfp4", as in kernels.quant_weight. `group`: columns that share a scale, 0 for all.
+    `block`: rows that share one, 1 but for blocks, and 0 for all. `symmetric`: int4 has no zeros of its own.
+    `input_scale`: there is a scale of activations, which is not used: ours stay in 16 bits.
+    `zero_offset`: what stored zeros are too small by.
+    """
+
+    layout: str
+    kind: str
+    group: int = 0
+    block: int = 1
+    symmetric: bool = True
+    input_scale: bool = False
+    zero_offset: int = 0
+
+    @property
+    def bits(self) -> int:
+        """Of a weight, scales aside."""
+        return 8 if self.kind == "fp8" else 4
+
+    @property
+    def name(self) -> str:
+        """For people: `fp8`, `fp8 128x128`, `int4 g128`."""
+        if self.kind == "fp8":
+            return f"fp8 {self.block}x{self.group}" if self.group else "fp8"
+        return f"{self.kind} g{self.group}" if self.group else self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Schemes of a checkpoint's linear layers: the first whose targets name a layer, unless `ignored` does.
+
+    Targets and ignored ones are regular expressions for whole names.
+    """
+
+    method: str
+    schemes: tuple[tuple[str, Scheme], ...]
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return ", ".join(dict.fromkeys(scheme.name for _, scheme in self.schemes))
+
+    def scheme_of(self, *modules: str) -> Scheme | None:
+        """The scheme of matrices that are fused into one, by the checkpoint's names of their modules; None: 16 bits.
+
+        Raises ConfigError: they have different ones.
+        """
+        found = [self._scheme_of(module) for module in modules]
+        if any(scheme != found[0] for scheme in found):
+            shown = ", ".join(
+                f"{module}: {scheme.name if scheme else 'none'}" for module, scheme in zip(modules, found, strict=True)
+            )
+            raise ConfigError(f"config.json: quantization_config differs where layers are computed as one ({shown})")
+        return found[0]
+
+    def _scheme_of(self, module: str) -> Scheme | None:
+        # Checkpoints of several modalities put more in front of the decoder's names, heads leave `model.` out.
+        names = (module, module.removeprefix("model."))
+        if any(re.fullmatch(pattern, name) for pattern in self.ignored for name in names):
+            return None
+        for pattern, scheme in self.schemes:
+            if any(re.fullmatch(pattern, name) for name in names):
+                return scheme
+        return None
+
+
+def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
+    """What `quantization_config` (or `compression_config`) of config.json says; None without one.
+
+    Raises ConfigError: one line that names the method or field which is not supported.
+    """
+    config = fields.get("quantization_config") or fields.get("compression_config")
+    if not config:
+        return None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config.json: quantization_config must be an object, got {config!r}")
+    method = config.get("quant_method")
+    reader = _READERS.get(str(method))
+    if reader is None:
+        raise ConfigError(
+            f"config.json: quantization_config.quant_method {method!r} is not supported; supported are {SUPPORTED}"
+        )
+    return reader(config)
+
+
+def _fp8(config: Mapping[str, Any]) -> Quantization:
+    _require(config, "fmt", ("e4m3", None))
+    _require(config, "activation_scheme", ("dynamic", "static", None))
+    block = config.get("weight_block_size")
+    static = config.get("activation_scheme") == "static"
+    if block is None:
+        return Quantization(
+            "fp8", ((".*_proj", Scheme("fp8", "fp8", 0, 0, input_scale=static)),), _not_converted(config)
+        )
+    rows, columns = _block(block)
+    scheme = Scheme("fp8-inverse", "fp8", columns, rows, input_scale=static)
+    return Quantization("fp8", ((".*_proj", scheme),), _not_converted(config))
+
+
+def _awq(config: Mapping[str, Any]) -> Quantization:
+    _require(config, "bits", (4,))
+    _require(config, "version", ("gemm", "GEMM", None))
+    scheme = Scheme("awq", "int4", _group(config.get("group_size")), symmetric=False)
+    return Quantization("awq", ((".*_proj", scheme),), _not_converted(config))
+
+
+def _gptq(config: Mapping[str, Any]) -> Quantization:
+    _require(config, "bits", (4,))
+    if config.get("desc_act"):
+        raise ConfigError(
+            "config.json: quantization_config.desc_act (act-order) is not supported; quantize with desc_act false"
+        )
+    _require(config, "lm_head", (False, None))
+    form = _require(config, "checkpoint_format", ("gptq", "gptq_v2", None))
+    scheme = Scheme(
+        "gptq", "int4", _group(config.get("group_size")), symmetric=False, zero_offset=0 if form == "gptq_v2" else 1
+    )
+    return Quantization("gptq", ((".*_proj", scheme),), _not_converted(config))
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Quantization:
+    return Quantization("mxfp4", ((r".*\.experts.*", Scheme("mxfp4-blocks", "mxfp4", 32)),), _not_converted(config))
+
+
+def _compressed(config: Mapping[str, Any]) -> Quantization:
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ConfigError("config.json: quantization_config.config_groups is missing")
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise ConfigError("config.json: quantization_config.sparsity_config is not supported; only dense weights are")
+    schemes: list[tuple[str, Scheme]] = []
+    for name, group in groups.items():
+        scheme = _compressed_scheme(name, group, group.get("format") or config.get("format"))
+        for target in group.get("targets") or ["Linear"]:
+            schemes.append((".*_proj|.*\\.gate|lm_head" if target == "Linear" else _pattern(target), scheme))
+    return Quantization("compressed-tensors", tuple(schemes), tuple(map(_pattern, config.get("ignore") or ())))
+
+
+def _compressed_scheme(name: str, group: Mapping[str, Any], form: Any) -> Scheme:
+    where = f"quantization_config.config_groups.{name}"
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"config.json: {where}.weights is missing")
+    kind = (weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy"))
+    inputs = group.get("input_activations") or {}
+    static = bool(inputs) and not inputs.get("dynamic", False)
+    if kind[:2] == ("float", 8) and form in ("float-quantized", "naive-quantized", None):
+        if kind[2] == "tensor":
+            return Scheme("fp8", "fp8", 0, 0, input_scale=static)
+        if kind[2] == "channel":
+            return Scheme("fp8", "fp8", 0, 1, input_scale=static)
+        if kind[2] == "block":
+            rows, columns = _block(weights.get("block_structure"))
+            return Scheme("fp8", "fp8", columns, rows, input_scale=static)
+    if kind[:2] == ("int", 4) and form == "pack-quantized" and kind[2] in ("group", "channel"):
+        if weights.get("actorder") in ("group", "dynamic", True):
+            raise ConfigError(
+                f"config.json: {where}.weights.actorder is not supported; quantize without, or with 'weight'"
+            )
+        return Scheme(
+            "packed", "int4", _group(weights.get("group_size")), symmetric=bool(weights.get("symmetric", True))
+        )
+    if kind[:2] == ("float", 4) and form == "mxfp4-pack-quantized":
+        return Scheme("packed-mxfp4", "mxfp4", 32)
+    raise ConfigError(
+        f"config.json: {where} is {kind[0]}{kind[1]} by {kind[2]} in format {form!r}, which is not supported; "
+        f"supported are {SUPPORTED}"
+    )
+
+
+def _require(config: Mapping[str, Any], name: str, allowed: Sequence[Any]) -> Any:
+    value = config.get(name)
+    if value not in allowed:
+        shown = ", ".join(str(choice) for choice in allowed if choice is not None)
+        raise ConfigError(f"config.json: quantization_config.{name} {value!r} is not supported; supported: {shown}")
+    return value
+
+
+def _group(size: Any) -> int:
+    if size in (None, -1):
+        return 0
+    if type(size) is not int or size < 16 or size % 16:
+        raise ConfigError(f"config.json: quantization_config.group_size must be -1 or a multiple of 16, got {size!r}")
+    return size
+
+
+def _block(shape: Any) -> tuple[int, int]:
+    if not isinstance(shape, Sequence) or [type(size) for size in shape] != [int, int] or min(shape) < 16:
+        raise ConfigError(f"config.json: the block of quantized weights must be two sizes from 16 on, got {shape!r}")
+    rows, columns = shape
+    if columns % 128:
+        raise ConfigError(f"config.json: blocks of {columns} columns are not supported; multiples of 128 are")
+    return rows, columns
+
+
+def _pattern(name: object) -> str:
+    """A regular expression of a name of compressed-tensors: itself one behind `re:`."""
+    text = str(name)
+    if not text.startswith("re:"):
+        return re.escape(text)
+    try:
+        re.compile(text[3:])
+    except re.error as error:
+        raise ConfigError(f"config.json: quantization_config: {text!r} is no regular expression: {error}") from None
+    return f"(?:{text[3:]}).*"
+
+
+def _not_converted(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names, or parts of them between dots; `*` stands for anything."""
+    names = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    return tuple(rf"(.*\.)?{re.escape(str(name)).replace(re.escape('*'), '.*')}(\..*)?" for name in names)
+
+
+_READERS = {
+    "fp8": _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed,
+}

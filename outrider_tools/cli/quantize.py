@@ -1,0 +1,51 @@
+"""`outrider quantize`: a checkpoint with weights of eight or four bits, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+from outrider.cli.options import number
+from outrider.models.progress import ConsoleProgress
+from outrider.models.store import DEFAULT_MODEL, resolve_model
+
+FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int4", "awq", "gptq", "mxfp4")
+
+
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help=f"The source: a name or folder. Default: {DEFAULT_MODEL}."
+    )
+    parser.add_argument("--format", choices=FORMATS, required=True, help="How weights are stored.")
+    parser.add_argument(
+        "--group-size", type=int, choices=(16, 32, 64, 128), default=128, help="Weights that share a scale, of int4."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="The folder to make; it must not exist.")
+    parser.add_argument(
+        "--shard-gb", type=number(0.001, 1000), default=2.0, help="Largest weight file, in GB. Default: 2."
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="What computes. Default: auto."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command."""
+    source = resolve_model(arguments.model, needs_tokenizer=False)
+    # By name: the command line imports without torch.
+    module = import_module("outrider_tools.quantize")
+    device = import_module("outrider.device").choose_device(arguments.device)
+    with ConsoleProgress() as progress:
+        num_bytes = module.quantize(
+            source,
+            arguments.out,
+            arguments.format,
+            arguments.group_size,
+            device,
+            int(arguments.shard_gb * 1e9),
+            progress,
+        )
+    print(f"{arguments.out}: {num_bytes / 1e9:.2f} GB of weights")
+    return 0

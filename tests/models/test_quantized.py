@@ -1,0 +1,138 @@
+"""Quantized checkpoints against the same matrices dequantized, in every format that the tool writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import relative_error, run_one, save_tiny, token_ids
+
+from outrider.errors import ConfigError
+from outrider.layers.formats import decode
+from outrider.models.config import ModelConfig
+from outrider.models.loader import load_model
+from outrider.models.quantization import read_quantization
+from outrider_tools.quantize import FORMATS, is_quantized, quantize
+
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
+STEP = {"fp8": 0.063, "int4": 0.2, "mxfp4": 0.35}
+"""How far a weight may be off, of the largest in its row."""
+
+
+def make(tmp_path: Path, name: str, **changes: Any) -> tuple[Path, Path]:
+    """A tiny model, and the same quantized."""
+    source, out = tmp_path / "source", tmp_path / name
+    save_tiny(source, **{**SIZES, **changes})
+    quantize(source, out, name, 32, torch.device("cpu"), 1 << 30, lambda *_: None)
+    return source, out
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_its_dequantized_matrices(tmp_path: Path, name: str) -> None:
+    source, out = make(tmp_path, name)
+    config = ModelConfig.from_folder(out)
+    assert config.quantization is not None
+    stored = load_file(out / "model-00001.safetensors")
+    wide = load_file(source / "model.safetensors")
+    for key in filter(is_quantized, wide):
+        module = key.removesuffix(".weight")
+        scheme = config.quantization.scheme_of(module)
+        assert scheme is not None
+        parts = {end: stored[f"{module}.{end}"] for end in _ends(module, stored)}
+        # As a loader's targets are.
+        parts = {
+            end: part.float() if "scale" in end and part.is_floating_point() else part for end, part in parts.items()
+        }
+        matrix = decode(scheme, parts).dequantized(torch.float32)
+        error = (matrix - wide[key]).abs().amax(1) / wide[key].abs().amax(1)
+        assert 0 < float(error.max()) < STEP[scheme.kind]
+        wide[key] = matrix
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(wide, plain / "model.safetensors")
+    model, expected, ids = load_model(out), load_model(plain), token_ids(8)
+    found = run_one(model, model.new_kv(8), ids, torch.arange(8))
+    assert torch.equal(found, run_one(expected, expected.new_kv(8), ids, torch.arange(8)))
+
+
+def _ends(module: str, stored: dict[str, torch.Tensor]) -> list[str]:
+    return [name.removeprefix(f"{module}.") for name in stored if name.startswith(f"{module}.")]
+
+
+def test_rounded_to_bfloat16_it_is_near(tmp_path: Path) -> None:
+    source, out = make(tmp_path, "fp8-block", hidden_size=96, tie_word_embeddings=True)
+    model, wide, ids = load_model(out, torch.bfloat16), load_model(source), token_ids(8)
+    found = run_one(model, model.new_kv(8), ids, torch.arange(8))
+    assert relative_error(found, run_one(wide, wide.new_kv(8), ids, torch.arange(8))) < 0.2
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, ["bitsandbytes", "supported are"]),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, ["desc_act", "act-order"]),
+        ({"quant_method": "gptq", "bits": 8}, ["bits", "8"]),
+        ({"quant_method": "awq", "bits": 4, "group_size": 100}, ["group_size", "100"]),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version", "gemv"]),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ["block", "[128]"]),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt", "e5m2"]),
+        (COMPRESSED, ["config_groups"]),
+        ({**COMPRESSED, "config_groups": {"a": {"weights": {**FP8, "type": "int"}}}}, ["config_groups.a", "int8"]),
+        (
+            {**COMPRESSED, "config_groups": {"a": {"weights": FP8}}, "ignore": ["re:.*k_proj"]},
+            ["differs", "k_proj: none"],
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_a_line(tmp_path: Path, config: dict[str, Any], words: list[str]) -> None:
+    save_tiny(tmp_path, **SIZES)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "quantization_config": config}))
+    with pytest.raises(ConfigError) as raised:
+        load_model(tmp_path)
+    for word in words:
+        assert word in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+def test_layers_left_out_stay_as_they_are() -> None:
+    group = {"targets": ["Linear"], "weights": FP8}
+    config = {
+        **COMPRESSED,
+        "config_groups": {"a": group},
+        "ignore": ["lm_head", "re:.*mlp.gate$", "model.layers.0.x_proj"],
+    }
+    quantization = read_quantization({"quantization_config": config})
+    assert quantization is not None
+    assert quantization.scheme_of("model.layers.1.x_proj") is not None
+    assert quantization.scheme_of("layers.1.x_proj") is not None
+    assert quantization.scheme_of("model.layers.0.x_proj") is None
+    assert quantization.scheme_of("model.layers.0.mlp.gate") is None
+    assert quantization.scheme_of("lm_head") is None
+    fields = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["layers.2", "model.*.o_proj"],
+    }
+    quantization = read_quantization({"quantization_config": fields})
+    assert quantization is not None
+    assert quantization.scheme_of("model.layers.2.mlp.up_proj") is None
+    assert quantization.scheme_of("model.layers.20.mlp.up_proj") is not None
+    assert quantization.scheme_of("model.layers.3.self_attn.o_proj") is None
+    assert quantization.scheme_of("model.mtp_layers.0.mlp.up_proj") is not None
+
+
+def test_quantizing_twice_and_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    _, out = make(tmp_path, "fp8")
+    for folder, name, word in ((out, "fp8", "already"), (tmp_path / "source", "int4", "--group-size")):
+        with pytest.raises(ConfigError, match=word):
+            quantize(folder, tmp_path / "again", name, 128, torch.device("cpu"), 1 << 30, lambda *_: None)
