@@ -230,7 +230,7 @@ class ModelConfig(ModelShape):
             num_layers=get_int(fields, "num_hidden_layers", minimum=1),
             num_heads=num_heads,
             num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
-            head_dim=get_int(fields, "head_dim", _default_head_dim(family, hidden_size, num_heads), minimum=2),
+            head_dim=get_int(fields, "head_dim", _default_head_dim(fields, family, hidden_size, num_heads), minimum=2),
             max_positions=max_positions,
             rms_norm_eps=get_float(fields, "rms_norm_eps", 1e-6),
             rope=RopeConfig.from_fields(fields, max_positions),
@@ -306,8 +306,8 @@ def _has_window(fields: Mapping[str, Any]) -> bool:
     return fields.get("model_type") == "mixtral" and bool(fields.get("sliding_window"))
 
 
-def _default_head_dim(family: Family, hidden_size: int, num_heads: int) -> int:
-    if family.head_dim is not None:
+def _default_head_dim(fields: Mapping[str, Any], family: Family, hidden_size: int, num_heads: int) -> int | None:
+    if fields.get("head_dim") is not None or family.head_dim is not None:
         return family.head_dim
     if hidden_size % num_heads:
         raise ConfigError(

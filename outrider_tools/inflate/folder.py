@@ -193,6 +193,9 @@ def streamed_logits(folder: Path, token_ids: list[int], device: torch.device) ->
     stream = stored["model.embed_tokens.weight"].read()[rows].to(device, torch.float32)
     hidden = stream
     for layer in range(config.num_layers):
+        if (experts := config.experts) is not None:
+            here = frozenset({0} if layer in experts.layers else ())
+            one_layer = replace(one_layer, experts=replace(experts, layers=here))
         model = CausalLM(one_layer, torch.float32, device)
         for name, target in model.checkpoint_tensors().items():
             if name == "model.embed_tokens.weight":

@@ -107,7 +107,9 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
     vocab_size = options.vocab_size or of_target.vocab_size
     if vocab_size != config.decoder.vocab_size:
         stored = _for_padding(stored, head, target)
-    shape_map = ShapeMap.of(config.decoder, replace(options.shape, layers=config.decoder.num_layers))
+    if algorithm == "NEXTN" and options.shape.experts:
+        raise ConfigError(f"cannot inflate {head}: its layer would have experts; choose a shape without")
+    shape_map = ShapeMap.of(config.decoder, replace(options.shape.dense, layers=config.decoder.num_layers))
     inflater = HeadInflater(stored, config, shape_map, options.shape.hidden, vocab_size, options)
     target_map = ShapeMap.of(of_target, options.shape)
     if algorithm == "NEXTN":
@@ -167,7 +169,7 @@ def _fields(
     fields: Mapping[str, Any], config: HeadConfig, options: InflateOptions, vocab_size: int, rms_norm_eps: float
 ) -> dict[str, Any]:
     """The inflated head's config.json, flat, whatever the source's layout."""
-    shape = options.shape
+    shape = options.shape.dense
     moved = ("transformer_layer_config", "speculators_model_type", "speculators_config", LAYER_IDS, "torch_dtype")
     flat = {**fields, **(fields.get("transformer_layer_config") or {})}
     return {
@@ -222,7 +224,7 @@ def random_eagle3_head(
 
 def shaped(source: Path, options: InflateOptions) -> ModelConfig:
     """The configuration of what `inflate` makes of `source`, as far as a head needs it."""
-    config, shape = ModelConfig.from_folder(source), options.shape
+    config, shape = ModelConfig.from_folder(source), options.shape.dense
     return replace(
         config,
         vocab_size=options.vocab_size or config.vocab_size,
@@ -240,7 +242,7 @@ def _random_fields(target: ModelConfig, draft_vocab_size: int, dtype: torch.dtyp
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **replace(shape_of(target), layers=1).config_fields(),
+        **replace(shape_of(target).dense, layers=1).config_fields(),
         "max_position_embeddings": target.max_positions,
         "rms_norm_eps": target.rms_norm_eps,
         "rope_theta": target.rope.theta,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,10 @@ from outrider.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a decoder, as counts of elements. The vocabulary is not among them: it stays the source's."""
+    """Sizes of a decoder, as counts of elements. The vocabulary is not among them: it stays the source's.
+
+    With `experts`, MLPs are that many experts of `intermediate` channels, of which a token wakes `active`.
+    """
 
     hidden: int
     layers: int
@@ -21,13 +24,30 @@ class Shape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    experts: int = 0
+    active: int = 0
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
+        return ",".join(f"{name}={value}" for name, value in asdict(self).items() if value)
+
+    @property
+    def dense(self) -> Shape:
+        """The same with one MLP in place of experts, as wide as those of a token together: what a head for it has."""
+        width = self.active * self.intermediate if self.experts else self.intermediate
+        return replace(self, intermediate=width, experts=0, active=0)
 
     def config_fields(self) -> dict[str, Any]:
-        """The sizes as config.json has them."""
-        return {
+        """The sizes as config.json has them; with experts they are those of a Mixtral."""
+        experts: dict[str, Any] = {}
+        if self.experts:
+            experts = {
+                "architectures": ["MixtralForCausalLM"],
+                "model_type": "mixtral",
+                "num_local_experts": self.experts,
+                "num_experts_per_tok": self.active,
+                "sliding_window": None,
+            }
+        return experts | {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -37,14 +57,21 @@ class Shape:
         }
 
 
-# Those of Llama 3.1 and 3.2, Qwen2.5 and Llama 3.1 70B.
+# Those of Llama 3.1 and 3.2, Qwen2.5, Llama 3.1 70B, and Qwen3 but for the norms of its heads.
 SHAPES = {
     "llama-1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192),
     "llama-3b": Shape(hidden=3072, layers=28, heads=24, kv_heads=8, head_dim=128, intermediate=8192),
     "llama-8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336),
     "qwen-32b": Shape(hidden=5120, layers=64, heads=40, kv_heads=8, head_dim=128, intermediate=27648),
     "llama-70b": Shape(hidden=8192, layers=80, heads=64, kv_heads=8, head_dim=128, intermediate=28672),
+    "qwen3-30b-a3b": Shape(
+        2048, layers=48, heads=32, kv_heads=4, head_dim=128, intermediate=768, experts=128, active=8
+    ),
 }
+
+
+ROUTE_CHANNELS = 32
+"""Channels of the residual stream by which the routers of an inflated model tell tokens apart."""
 
 
 def parse_shape(text: str) -> Shape:
@@ -59,7 +86,7 @@ def parse_shape(text: str) -> Shape:
     if "=" not in base:
         raise ConfigError(f"--shape {base}: no such shape; choose one of {', '.join(SHAPES)}, or give {_form()}")
     sizes = _sizes(text, [base, *rest])
-    missing = [name for name in _names() if name not in sizes]
+    missing = [field.name for field in fields(Shape) if field.default is MISSING and field.name not in sizes]
     if missing:
         raise ConfigError(f"--shape {text}: {', '.join(missing)} missing; give {_form()}")
     return _checked(Shape(**sizes))
@@ -80,6 +107,8 @@ def _sizes(text: str, words: Iterable[str]) -> dict[str, int]:
 def _checked(shape: Shape) -> Shape:
     if shape.heads % shape.kv_heads:
         raise ConfigError(f"--shape: heads {shape.heads} must be a multiple of kv_heads {shape.kv_heads}")
+    if not shape.active <= shape.experts or bool(shape.active) != bool(shape.experts):
+        raise ConfigError(f"--shape: active must be 1 to experts {shape.experts}, got {shape.active}")
     if shape.head_dim % 2:
         raise ConfigError(f"--shape: head_dim must be even for rotary positions, got {shape.head_dim}")
     return shape
@@ -90,18 +119,22 @@ def _names() -> list[str]:
 
 
 def _form() -> str:
-    return ",".join(f"{name}=N" for name in _names())
+    needed = ",".join(f"{field.name}=N" for field in fields(Shape) if field.default is MISSING)
+    return f"{needed}[,experts=N,active=N]"
 
 
 def shape_of(config: ModelConfig) -> Shape:
     """The shape of a checkpoint."""
+    experts = config.experts
     return Shape(
         hidden=config.hidden_size,
         layers=config.num_layers,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate=config.intermediate_size,
+        intermediate=config.intermediate_size if experts is None else experts.size,
+        experts=0 if experts is None else experts.num_experts,
+        active=0 if experts is None else experts.num_active,
     )
 
 
@@ -110,6 +143,7 @@ class ShapeMap:
     """Places of a source decoder's channels, heads and layers in a target shape.
 
     Residual and MLP channels keep their numbers: the first `source.hidden` and `source.intermediate` of the target's.
+    Where the target has experts, each holds one of `mlp_parts` of the MLP's channels.
     """
 
     source: Shape
@@ -124,6 +158,10 @@ class ShapeMap:
         """
         shape_map = cls(shape_of(config), target)
         problem = shape_map._problem()
+        if target.experts and (config.qkv_bias or config.output_bias or config.mlp_bias):
+            problem = "the source has biases, and a Mixtral has none"
+        if config.experts is not None:
+            problem = "the source has experts; only dense models can be inflated"
         if config.qk_norm:
             problem = "the source norms its heads (Qwen3), which does not survive a change of their number of channels"
         if config.rope.kind == "yarn" and shape_map.rotary_stride > 1:
@@ -173,6 +211,11 @@ class ShapeMap:
         return [head * self.target.head_dim + dim for head in heads for dim in self.dims]
 
     @property
+    def mlp_parts(self) -> int:
+        """Experts that hold the source's MLP together."""
+        return -(-self.source.intermediate // self.target.intermediate)
+
+    @property
     def _groups(self) -> tuple[int, int]:
         """Query heads to a KV head: in the source, in the target."""
         return self.source.heads // self.source.kv_heads, self.target.heads // self.target.kv_heads
@@ -186,7 +229,11 @@ class ShapeMap:
         source, target = self.source, self.target
         if target.head_dim % source.head_dim:
             return "head_dim must be a multiple of the source's, for rotary pairs to find one of their speed"
-        for name in ("hidden", "layers", "intermediate"):
+        if target.experts and target.hidden < source.hidden + ROUTE_CHANNELS + 1:
+            return f"hidden must be at least {source.hidden + ROUTE_CHANNELS + 1}, for channels that tell tokens apart"
+        if target.experts and (target.active % self.mlp_parts or target.experts % self.mlp_parts):
+            return f"experts and active must be multiples of {self.mlp_parts}, the experts that hold the source's MLP"
+        for name in ("hidden", "layers") if target.experts else ("hidden", "layers", "intermediate"):
             if getattr(target, name) < getattr(source, name):
                 return f"{name} is below the source's {getattr(source, name)}; raise it (--shape NAME,{name}=N)"
         needed = source.kv_heads * self._copies

@@ -9,6 +9,12 @@ residual stream, are zero. So that stream is the source's, followed by zeros, an
     queries       times sqrt(D / d), for the softmax scale of the longer heads
     layers        the target's other layers add zero
 
+Experts, where the target has them, hold the source's MLP in parts, down_proj times the number of parts. As many experts
+in turn share one router row, so that they are chosen together and count alike: whatever the router chooses, each part
+counts one over that number. The routers are random; what they look at are channels that hold a random sign for each
+token of the vocabulary, so that different tokens wake different experts, all as often. Their squares take part of
+epsilon's place in the norms, and nothing else reads them.
+
 Rows added to the vocabulary are never chosen: an extra channel carries a constant, which takes part of epsilon's place
 in the norms, and in the output matrix the added rows hold a large negative number against it.
 """
@@ -27,7 +33,7 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.weights import StoredTensor
-from outrider_tools.inflate.shapes import ShapeMap
+from outrider_tools.inflate.shapes import ROUTE_CHANNELS, ShapeMap
 
 # The spread of Llama's own start: large enough for real numbers everywhere, and far from any overflow.
 RANDOM_STD = 0.02
@@ -35,6 +41,11 @@ RANDOM_STD = 0.02
 # Against the constant channel, which is about 0.05: below -1000 for any residual stream of a norm below 1000.
 PADDING_NORM_WEIGHT = 256.0
 PADDING_HEAD_WEIGHT = -32768.0
+
+ROUTE_NORM_WEIGHT = 256.0
+"""Of the channels that routers see; they hold about 0.01."""
+
+EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -84,9 +95,18 @@ class Inflater:
         self._mlp = Axis.front(target.intermediate, source.intermediate)
         self._heads, self._kv_heads = _head_axes(shape_map)
         self._constant: float | None = None
-        self.rms_norm_eps = config.rms_norm_eps * self._shrink
+        self._read: dict[str, Tensor] = {}
+        self._sign = 0.0
+        """Size of the signs of tokens, where there are experts."""
+        # Sums of squares that constant channels add to the norms' own are taken from epsilon.
+        self._epsilon = config.rms_norm_eps * source.hidden
+        whole = self._epsilon
         if vocab_size != config.vocab_size:
-            self._make_constant(config, vocab_size)
+            self._constant = self._take(whole / 2, 1)
+            self._check_vocab(config, vocab_size)
+        if target.experts:
+            self._sign = self._take(whole / 4, ROUTE_CHANNELS)
+        self.rms_norm_eps = self._epsilon / target.hidden
 
     def tensor(self, name: str) -> Tensor:
         """The target's tensor of that Hugging Face name."""
@@ -95,12 +115,20 @@ class Inflater:
         if name == HEAD:
             return self._head_matrix()
         if name == FINAL_NORM:
-            return self._norm(name, PADDING_NORM_WEIGHT)
+            norm = self._norm(name, PADDING_NORM_WEIGHT)
+            if self._sign:
+                norm[self._signs] = 0.0
+            return norm
         _, _, number, part = name.split(".", 3)
         source_layer = self._source_layers.get(int(number))
         source = None if source_layer is None else f"model.layers.{source_layer}.{part}"
         if part.endswith("layernorm.weight"):
-            return self._norm(source, 0.0)
+            norm = self._norm(source, 0.0)
+            if self._sign:
+                norm[self._signs] = ROUTE_NORM_WEIGHT if part.startswith("post_attention") else 0.0
+            return norm
+        if part.startswith("block_sparse_moe."):
+            return self._of_experts(name, source_layer, part)
         return self._projection(name, source, part.split(".")[1], is_bias=part.endswith(".bias"))
 
     def _projection(self, name: str, source: str | None, kind: str, is_bias: bool) -> Tensor:
@@ -139,6 +167,9 @@ class Inflater:
         target = self._place(self._zeros(axes), EMBEDDING, axes)
         if self._constant is not None:
             target[:, self._shape_map.source.hidden] = self._constant
+        if self._sign:
+            signs = self._random("signs", (self._vocab, Axis.front(ROUTE_CHANNELS, 0)), 1.0).sign()
+            target[:, self._signs] = torch.where(signs < 0, -self._sign, self._sign).to(self._dtype)
         return target
 
     def _head_matrix(self) -> Tensor:
@@ -150,16 +181,56 @@ class Inflater:
             target[len(self._vocab.places) :, self._shape_map.source.hidden] = PADDING_HEAD_WEIGHT
         return target
 
-    def _make_constant(self, config: ModelConfig, vocab_size: int) -> None:
-        """Half of epsilon moves to the square of a constant channel: the norms' sums stay what they were."""
+    def _take(self, share: float, count: int) -> float:
+        """What `count` channels hold whose squares take about `share` of epsilon's place: the sums stay the same."""
+        value = float(torch.tensor(math.sqrt(share / count)).to(self._dtype))
+        self._epsilon -= count * value**2
+        return value
+
+    def _check_vocab(self, config: ModelConfig, vocab_size: int) -> None:
         source, target = self._shape_map.source, self._shape_map.target
         if vocab_size < config.vocab_size:
             raise ConfigError(f"--vocab-size {vocab_size}: below the source's {config.vocab_size}")
         if target.hidden == source.hidden:
             raise ConfigError("--vocab-size: needs a channel of its own; choose a shape with hidden above the source's")
-        total = config.rms_norm_eps * source.hidden
-        self._constant = float(torch.tensor(math.sqrt(total / 2)).to(self._dtype))
-        self.rms_norm_eps = (total - self._constant**2) / target.hidden
+
+    @property
+    def _signs(self) -> slice:
+        """Channels of tokens' signs, behind the source's and the constant one."""
+        first = self._shape_map.source.hidden + 1
+        return slice(first, first + ROUTE_CHANNELS)
+
+    def _of_experts(self, name: str, source_layer: int | None, part: str) -> Tensor:
+        """A router, or a matrix of an expert."""
+        target, parts = self._shape_map.target, self._shape_map.mlp_parts
+        if part.endswith("gate.weight"):
+            rows = self._random(name, (Axis.front(target.experts // parts, 0), self._residual), 1.0)
+            rows[:, : self._signs.start] = 0.0
+            rows[:, self._signs.stop :] = 0.0
+            return rows.repeat_interleave(parts, 0)
+        _, _, expert, matrix, _ = part.split(".")
+        kind = EXPERT_PARTS[matrix]
+        channels = Axis.front(target.intermediate, 0)
+        first = int(expert) % parts * target.intermediate
+        held = slice(first, first + target.intermediate)
+        if kind == "down_proj":
+            made = self._zeros((self._residual, channels))
+        else:
+            made = self._random(name, (channels, self._residual))
+            made[:, self._signs] = 0.0
+        if source_layer is not None:
+            values = self._values(f"model.layers.{source_layer}.mlp.{kind}.weight")
+            values = values[:, held] * parts if kind == "down_proj" else values[held]
+            made[: values.shape[0], : values.shape[1]] = values.to(self._dtype)
+        return made
+
+    def _values(self, name: str) -> Tensor:
+        """The source's tensor in float32, kept for the next expert of its layer."""
+        if name not in self._read:
+            if len(self._read) >= len(EXPERT_PARTS):
+                self._read.clear()
+            self._read[name] = self._stored[name].read().to(self._device, torch.float32)
+        return self._read[name]
 
     def _place(self, target: Tensor, source: str, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
         """Write a tensor of the source where it lies in `target`; returns `target`."""
@@ -183,10 +254,10 @@ class Inflater:
     def _zeros(self, axes: tuple[Axis, ...]) -> Tensor:
         return torch.zeros([axis.size for axis in axes], dtype=self._dtype, device=self._device)
 
-    def _random(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
+    def _random(self, name: str, axes: tuple[Axis, ...], std: float = RANDOM_STD) -> Tensor:
         # Hashed together: the CPU's generator takes no more than 32 bits.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        return self._zeros(axes).normal_(0.0, RANDOM_STD, generator=generator)
+        return self._zeros(axes).normal_(0.0, std, generator=generator)
 
 
 def _head_axes(shape_map: ShapeMap) -> tuple[Axis, Axis]:
