@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.attention_tiles import (
     MAX_SPLITS,
+    ScoreRules,
     TileConfig,
     branch_config,
     mean_row_tokens,
@@ -20,6 +21,8 @@ from kernels.attention_tiles import (
 )
 from kernels.launch import power_of_two, supports_pdl, use_triton
 from kernels.reference import attention as reference
+
+PLAIN = ScoreRules()
 
 
 def tree_attention(
@@ -37,6 +40,8 @@ def tree_attention(
     num_splits: int,
     scale: float,
     path: Tensor | None = None,
+    rules: ScoreRules = PLAIN,
+    positions: Tensor | None = None,
     config: TileConfig | None = None,
     pdl: bool = True,
 ) -> Tensor:
@@ -66,6 +71,9 @@ def tree_attention(
             the length of the row, `config.span` and its number of processors; 1 saves the second launch.
         scale: factor on the scores.
         path: int32 [M, D_path], see kernels.tree.expand_tree; D_path a power of two.
+        rules: of the scores.
+        positions: int32 [M], where each token stands in its request, the first of a row at `cached_len`; needed for a
+            window.
         config: the tile; None chooses.
         pdl: start before the launch in front has ended, where the device can.
 
@@ -75,17 +83,20 @@ def tree_attention(
     Raises:
         ValueError: shapes or numbers that do not fit.
     """
-    out = _checked(q, k_cache, v_cache, page_tables, num_splits)
+    out = _checked(q, k_cache, v_cache, page_tables, num_splits, rules)
     if mask.shape[1] * 32 < max_row_tokens:
         raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
     if not mask.is_contiguous() or (path is not None and not path.is_contiguous()):
         raise ValueError("mask and path must be contiguous")
     if path is not None and path.shape[1] != power_of_two(path.shape[1]):
         raise ValueError(f"the depth of paths must be a power of two, got {path.shape[1]}")
+    if rules.window and positions is None:
+        raise ValueError("a window needs the positions of the tokens")
     num_tokens, num_heads = q.shape[:2]
     lengths = (page_tables, table_rows, first, cached_len)
     if not use_triton(q):
-        return reference.tree_attention(q, k_cache, v_cache, *lengths, mask, page_size, scale, path, out)
+        where = (mask, page_size, scale, path, out, rules, positions)
+        return reference.tree_attention(q, k_cache, v_cache, *lengths, *where)
     from kernels.jit import attention as jit
 
     group = num_heads // k_cache.shape[1]
@@ -95,10 +106,11 @@ def tree_attention(
         num_rows = cached_len.shape[0]
         row_tokens = mean_row_tokens(num_tokens, num_rows, max_row_tokens)
         config = config or tree_config(row_tokens, group, q.dtype)
-        jit.tree_attention(q, k_cache, v_cache, *lengths, mask, out, *sizes, max_row_tokens, config)
+        seen = (mask, positions if rules.window else None)
+        jit.tree_attention(q, k_cache, v_cache, *lengths, *seen, out, *sizes, max_row_tokens, config, rules)
     else:
         config = config or path_config(group, q.dtype)
-        jit.path_attention(q, k_cache, v_cache, *lengths, path, out, *sizes, max_row_tokens, config)
+        jit.path_attention(q, k_cache, v_cache, *lengths, path, out, *sizes, max_row_tokens, config, rules)
     return out
 
 
@@ -114,6 +126,7 @@ def prefill_attention(
     page_size: int,
     max_row_tokens: int,
     scale: float,
+    rules: ScoreRules = PLAIN,
     config: TileConfig | None = None,
 ) -> Tensor:
     """Causal attention of chunks of prompts: token i of row b sees positions 0 .. cached_len[b] + i.
@@ -126,20 +139,27 @@ def prefill_attention(
     Raises:
         ValueError: shapes that do not fit.
     """
-    out = _checked(q, k_cache, v_cache, page_tables, 1)
+    out = _checked(q, k_cache, v_cache, page_tables, 1, rules)
     num_heads, head_dim = q.shape[1:]
     lengths = (page_tables, table_rows, first, cached_len)
     if not use_triton(q):
-        return reference.prefill_attention(q, k_cache, v_cache, *lengths, page_size, scale, out)
+        return reference.prefill_attention(q, k_cache, v_cache, *lengths, page_size, scale, out, rules)
     from kernels.jit import attention as jit
 
     config = config or prefill_config(num_heads // k_cache.shape[1], head_dim, q.dtype)
-    jit.prefill_attention(q, k_cache, v_cache, *lengths, out, page_size, scale, supports_pdl(q), max_row_tokens, config)
+    told = (page_size, scale, supports_pdl(q), max_row_tokens, config, rules)
+    jit.prefill_attention(q, k_cache, v_cache, *lengths, out, *told)
     return out
 
 
 def _checked(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_tables: Tensor, num_splits: int, out: Tensor | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_tables: Tensor,
+    num_splits: int,
+    rules: ScoreRules,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return `out` or a new tensor [M, H * D]; raises ValueError for arguments that attention cannot take."""
     if not 1 <= num_splits <= MAX_SPLITS:
@@ -151,6 +171,9 @@ def _checked(
         raise ValueError(f"{num_heads} query heads cannot share {k_cache.shape[1]} kv heads")
     if head_dim < 16 or head_dim != power_of_two(head_dim):
         raise ValueError(f"head_dim must be a power of two from 16 on, got {head_dim}")
+    sinks = rules.sinks
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32):
+        raise ValueError(f"sinks must be float32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
     if not (q.dtype == k_cache.dtype == v_cache.dtype):
         raise ValueError(f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}")
     if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()) or page_tables.stride(1) != 1:
@@ -219,6 +242,7 @@ def branch_attention(
     max_row_tokens: int,
     num_splits: int,
     scale: float,
+    rules: ScoreRules = PLAIN,
     out: Tensor | None = None,
     config: TileConfig | None = None,
     pdl: bool = True,
@@ -234,6 +258,7 @@ def branch_attention(
 
     Args:
         branches: of these tokens.
+        rules: of the scores. A window hides context alone: all of a branch is seen, so it should be shorter.
         out: [M, H * D] to write to, contiguous.
         num_splits: the most programs that share the context of a tile, 1 to 32; how many do is decided on the device.
             If `short`, it is not used.
@@ -247,18 +272,18 @@ def branch_attention(
     Raises:
         ValueError: shapes or numbers that do not fit.
     """
-    out = _checked(q, k_cache, v_cache, page_tables, num_splits, out)
+    out = _checked(q, k_cache, v_cache, page_tables, num_splits, rules, out)
     num_tokens, num_heads, head_dim = q.shape
     if branches.slots.shape[0] != num_tokens or branches.lens.shape != (num_tokens,):
         raise ValueError(f"branches of {branches.slots.shape[0]} tokens for {num_tokens}")
     where = (page_tables, table_rows, first, cached_len, *branches)
     if not use_triton(q):
-        return reference.branch_attention(q, k_cache, v_cache, *where, page_size, scale, out)
+        return reference.branch_attention(q, k_cache, v_cache, *where, page_size, scale, out, rules)
     if short:
         from kernels.jit import branches as jit
 
         config = config or short_config(num_heads // k_cache.shape[1], head_dim, q.dtype)
-        told = (page_size, scale, pdl and supports_pdl(q), max_row_tokens, config)
+        told = (page_size, scale, pdl and supports_pdl(q), max_row_tokens, config, rules)
         jit.short_branch_attention(q, k_cache, v_cache, *where, out, *told)
         return out
     from kernels.jit import branches as jit
@@ -266,5 +291,5 @@ def branch_attention(
     row_tokens = mean_row_tokens(num_tokens, cached_len.shape[0], max_row_tokens)
     config = config or branch_config(row_tokens, num_heads // k_cache.shape[1], head_dim, q.dtype)
     sizes = (page_size, num_splits, scale, pdl and supports_pdl(q))
-    jit.branch_attention(q, k_cache, v_cache, *where, out, *sizes, max_row_tokens, config)
+    jit.branch_attention(q, k_cache, v_cache, *where, out, *sizes, max_row_tokens, config, rules)
     return out

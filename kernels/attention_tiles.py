@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels.launch import ceil_div, power_of_two
 
@@ -22,6 +24,17 @@ SMALL_ROWS = 16
 SHORT_SPLITS = 8
 _MIN_SHORT_SPLITS = 6
 RESIDENT_TILES = 2
+
+
+class ScoreRules(NamedTuple):
+    """What a model's attention does to scores beyond scaling them. Kernels are compiled for each window and cap."""
+
+    window: int = 0
+    """A query at position p sees keys at positions above p - window alone; 0: all that are not hidden otherwise."""
+    softcap: float = 0.0
+    """Scaled scores s become softcap * tanh(s / softcap); 0: they stay."""
+    sinks: Tensor | None = None
+    """float32 [H]: for each head the score, unscaled and not capped, of one more key, whose value is zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from math import e, log2
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tiles import TileConfig, exclusive_splits, max_tiles, mean_row_tiles
+from kernels.attention_tiles import ScoreRules, TileConfig, exclusive_splits, max_tiles, mean_row_tiles
 from kernels.jit.attention_parts import (
     LONG_SPLIT_STEPS,
     attend_context,
+    first_seen_step,
     init_softmax,
     key_slots,
     launch_combine,
@@ -19,8 +18,10 @@ from kernels.jit.attention_parts import (
     load_ints,
     load_tile_row,
     prefetch_tile,
+    score_options,
     softmax_step,
     split_steps,
+    squash,
     store_tile,
     tile_tokens,
     workspace,
@@ -30,12 +31,12 @@ from kernels.launch import num_processors
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "exclusive_splits"])
 def attend_tiles(
-    q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, output, partials, stats,
-    num_rows, num_tokens, exclusive_splits, table_stride, scale,
+    q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, positions, output, partials, stats,
+    num_rows, num_tokens, exclusive_splits, table_stride, scale, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, WORDS: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, LONGEST: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
-    ON_GPU: tl.constexpr,
+    ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is ROWS // GROUP tokens of a row times the GROUP heads of a kv head.
 
@@ -55,8 +56,9 @@ def attend_tiles(
     )  # fmt: skip
     real = row < num_rows
     total = tl.where(real, cached + row_end - row_first, 0)
-    span = split_steps(tl.cdiv(total, KEYS), num_splits, exclusive_splits, SPAN, LONGEST) * KEYS
-    low = split * span
+    begin = first_seen_step(cached, WINDOW, KEYS)
+    span = split_steps(tl.cdiv(total, KEYS) - begin, num_splits, exclusive_splits, SPAN, LONGEST) * KEYS
+    low = begin * KEYS + split * span
     high = tl.minimum(low + span, total)
     # Tiles whose keys are all context, then those that hold keys of the round too.
     open_end = tl.minimum(high, cached // KEYS * KEYS)
@@ -83,15 +85,18 @@ def attend_tiles(
     token = row_first + place * TOKENS + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
-    top, mass, acc = init_softmax(ROWS, DIM)
+    top, mass, acc = init_softmax(sinks, kv_head * GROUP + lanes % GROUP, split == 0, ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
+    position = lanes
+    if WINDOW:
+        position = tl.load(positions + token, mask=row_ok, other=0)
     if WORDS <= 2:
         words_low = tl.load(mask + token * WORDS, mask=row_ok, other=0)
         words_high = tl.load(mask + token * WORDS + WORDS - 1, mask=row_ok, other=0)
 
     top, mass, acc = attend_context(
-        tile_q, k_head, v_head, table, low, open_end, last, top, mass, acc, scale,
-        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU,
+        tile_q, k_head, v_head, table, low, open_end, last, position, top, mass, acc, scale,
+        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU, WINDOW, SQUASH,
     )  # fmt: skip
 
     for start in tl.range(tl.maximum(low, open_end), high, KEYS, num_stages=2):
@@ -108,7 +113,11 @@ def attend_tiles(
             words = tl.load(mask + token[:, None] * WORDS + (own >> 5)[None, :], mask=asked, other=0)
         bits = (words >> (own & 31)[None, :]) & 1
         seen = ((bits != 0) | (own < 0)[None, :]) & inside[None, :]
-        products = tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
+        if WINDOW:
+            of_own = tl.load(positions + row_first + own, mask=(own >= 0) & inside, other=0)
+            seen = seen & (tl.where(own < 0, keys, of_own)[None, :] > (position - WINDOW)[:, None])
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        products = tl.where(seen, products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     # Padding tokens come here with nothing summed, and get zeros.
@@ -119,9 +128,9 @@ def attend_tiles(
 
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
-    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor,
-    out: Tensor,
-    page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
+    page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor, positions: Tensor | None,
+    out: Tensor, page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
+    rules: ScoreRules,
 ) -> None:  # fmt: skip
     """As kernels.attention.tree_attention without `path`."""
     num_tokens, num_heads, dim = q.shape
@@ -133,14 +142,15 @@ def tree_attention(
     exclusive = exclusive_splits(programs, config.rows, num_splits, num_processors(q))
     partials, stats = workspace(q, num_splits)
     attend_tiles[(tiles, kv_heads, num_splits)](
-        q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask,
-        out, partials, stats, num_rows, num_tokens, exclusive, page_tables.stride(0), scale * log2(e),
+        q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, positions,
+        out, partials, stats, num_rows, num_tokens, exclusive, page_tables.stride(0), **score_options(rules, scale),
         WORDS=mask.shape[1], SPAN=config.span, LONGEST=LONG_SPLIT_STEPS, DIRECT=num_splits == 1,
         PREFETCH=pdl and dim * q.element_size() >= 128,
         **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     if num_splits > 1:
-        launch_combine(partials, stats, out, first, cached_len, None, num_splits, exclusive, config, num_heads, pdl)
+        where = (partials, stats, out, first, cached_len, None)
+        launch_combine(*where, num_splits, exclusive, config, num_heads, pdl, rules.window)
 
 
 # Tokens that share a tile; they go along their paths one after the other.
@@ -174,10 +184,11 @@ def _path_slots(table, steps, keys, cached, last, PAGE: tl.constexpr, DEPTH: tl.
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def attend_paths(
     q, k_cache, v_cache, page_tables, table_rows, first, cached_len, path, output, partials, stats,
-    num_rows, num_tokens, table_stride, scale,
+    num_rows, num_tokens, table_stride, scale, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     SPAN: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
+    WINDOW: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is TOKENS tokens of a row times the GROUP heads of a kv head.
 
@@ -218,18 +229,29 @@ def attend_paths(
     token = tile_first + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
-    top, mass, acc = init_softmax(ROWS, DIM)
+    top, mass, acc = init_softmax(sinks, kv_head * GROUP + lanes % GROUP, split == 0, ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
+    hidden_end = lanes
+    begin = 0
+    if WINDOW:
+        # Where the window of each query begins; a tile in which it hides all keys leaves the sums as they are.
+        steps = tl.arange(0, DEPTH)
+        marks = tl.load(path + token[:, None] * DEPTH + steps[None, :], mask=row_ok[:, None], other=-1)
+        hidden_end = cached + tl.sum((marks >= 0).to(tl.int32), 1) - WINDOW
+        begin = steps_of(first_seen_step(cached, WINDOW, KEYS), split, num_splits, SPAN)
 
-    ahead = nth_tile(0, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
+    ahead = nth_tile(begin, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
     slots = key_slots(table, ahead, last, PAGE, ON_GPU)
-    for n in tl.range(0, shared, num_stages=STAGES):
+    for n in tl.range(begin, shared, num_stages=STAGES):
+        keys = ahead
         where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
         ahead = nth_tile(n + 1, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
         slots = key_slots(table, ahead, last, PAGE, ON_GPU)
         tile_k = tl.load(k_head + where)
         tile_v = tl.load(v_head + where)
-        products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        if WINDOW:
+            products = tl.where(keys[None, :] >= hidden_end[:, None], products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     ahead = nth_tile(shared, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
@@ -241,10 +263,13 @@ def attend_paths(
         tile_k = tl.load(k_head + where, mask=there[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=there[:, None], other=0.0)
         seen = there[None, :] & (lanes // GROUP == n // each)[:, None]
+        if WINDOW:
+            seen = seen & (ahead[None, :] >= hidden_end[:, None])
         member = tl.minimum(tile_first + (n + 1) // each, row_end - 1)
         ahead = nth_tile(shared + (n + 1) % each, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
         slots, there = _path_slots(table, path + member * DEPTH, ahead, cached, last, PAGE, DEPTH, ON_GPU)
-        products = tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        products = tl.where(seen, products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     store_tile(
@@ -256,6 +281,7 @@ def path_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, path: Tensor, out: Tensor,
     page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
+    rules: ScoreRules,
 ) -> None:  # fmt: skip
     """As kernels.attention.tree_attention with `path`."""
     num_tokens, num_heads = q.shape[:2]
@@ -265,24 +291,26 @@ def path_attention(
     partials, stats = workspace(q, num_splits)
     attend_paths[(tiles, kv_heads, num_splits)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, path, out, partials, stats,
-        num_rows, num_tokens, page_tables.stride(0), scale * log2(e),
+        num_rows, num_tokens, page_tables.stride(0), **score_options(rules, scale),
         TOKENS=tokens, DEPTH=path.shape[1], SPAN=config.span, DIRECT=num_splits == 1,
         **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     if num_splits > 1:
-        launch_combine(partials, stats, out, first, cached_len, path, num_splits, num_splits, config, num_heads, pdl)
+        where = (partials, stats, out, first, cached_len, path)
+        launch_combine(*where, num_splits, num_splits, config, num_heads, pdl, rules.window)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def attend_causal(
     q, k_cache, v_cache, page_tables, table_rows, first, cached_len, output,
-    num_rows, num_tokens, table_stride, scale,
+    num_rows, num_tokens, table_stride, scale, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, ON_GPU: tl.constexpr,
+    PDL: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv heads). Every query goes through the key tiles from position 0 on, so where a chunk of the
-    prompt begins changes nothing: a tile that hides all its keys from a query leaves that query's sums as they are.
+    """Grid (tiles, kv heads). Every query goes through the key tiles from position 0 on, or from one before its window,
+    so where a chunk of the prompt begins changes nothing: a tile that hides all its keys from a query leaves that
+    query's sums as they are.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -313,17 +341,21 @@ def attend_causal(
     high = cached + tl.minimum(tile_first + TOKENS, row_end) - row_first
     open_end = tl.where(real, open_end, 0)
     high = tl.where(real, high, 0)
-    top, mass, acc = init_softmax(ROWS, DIM)
+    top, mass, acc = init_softmax(sinks, kv_head * GROUP + lanes % GROUP, True, ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
 
     last = tl.maximum(high - 1, 0)
-    slots = key_slots(table, tl.arange(0, KEYS), last, PAGE, ON_GPU)
-    for start in tl.range(0, open_end, KEYS, num_stages=STAGES):
+    begin = tl.minimum(first_seen_step(cached + tile_first - row_first, WINDOW, KEYS) * KEYS, open_end) if WINDOW else 0
+    slots = key_slots(table, begin + tl.arange(0, KEYS), last, PAGE, ON_GPU)
+    for start in tl.range(begin, open_end, KEYS, num_stages=STAGES):
         where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
         slots = key_slots(table, start + KEYS + tl.arange(0, KEYS), last, PAGE, ON_GPU)
         tile_k = tl.load(k_head + where)
         tile_v = tl.load(v_head + where)
-        products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        if WINDOW:
+            seen = (start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None]
+            products = tl.where(seen, products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     for start in tl.range(open_end, high, KEYS, num_stages=STAGES):
@@ -334,7 +366,10 @@ def attend_causal(
         tile_k = tl.load(k_head + where, mask=inside, other=0.0)
         tile_v = tl.load(v_head + where, mask=inside, other=0.0)
         seen = keys[None, :] <= position[:, None]
-        products = tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
+        if WINDOW:
+            seen = seen & (keys[None, :] > (position - WINDOW)[:, None])
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        products = tl.where(seen, products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     # Padding tokens come here with nothing summed, and get zeros.
@@ -345,7 +380,7 @@ def attend_causal(
 def prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, out: Tensor,
-    page_size: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
+    page_size: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig, rules: ScoreRules,
 ) -> None:  # fmt: skip
     """As kernels.attention.prefill_attention."""
     num_tokens, num_heads = q.shape[:2]
@@ -354,6 +389,6 @@ def prefill_attention(
     tiles = max_tiles(num_tokens, num_rows, max_row_tokens, tokens, padding=True)
     attend_causal[(tiles, kv_heads)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, out,
-        num_rows, num_tokens, page_tables.stride(0), scale * log2(e),
+        num_rows, num_tokens, page_tables.stride(0), **score_options(rules, scale),
         **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import e, log2
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_tiles import TileConfig
+from kernels.attention_tiles import ScoreRules, TileConfig
 from kernels.jit.memory import prefetch_lines
 from kernels.launch import power_of_two
+
+_LOG2E: tl.constexpr = tl.constexpr(log2(e))
 
 
 @triton.jit
@@ -137,18 +140,47 @@ def softmax_step(products, v, top, mass, acc, scale):
 
 
 @triton.jit
-def init_softmax(ROWS: tl.constexpr, DIM: tl.constexpr):
-    """Top score, mass and weighted sum of queries that have seen no key: where `softmax_step` begins."""
-    return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+def squash(products, SQUASH: tl.constexpr):
+    """Unscaled scores, or where they are capped tanh(scores * SQUASH); the cap itself is then part of the scale."""
+    if SQUASH is not None:
+        products = 1.0 - 2.0 / (tl.exp(products * (2.0 * SQUASH)) + 1.0)
+    return products
+
+
+@triton.jit
+def init_softmax(sinks, heads, is_first, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Top score, mass and weighted sum of queries that have seen no key: where `softmax_step` begins.
+
+    `sinks`, if not None, are scores of a key without a value, one a head; only the first of several splits counts them.
+    """
+    if sinks is None:
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+    else:
+        top = tl.where(is_first, tl.load(sinks + heads) * _LOG2E, float("-inf"))
+        mass = tl.where(is_first, tl.full([ROWS], 1.0, tl.float32), 0.0)
+    return top, mass, tl.zeros([ROWS, DIM], tl.float32)
+
+
+@triton.jit
+def first_seen_step(cached, WINDOW: tl.constexpr, KEYS: tl.constexpr):
+    """The first tile of keys that any token behind a context of `cached` sees."""
+    if WINDOW:
+        step = tl.maximum(cached + 1 - WINDOW, 0) // KEYS
+    else:
+        step = 0
+    return step
 
 
 @triton.jit
 def attend_context(
-    tile_q, k_head, v_head, table, low, end, last, top, mass, acc, scale,
+    tile_q, k_head, v_head, table, low, end, last, positions, top, mass, acc, scale,
     LINE: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    STAGES: tl.constexpr, ON_GPU: tl.constexpr,
+    STAGES: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
-    """Steps of `softmax_step` over whole key tiles that all queries see, from `low` to `end`."""
+    """Steps of `softmax_step` over whole key tiles from `low` to `end`, which all queries see as far as WINDOW lets
+    those at `positions`.
+    """
     dims = tl.arange(0, DIM)
     for start in tl.range(low, end, KEYS, num_stages=STAGES):
         pages, within = page_slots(table, start, last, KEYS, PAGE, ON_GPU)
@@ -157,7 +189,10 @@ def attend_context(
         outer = pages[:, None] * LINE
         tile_k = tl.load(k_head + inner + outer)
         tile_v = tl.load(v_head + inner + outer)
-        products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        if WINDOW:
+            seen = (start + tl.arange(0, KEYS))[None, :] > (positions - WINDOW)[:, None]
+            products = tl.where(seen, products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     return top, mass, acc
 
@@ -209,7 +244,7 @@ def combine(
     partials, stats, output, first, cached_len, path, num_rows, num_tokens, num_splits, exclusive_splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
     ROWS_PAD: tl.constexpr, EACH: tl.constexpr, PATHS: tl.constexpr, DEPTH: tl.constexpr,
-    BRANCHES: tl.constexpr, LONGEST: tl.constexpr, PDL: tl.constexpr,
+    BRANCHES: tl.constexpr, LONGEST: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, heads): add up the splits of a (token, head) pair, EACH at a time. Padding tokens get zeros.
 
@@ -229,7 +264,7 @@ def combine(
         own = 0
         if not BRANCHES:
             own = tl.load(first + row + 1, mask=real, other=0) - tl.load(first + row, mask=real, other=0)
-        num_tiles = tl.cdiv(cached + own, KEYS)
+        num_tiles = tl.cdiv(cached + own, KEYS) - first_seen_step(cached, WINDOW, KEYS)
         used = tl.cdiv(num_tiles, split_steps(num_tiles, num_splits, exclusive_splits, SPAN, LONGEST))
         if BRANCHES:
             used += 1
@@ -270,6 +305,14 @@ def row_lanes(num_rows: int) -> int:
     return max(power_of_two(num_rows + 1), _LEAST_ROW_LANES)
 
 
+def score_options(rules: ScoreRules, scale: float) -> dict[str, Any]:
+    """`scale` in the base of the kernels' softmax, and constants of the rules: None and 0 leave no trace in kernels."""
+    return {
+        "scale": (rules.softcap or scale) * log2(e), "sinks": rules.sinks,
+        "WINDOW": rules.window, "SQUASH": scale / rules.softcap if rules.softcap else None,
+    }  # fmt: skip
+
+
 def launch_options(
     q: Tensor, k_cache: Tensor, num_rows: int, page_size: int, pdl: bool, config: TileConfig
 ) -> dict[str, Any]:
@@ -302,7 +345,7 @@ def workspace(q: Tensor, num_splits: int) -> tuple[Tensor, Tensor]:
 def launch_combine(
     partials: Tensor, stats: Tensor, out: Tensor, first: Tensor, cached_len: Tensor, path: Tensor | None,
     num_splits: int, exclusive_splits: int, config: TileConfig, num_heads: int, pdl: bool,
-    longest: int = LONG_SPLIT_STEPS, branches: bool = False,
+    window: int, longest: int = LONG_SPLIT_STEPS, branches: bool = False,
 ) -> None:  # fmt: skip
     """Launch `combine` over the parts that splits have left."""
     num_tokens, num_rows, dim = out.shape[0], cached_len.shape[0], partials.shape[2]
@@ -315,6 +358,7 @@ def launch_combine(
         num_rows, num_tokens, num_splits, exclusive_splits,
         HEADS=num_heads, DIM=dim, KEYS=config.keys, SPAN=config.span,
         ROWS_PAD=row_lanes(num_rows), EACH=each,
-        PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], BRANCHES=branches, LONGEST=longest, PDL=pdl,
+        PATHS=path is not None, DEPTH=1 if path is None else path.shape[1], BRANCHES=branches, LONGEST=longest,
+        WINDOW=window, PDL=pdl,
         num_warps=min(max(each * dim // WARP_FLOATS, 1), 4), launch_pdl=pdl,
     )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import e, log2
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,6 +10,7 @@ from kernels.attention_tiles import (
     RESIDENT_TILES,
     SHORT_SPLITS,
     SMALL_ROWS,
+    ScoreRules,
     TileConfig,
     exclusive_splits,
     max_tiles,
@@ -22,6 +21,7 @@ from kernels.jit.attention_parts import (
     attend_context,
     find_row,
     find_tile,
+    first_seen_step,
     init_softmax,
     keep_in_registers,
     key_slots,
@@ -29,8 +29,10 @@ from kernels.jit.attention_parts import (
     launch_options,
     load_ints,
     prefetch_tile,
+    score_options,
     softmax_step,
     split_steps,
+    squash,
     store_tile,
     tile_tokens,
     workspace,
@@ -69,9 +71,9 @@ def _list_branches(
 
 @triton.jit
 def _attend_branch(
-    q, k_head, v_head, branch, count, partials, stats, token, kv_head, num_tokens, scale,
+    q, k_head, v_head, branch, count, partials, stats, token, kv_head, num_tokens, scale, sinks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
     """One token's heads of a kv head attend to the `count` KV slots at `branch`: the first part of the sum."""
     keys = tl.arange(0, KEYS)
@@ -83,7 +85,7 @@ def _attend_branch(
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes
-    top, mass, acc = init_softmax(ROWS, DIM)
+    top, mass, acc = init_softmax(sinks, kv_head * GROUP + lanes % GROUP, True, ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=(lanes < GROUP)[:, None], other=0.0)
     # Nearly always once: there is nothing to pipeline.
     for start in tl.range(0, count, KEYS, num_stages=1):
@@ -92,7 +94,7 @@ def _attend_branch(
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
         slots = load_ints(branch + tl.minimum(start + KEYS + keys, last), ON_GPU).to(tl.int64)
-        products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
         products = tl.where(inside[None, :], products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, token * 0, lanes < GROUP, DIM, False)
@@ -101,11 +103,11 @@ def _attend_branch(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_tiles", "num_splits", "exclusive_splits"])
 def attend_branches(
     q, k_cache, v_cache, page_tables, table_rows, first, cached_len, branches, lens, partials, stats,
-    num_rows, num_tokens, num_tiles, num_splits, exclusive_splits, table_stride, branch_stride, scale,
+    num_rows, num_tokens, num_tiles, num_splits, exclusive_splits, table_stride, branch_stride, scale, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ROWS_PAD: tl.constexpr, STAGES: tl.constexpr, SPAN: tl.constexpr,
     LONGEST: tl.constexpr, BRANCH_ROWS: tl.constexpr, BRANCH_KEYS: tl.constexpr,
-    PDL: tl.constexpr, PREFETCH: tl.constexpr, ON_GPU: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, then tiles times splits; kv heads).
 
@@ -124,7 +126,7 @@ def attend_branches(
         count = tl.load(lens + own)
         _attend_branch(
             q, k_head, v_head, branches + own * branch_stride, count, partials, stats, own, kv_head, num_tokens,
-            scale, HEADS, GROUP, LINE, DIM, BRANCH_ROWS, BRANCH_KEYS, PDL, ON_GPU,
+            scale, sinks, HEADS, GROUP, LINE, DIM, BRANCH_ROWS, BRANCH_KEYS, PDL, ON_GPU, SQUASH,
         )  # fmt: skip
         return
 
@@ -137,8 +139,9 @@ def attend_branches(
     cached = tl.load(cached_len + row, mask=real, other=0)
     table_row = tl.load(table_rows + row, mask=real, other=0)
     table = page_tables + table_row.to(tl.int64) * table_stride
-    span = split_steps(tl.cdiv(cached, KEYS), num_splits, exclusive_splits, SPAN, LONGEST) * KEYS
-    low = split * span
+    skipped = first_seen_step(cached, WINDOW, KEYS)
+    span = split_steps(tl.cdiv(cached, KEYS) - skipped, num_splits, exclusive_splits, SPAN, LONGEST) * KEYS
+    low = skipped * KEYS + split * span
     high = tl.minimum(low + span, cached)
     # Nobody waits for idle programs: those of tokens have all waited when this launch ends.
     if low >= high:
@@ -157,12 +160,15 @@ def attend_branches(
     token = row_first + place * TOKENS + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
-    top, mass, acc = init_softmax(ROWS, DIM)
+    top, mass, acc = init_softmax(None, lanes, False, ROWS, DIM)
     tile_q = tl.load(q + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
+    position = lanes
+    if WINDOW:
+        position = cached - 1 + tl.load(lens + token, mask=row_ok, other=0)
     full_end = tl.minimum(high, cached // KEYS * KEYS)
     top, mass, acc = attend_context(
-        tile_q, k_head, v_head, table, low, full_end, last, top, mass, acc, scale,
-        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU,
+        tile_q, k_head, v_head, table, low, full_end, last, position, top, mass, acc, scale,
+        LINE, DIM, KEYS, PAGE, STAGES, ON_GPU, WINDOW, SQUASH,
     )  # fmt: skip
     if full_end < high:
         keys = full_end + tl.arange(0, KEYS)
@@ -170,8 +176,11 @@ def attend_branches(
         where = key_slots(table, keys, last, PAGE, ON_GPU)[:, None] * LINE + dims[None, :]
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
-        products = tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee")
-        products = tl.where(inside[None, :], products, float("-inf"))
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        seen = inside[None, :]
+        if WINDOW:
+            seen = seen & (keys[None, :] > (position - WINDOW)[:, None])
+        products = tl.where(seen, products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, split + 1, row_ok, DIM, False)
 
@@ -193,6 +202,7 @@ def branch_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, slots: Tensor, lens: Tensor,
     out: Tensor, page_size: int, num_splits: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
+    rules: ScoreRules,
 ) -> None:  # fmt: skip
     """As kernels.attention.branch_attention."""
     num_tokens, num_heads, dim = q.shape
@@ -206,14 +216,15 @@ def branch_attention(
     partials, stats = workspace(q, num_splits + 1)
     attend_branches[(num_tokens + tiles * num_splits, kv_heads)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, slots, lens, partials, stats,
-        num_rows, num_tokens, tiles, num_splits, exclusive, page_tables.stride(0), slots.shape[1], scale * log2(e),
-        SPAN=config.span, LONGEST=LONG_CONTEXT_STEPS,
+        num_rows, num_tokens, tiles, num_splits, exclusive, page_tables.stride(0), slots.shape[1],
+        **score_options(rules, scale), SPAN=config.span, LONGEST=LONG_CONTEXT_STEPS,
         BRANCH_ROWS=max(SMALL_ROWS, power_of_two(num_heads // kv_heads)), BRANCH_KEYS=BRANCH_KEYS,
         PREFETCH=pdl and dim * q.element_size() >= 128,
         **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     where = (partials, stats, out, first, cached_len, None)
-    launch_combine(*where, num_splits, exclusive, config, num_heads, pdl, longest=LONG_CONTEXT_STEPS, branches=True)
+    steps = {"longest": LONG_CONTEXT_STEPS, "branches": True}
+    launch_combine(*where, num_splits, exclusive, config, num_heads, pdl, rules.window, **steps)
 
 
 # Short contexts, in one launch. For small models, whose launches are short and wait for each other. A program has the
@@ -240,6 +251,15 @@ def _context(
 
 
 @triton.jit
+def _seen(inside, start, position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """Which queries at `position` see which keys from `start` on, of those that are `inside`."""
+    seen = inside[None, :]
+    if WINDOW:
+        seen = seen & ((start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None])
+    return seen
+
+
+@triton.jit
 def _load_ancestors(branches, counts, tokens, begin, stride, MEMBERS: tl.constexpr, ON_GPU: tl.constexpr):
     """Slots of the ancestors from `begin` on, MEMBERS of each token, and which of them there are."""
     member = begin + tl.arange(0, counts.shape[0]) % MEMBERS
@@ -248,9 +268,9 @@ def _load_ancestors(branches, counts, tokens, begin, stride, MEMBERS: tl.constex
 
 
 @triton.jit
-def _scores(tile_q, tile_k, seen):
+def _scores(tile_q, tile_k, seen, SQUASH: tl.constexpr):
     """Unscaled scores, -inf where a query does not see a key."""
-    return tl.where(seen, tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), float("-inf"))
+    return tl.where(seen, squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH), float("-inf"))
 
 
 @triton.jit
@@ -309,10 +329,10 @@ def _combine_last(
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_splits"])
 def attend_short(
     q, k_cache, v_cache, page_tables, table_rows, first, cached_len, branches, lens, out, partials, stats, counters,
-    num_rows, num_tokens, num_splits, table_stride, branch_stride, scale,
+    num_rows, num_tokens, num_splits, table_stride, branch_stride, scale, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, MEMBERS: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS_PAD: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
+    ROWS_PAD: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, WINDOW: tl.constexpr, SQUASH: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, splits). A tile is ROWS // GROUP tokens of a row times the GROUP heads of a kv head.
 
@@ -355,6 +375,9 @@ def attend_short(
     token = begin + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes % GROUP
+    position = lanes
+    if WINDOW:
+        position = cached - 1 + tl.load(lens + token, mask=row_ok, other=0)
     of_own = (lanes // GROUP)[:, None] == owner[None, :]
     near_k, near_v = keep_in_registers(near_k, ON_GPU), keep_in_registers(near_v, ON_GPU)
     far_k, far_v = keep_in_registers(far_k, ON_GPU), keep_in_registers(far_v, ON_GPU)
@@ -367,16 +390,21 @@ def attend_short(
     tile_q = tl.load(q + at[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=row_ok[:, None], other=0.0)
     own_k = _load_heads(k_head, slots, own, LINE, DIM)
     own_v = _load_heads(v_head, slots, own, LINE, DIM)
-    to_near = _scores(tile_q, near_k, near[None, :])
-    to_far = _scores(tile_q, far_k, far[None, :])
-    to_own = _scores(tile_q, own_k, of_own & own[None, :])
+    to_near = _scores(tile_q, near_k, _seen(near, split * KEYS, position, KEYS, WINDOW), SQUASH)
+    to_far = _scores(tile_q, far_k, _seen(far, (split + used) * KEYS, position, KEYS, WINDOW), SQUASH)
+    to_own = _scores(tile_q, own_k, of_own & own[None, :], SQUASH)
     # All three at once: each sum over a row is one between warps.
     top = tl.max(tl.maximum(tl.maximum(to_near, to_far), to_own), 1) * scale
+    if sinks is not None:
+        sink, one, _ = init_softmax(sinks, kv_head * GROUP + lanes % GROUP, split == 0, ROWS, DIM)
+        top = tl.maximum(top, sink)
     base = tl.where(top == float("-inf"), 0.0, top)
     to_near = tl.exp2(tl.fma(to_near, scale, -base[:, None]))
     to_far = tl.exp2(tl.fma(to_far, scale, -base[:, None]))
     to_own = tl.exp2(tl.fma(to_own, scale, -base[:, None]))
     mass = tl.sum(to_near + to_far + to_own, 1)
+    if sinks is not None:
+        mass += one * tl.exp2(sink - base)
     acc = _accumulate(to_near, near_v, tl.zeros([ROWS, DIM], tl.float32))
     acc = _accumulate(to_far, far_v, acc)
     acc = _accumulate(to_own, own_v, acc)
@@ -384,10 +412,11 @@ def attend_short(
     # Contexts that are not short, and branches deeper than all splits have room for.
     for start in tl.range((split + _RESIDENT_TILES * used) * KEYS, cached, used * KEYS, num_stages=1):
         tile_k, tile_v, inside = _context(k_head, v_head, table, start, cached, LINE, DIM, KEYS, PAGE, ON_GPU)
-        top, mass, acc = softmax_step(_scores(tile_q, tile_k, inside[None, :]), tile_v, top, mass, acc, scale)
+        scores = _scores(tile_q, tile_k, _seen(inside, start, position, KEYS, WINDOW), SQUASH)
+        top, mass, acc = softmax_step(scores, tile_v, top, mass, acc, scale)
     for start in tl.range(member + used * MEMBERS, longest, used * MEMBERS, num_stages=1):
         slots, own = _load_ancestors(branches, counts, tokens, start, branch_stride, MEMBERS, ON_GPU)
-        scores = _scores(tile_q, _load_heads(k_head, slots, own, LINE, DIM), of_own & own[None, :])
+        scores = _scores(tile_q, _load_heads(k_head, slots, own, LINE, DIM), of_own & own[None, :], SQUASH)
         top, mass, acc = softmax_step(scores, _load_heads(v_head, slots, own, LINE, DIM), top, mass, acc, scale)
 
     meeting = (kv_head * tl.num_programs(0) + tile).to(tl.int64)
@@ -399,7 +428,7 @@ def attend_short(
 def short_branch_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, slots: Tensor, lens: Tensor,
-    out: Tensor, page_size: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig,
+    out: Tensor, page_size: int, scale: float, pdl: bool, max_row_tokens: int, config: TileConfig, rules: ScoreRules,
 ) -> None:  # fmt: skip
     """As kernels.attention.branch_attention, if `short`."""
     num_tokens, num_heads, dim = q.shape
@@ -414,8 +443,8 @@ def short_branch_attention(
     attend_short[(tiles, kv_heads, splits)](
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, slots, lens, out,
         partials, partials[floats:], counters,
-        num_rows, num_tokens, splits, page_tables.stride(0), slots.shape[1], scale * log2(e),
-        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
+        num_rows, num_tokens, splits, page_tables.stride(0), slots.shape[1],
+        **score_options(rules, scale), HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size,
         ROWS=config.rows, KEYS=config.keys, MEMBERS=config.keys // power_of_two(tokens), SPLITS=SHORT_SPLITS,
         ROWS_PAD=power_of_two(num_rows + 1), PDL=pdl, ON_GPU=q.is_cuda,
         num_warps=config.num_warps, launch_pdl=pdl,

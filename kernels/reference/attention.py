@@ -7,11 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.attention_tiles import ScoreRules
+
+_PLAIN = ScoreRules()
+
 
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor,
-    page_size: int, scale: float, path: Tensor | None, out: Tensor,
+    page_size: int, scale: float, path: Tensor | None, out: Tensor, rules: ScoreRules = _PLAIN,
+    positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.tree_attention."""
     out.zero_()
@@ -21,20 +26,26 @@ def tree_attention(
         for i in range(end - begin):
             own = set_bits(mask[begin + i]) if path is None else path[begin + i][path[begin + i] >= 0]
             hidden[i, cached + own.long()] = False
-        out[begin:end] = attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
+        if rules.window and positions is not None:
+            own = positions[begin:end]
+            keys = torch.cat([torch.arange(cached, device=own.device), own])
+            hidden |= keys.unsqueeze(0) <= own.unsqueeze(1) - rules.window
+        out[begin:end] = attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale, rules)
     return out
 
 
 def prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor,
-    page_size: int, scale: float, out: Tensor,
+    page_size: int, scale: float, out: Tensor, rules: ScoreRules = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.prefill_attention."""
     out.zero_()
     for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
         hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device).triu(cached + 1)
-        out[begin:end] = attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale)
+        if rules.window:
+            hidden |= torch.ones_like(hidden).tril(cached - rules.window)
+        out[begin:end] = attend(q[begin:end], k_cache[slots], v_cache[slots], hidden, scale, rules)
     return out
 
 
@@ -61,12 +72,19 @@ def set_bits(words: Tensor) -> Tensor:
     return bits.view(-1).nonzero().view(-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, rules: ScoreRules = _PLAIN) -> Tensor:
     """q [n, H, D], k and v [L, KVH, D], hidden [n, L] -> [n, H * D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))
     scores = torch.einsum("nhd,lhd->nhl", q.float(), k) * scale
-    weights = scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(-1)
+    if rules.softcap:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
+    if rules.sinks is not None:
+        sinks = rules.sinks.float().view(1, -1, 1).expand(len(q), -1, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     # A query that sees no key gets zeros.
     weights = weights.masked_fill(hidden.all(1).view(-1, 1, 1), 0.0)
     return torch.einsum("nhl,lhd->nhd", weights, v).flatten(1).to(q.dtype)
@@ -89,7 +107,7 @@ def list_branches(
 def branch_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, slots: Tensor, lens: Tensor,
-    page_size: int, scale: float, out: Tensor,
+    page_size: int, scale: float, out: Tensor, rules: ScoreRules = _PLAIN,
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.branch_attention."""
     out.zero_()
@@ -97,7 +115,9 @@ def branch_attention(
     for row, (table_row, cached) in enumerate(zip(table_rows.tolist(), cached_len.tolist(), strict=True)):
         context = slots_of(page_tables[table_row], torch.arange(cached, device=q.device), page_size)
         for token in range(starts[row], starts[row + 1]):
-            seen = torch.cat([context, slots[token, : int(lens[token])].long()])
+            count = int(lens[token])
+            begin = max(cached + count - rules.window, 0) if rules.window else 0
+            seen = torch.cat([context[begin:], slots[token, :count].long()])
             hidden = torch.zeros(1, seen.numel(), dtype=torch.bool, device=q.device)
-            out[token] = attend(q[token : token + 1], k_cache[seen], v_cache[seen], hidden, scale)[0]
+            out[token] = attend(q[token : token + 1], k_cache[seen], v_cache[seen], hidden, scale, rules)[0]
     return out

@@ -14,7 +14,7 @@ _CASES = [(9, 3, 64, 64, torch.bfloat16), (8, 8, 16, 8, torch.float16)]
 def main() -> None:
     """Call every launcher; each launch is a compilation."""
     compiled = compile_only()
-    from kernels.attention_tiles import short_config
+    from kernels.attention_tiles import ScoreRules, short_config
     from kernels.jit import branches, row_linear
     from kernels.linear_configs import qkv_config, row_config
 
@@ -28,10 +28,11 @@ def main() -> None:
             return torch.zeros(*size, dtype=dtype)
 
         q, cache, stream = made(count, heads, dim), made(640, kv_heads, dim), made(count, size)
-        branches.short_branch_attention(
-            q, cache, cache, ints(2, 40), ints(1), ints(2), ints(1), ints(count, 256), ints(count),
-            made(count, size), 16, 0.125, True, count, short_config(heads // kv_heads, dim, dtype),
-        )  # fmt: skip
+        for rules in (ScoreRules(), ScoreRules(128, 50.0, torch.zeros(heads))):
+            branches.short_branch_attention(
+                q, cache, cache, ints(2, 40), ints(1), ints(2), ints(1), ints(count, 256), ints(count),
+                made(count, size), 16, 0.125, True, count, short_config(heads // kv_heads, dim, dtype), rules,
+            )  # fmt: skip
         gated, down = row_config(count, mlp, size, True), row_config(count, size, mlp, False)
         row_linear.norm_linear(
             stream, made(2 * mlp, size), made(size), 1e-5, None, None, True, made(count, mlp), gated, True

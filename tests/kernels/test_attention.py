@@ -11,6 +11,7 @@ from kernels.attention import prefill_attention, tree_attention
 from kernels.attention_tiles import (
     CHOSEN_SPLITS,
     MAX_SHARED_SPLITS,
+    ScoreRules,
     TileConfig,
     choose_splits,
     exclusive_splits,
@@ -48,6 +49,50 @@ def run_tree(made: Round, q: Tensor, k: Tensor, v: Tensor, path: bool = False, *
     settings = {"num_splits": 1, "scale": q.shape[2] ** -0.5, "config": SMALL, **options}
     shape = {"page_size": made.page_size, "max_row_tokens": made.max_row_tokens}
     return tree_attention(q, k, v, *made.lengths(), made.mask, path=made.path if path else None, **shape, **settings)  # type: ignore[arg-type]
+
+
+def rules_of(name: str, num_heads: int, device: str) -> ScoreRules:
+    """A window that begins in a context, at its end or among a tree's own tokens; a cap; sinks; all at once."""
+    sinks = torch.randn(num_heads, generator=torch.Generator().manual_seed(3)).to(device)
+    return {
+        "window": ScoreRules(window=3),
+        "long window": ScoreRules(window=22),
+        "softcap": ScoreRules(softcap=1.5),
+        "sinks": ScoreRules(sinks=sinks),
+        "all": ScoreRules(19, 2.0, sinks),
+    }[name]
+
+
+RULES = ["window", "long window", "softcap", "sinks", "all"]
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("path", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_tree_under_rules_equals_reference(name: str, num_splits: int, path: bool, device: str) -> None:
+    made = make_round(TREES, CONTEXTS, device=device, padding=3, empty_rows=1).expand()
+    q, k, v = caches(made, HEADS, torch.float32)
+    rules = rules_of(name, HEADS[0], device)
+    seen = {"rules": rules, "positions": made.positions}
+    plain = expected_tree(made, q, k, v)
+    out = torch.empty_like(plain)
+    where = (made.mask, made.page_size, HEADS[2] ** -0.5, None, out, rules, made.positions)
+    expected = reference.tree_attention(q, k, v, *made.lengths(), *where)
+    assert (expected - plain).abs().max() > 1e-2, "the rules make a difference"
+    result = run_tree(made, q, k, v, path, num_splits=num_splits, **seen)
+    torch.testing.assert_close(result, expected, **near(torch.float32))
+    assert not result[-3:].any(), "padding gets zeros"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_prefill_under_rules_equals_reference(name: str, device: str) -> None:
+    made = make_round([chain(21), chain(1), chain(17)], [0, 33, 30], device=device, padding=2, empty_rows=1)
+    q, k, v = caches(made, HEADS, torch.float32)
+    rules = rules_of(name, HEADS[0], device)
+    out = torch.empty(q.shape[0], HEADS[0] * HEADS[2], device=device)
+    scale = HEADS[2] ** -0.5
+    expected = reference.prefill_attention(q, k, v, *made.lengths(), made.page_size, scale, out, rules)
+    torch.testing.assert_close(run_prefill(made, q, k, v, rules=rules), expected, **near(torch.float32))
 
 
 def expected_tree(made: Round, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -129,9 +174,11 @@ def test_all_padding(device: str) -> None:
     assert not run_prefill(made, q, k, v).any()
 
 
-def run_prefill(made: Round, q: Tensor, k: Tensor, v: Tensor, config: TileConfig = SMALL) -> Tensor:
-    shape = {"page_size": made.page_size, "max_row_tokens": made.max_row_tokens}
-    return prefill_attention(q, k, v, *made.lengths(), scale=q.shape[2] ** -0.5, config=config, **shape)
+def run_prefill(
+    made: Round, q: Tensor, k: Tensor, v: Tensor, config: TileConfig = SMALL, rules: ScoreRules | None = None
+) -> Tensor:
+    shape = {"page_size": made.page_size, "max_row_tokens": made.max_row_tokens, "scale": q.shape[2] ** -0.5}
+    return prefill_attention(q, k, v, *made.lengths(), config=config, rules=rules or ScoreRules(), **shape)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -146,12 +193,17 @@ def test_prefill_equals_reference(dtype: torch.dtype, heads: tuple[int, int, int
 
 
 def check_chunks(
-    cuts: list[int], length: int, heads: tuple[int, int, int], config: TileConfig | None, device: str
+    cuts: list[int],
+    length: int,
+    heads: tuple[int, int, int],
+    config: TileConfig | None,
+    device: str,
+    rules: ScoreRules | None = None,
 ) -> None:
     """A prompt in one chunk and in several, alone and beside another row: the same bits."""
     whole = make_round([chain(length)], [0], device=device, page_size=16, seed=3)
     q, k, v = caches(whole, heads, HALF)
-    shape = {"page_size": 16, "scale": heads[2] ** -0.5, "config": config}
+    shape = {"page_size": 16, "scale": heads[2] ** -0.5, "config": config, "rules": rules or ScoreRules()}
     expected = prefill_attention(q, k, v, *whole.lengths(), max_row_tokens=length, **shape)  # type: ignore[arg-type]
     for begin, end in zip([0, *cuts], [*cuts, length], strict=True):
         state = int(whole.table_rows[0])
@@ -168,6 +220,7 @@ def check_chunks(
 
 def test_prefill_is_the_same_wherever_chunks_begin(device: str) -> None:
     check_chunks([7, 8, 24], 45, HEADS, SMALL, device)
+    check_chunks([9, 30], 45, HEADS, SMALL, device, rules_of("all", HEADS[0], device))
 
 
 @pytest.mark.gpu
@@ -185,7 +238,7 @@ def check_paths(
     """
     made = make_round([chain(3), tree], [11, context], device=device, page_size=16, padding=2).expand()
     q, k, v = caches(made, heads, HALF)
-    result = run_tree(made, q, k, v, path=True, **options)
+    result = run_tree(made, q, k, v, path=True, **{**options, "positions": made.positions})
     for node in range(0, len(tree), max(2, len(tree) // 6)):
         places = [place for place in made.path[3 + node].tolist() if place >= 0]
         for committed in {0, len(places) // 2, len(places) - 1}:
@@ -198,7 +251,7 @@ def check_paths(
             new = slots_of(alone, 0)[: context + len(places)]
             k2[new], v2[new] = k[old], v[old]
             rows = q[[3 + place for place in places[committed:]]].contiguous()
-            again = run_tree(alone, rows, k2, v2, path=True, **options)
+            again = run_tree(alone, rows, k2, v2, path=True, **{**options, "positions": alone.positions})
             assert torch.equal(again[-1], result[3 + node])
 
 
@@ -213,6 +266,8 @@ def slots_of(made: Round, row: int) -> Tensor:
 def test_paths_give_the_bits_of_plain_decoding(num_splits: int, span: int, device: str) -> None:
     options: dict[str, object] = {"num_splits": num_splits, "config": replace(SMALL, span=span)}
     check_paths(random_tree(8, 2, extend=2), 30, HEADS, options, device)
+    options["rules"] = rules_of("all", HEADS[0], device)
+    check_paths(random_tree(4, 2, extend=2), 30, HEADS, options, device)
 
 
 @pytest.mark.gpu
@@ -307,6 +362,10 @@ def test_wrong_arguments_are_refused(device: str) -> None:
         run_tree(made, q, k, v, num_splits=0)
     with pytest.raises(ValueError, match="float32"):
         run_tree(made, q.half(), k, v)
+    with pytest.raises(ValueError, match="positions"):
+        run_tree(made, q, k, v, rules=ScoreRules(window=4))
+    with pytest.raises(ValueError, match="sinks must be"):
+        run_tree(made, q, k, v, rules=ScoreRules(sinks=torch.zeros(3, device=device)))
     with pytest.raises(ValueError, match="share"):
         run_tree(made, q[:, :3].contiguous(), k, v)
     with pytest.raises(ValueError, match="tile of 16"):

@@ -10,8 +10,8 @@ from compile_process import compiled_by
 from rounds import chain, make_round
 from torch import Tensor
 
-from kernels.attention import BranchSlots, branch_attention, list_branches, short_tokens, tree_attention
-from kernels.attention_tiles import SHORT_SPLITS, TileConfig
+from kernels.attention import PLAIN, BranchSlots, branch_attention, list_branches, short_tokens, tree_attention
+from kernels.attention_tiles import SHORT_SPLITS, ScoreRules, TileConfig
 from kernels.compiling import LAYER_KERNELS
 from kernels.jit.branches import BRANCH_KEYS
 from kernels.reference import attention as reference
@@ -74,12 +74,13 @@ class Step:
         reference.list_branches(*where, self.base, self.page_size, *found)
         return found
 
-    def expected(self) -> Tensor:
+    def expected(self, rules: ScoreRules = PLAIN) -> Tensor:
         """By the references."""
         out = torch.empty(self.q.shape[0], self.q.shape[1] * self.q.shape[2], dtype=self.q.dtype, device=self.q.device)
         listed = (part.to(self.q.device) for part in self.listed())
         scale = self.q.shape[2] ** -0.5
-        return reference.branch_attention(self.q, self.k, self.v, *self.lengths, *listed, self.page_size, scale, out)
+        where = (*self.lengths, *listed, self.page_size, scale, out, rules)
+        return reference.branch_attention(self.q, self.k, self.v, *where)
 
 
 def make_step(
@@ -127,6 +128,18 @@ def make_step(
 
 QUERIES = [5, 1, 0, 9, 2]
 CONTEXTS = [37, 0, 12, 16, 3]
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_rules_of_scores_equal_reference(num_splits: int, short: bool, device: str) -> None:
+    step = make_step(QUERIES, CONTEXTS, [20, 3, 1, 33, 64], device=device, padding=2)
+    sinks = torch.randn(HEADS[0], generator=torch.Generator().manual_seed(3)).to(device)
+    for rules in (ScoreRules(window=30), ScoreRules(softcap=1.5), ScoreRules(sinks=sinks), ScoreRules(24, 2.0, sinks)):
+        expected = step.expected(rules)
+        assert (expected - step.expected()).abs().max() > 1e-2, "the rules make a difference"
+        result = step.run(num_splits=num_splits, short=short, rules=rules)
+        torch.testing.assert_close(result, expected, **near(torch.float32))
 
 
 @pytest.mark.parametrize(("region", "lens"), [(32, [9, 1, 5, 32, 7]), (96, [96, 40, 9, 33, 1])])
