@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.attention_tiles import (
     MAX_SPLITS,
+    PLAIN_SCORES,
     ScoreRules,
     TileConfig,
     branch_config,
@@ -21,8 +22,6 @@ from kernels.attention_tiles import (
 )
 from kernels.launch import power_of_two, supports_pdl, use_triton
 from kernels.reference import attention as reference
-
-PLAIN = ScoreRules()
 
 
 def tree_attention(
@@ -40,7 +39,7 @@ def tree_attention(
     num_splits: int,
     scale: float,
     path: Tensor | None = None,
-    rules: ScoreRules = PLAIN,
+    rules: ScoreRules = PLAIN_SCORES,
     positions: Tensor | None = None,
     config: TileConfig | None = None,
     pdl: bool = True,
@@ -95,8 +94,9 @@ def tree_attention(
     num_tokens, num_heads = q.shape[:2]
     lengths = (page_tables, table_rows, first, cached_len)
     if not use_triton(q):
-        where = (mask, page_size, scale, path, out, rules, positions)
-        return reference.tree_attention(q, k_cache, v_cache, *lengths, *where)
+        return reference.tree_attention(
+            q, k_cache, v_cache, *lengths, mask, page_size, scale, path, out, rules, positions
+        )
     from kernels.jit import attention as jit
 
     group = num_heads // k_cache.shape[1]
@@ -106,8 +106,8 @@ def tree_attention(
         num_rows = cached_len.shape[0]
         row_tokens = mean_row_tokens(num_tokens, num_rows, max_row_tokens)
         config = config or tree_config(row_tokens, group, q.dtype)
-        seen = (mask, positions if rules.window else None)
-        jit.tree_attention(q, k_cache, v_cache, *lengths, *seen, out, *sizes, max_row_tokens, config, rules)
+        positions = positions if rules.window else None
+        jit.tree_attention(q, k_cache, v_cache, *lengths, mask, positions, out, *sizes, max_row_tokens, config, rules)
     else:
         config = config or path_config(group, q.dtype)
         jit.path_attention(q, k_cache, v_cache, *lengths, path, out, *sizes, max_row_tokens, config, rules)
@@ -126,7 +126,7 @@ def prefill_attention(
     page_size: int,
     max_row_tokens: int,
     scale: float,
-    rules: ScoreRules = PLAIN,
+    rules: ScoreRules = PLAIN_SCORES,
     config: TileConfig | None = None,
 ) -> Tensor:
     """Causal attention of chunks of prompts: token i of row b sees positions 0 .. cached_len[b] + i.
@@ -147,8 +147,8 @@ def prefill_attention(
     from kernels.jit import attention as jit
 
     config = config or prefill_config(num_heads // k_cache.shape[1], head_dim, q.dtype)
-    told = (page_size, scale, supports_pdl(q), max_row_tokens, config, rules)
-    jit.prefill_attention(q, k_cache, v_cache, *lengths, out, *told)
+    pdl = supports_pdl(q)
+    jit.prefill_attention(q, k_cache, v_cache, *lengths, out, page_size, scale, pdl, max_row_tokens, config, rules)
     return out
 
 
@@ -242,7 +242,7 @@ def branch_attention(
     max_row_tokens: int,
     num_splits: int,
     scale: float,
-    rules: ScoreRules = PLAIN,
+    rules: ScoreRules = PLAIN_SCORES,
     out: Tensor | None = None,
     config: TileConfig | None = None,
     pdl: bool = True,

@@ -37,6 +37,9 @@ class ScoreRules(NamedTuple):
     """float32 [H]: for each head the score, unscaled and not capped, of one more key, whose value is zero."""
 
 
+PLAIN_SCORES = ScoreRules()
+
+
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """Sizes of a kernel's tiles. Results differ in their last bits between configurations.

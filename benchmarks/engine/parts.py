@@ -13,7 +13,7 @@ from benchmarks.engine.timing import median_ms
 from kernels.attention import tree_attention
 from kernels.linear import stream_linear
 from kernels.linear_configs import MAX_ROWS
-from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.attention.paged import MAX_PATH, PagedBatch, RoundTokens, TreeBuffers, choose_splits
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
@@ -135,7 +135,7 @@ class _QueriesPlan(AttentionPlan):
     def __init__(self, num_heads: int) -> None:
         self._num_heads = num_heads
 
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
         return heads[:, : self._num_heads].reshape(heads.shape[0], -1).contiguous()
 
 

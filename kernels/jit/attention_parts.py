@@ -165,11 +165,7 @@ def init_softmax(sinks, heads, is_first, ROWS: tl.constexpr, DIM: tl.constexpr):
 @triton.jit
 def first_seen_step(cached, WINDOW: tl.constexpr, KEYS: tl.constexpr):
     """The first tile of keys that any token behind a context of `cached` sees."""
-    if WINDOW:
-        step = tl.maximum(cached + 1 - WINDOW, 0) // KEYS
-    else:
-        step = 0
-    return step
+    return tl.maximum(cached + 1 - WINDOW, 0) // KEYS if WINDOW else 0
 
 
 @triton.jit

@@ -223,8 +223,9 @@ def branch_attention(
         **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     where = (partials, stats, out, first, cached_len, None)
-    steps = {"longest": LONG_CONTEXT_STEPS, "branches": True}
-    launch_combine(*where, num_splits, exclusive, config, num_heads, pdl, rules.window, **steps)
+    launch_combine(
+        *where, num_splits, exclusive, config, num_heads, pdl, rules.window, longest=LONG_CONTEXT_STEPS, branches=True
+    )
 
 
 # Short contexts, in one launch. For small models, whose launches are short and wait for each other. A program has the

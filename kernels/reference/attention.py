@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.attention_tiles import ScoreRules
-
-_PLAIN = ScoreRules()
+from kernels.attention_tiles import PLAIN_SCORES, ScoreRules
 
 
 def tree_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, mask: Tensor,
-    page_size: int, scale: float, path: Tensor | None, out: Tensor, rules: ScoreRules = _PLAIN,
+    page_size: int, scale: float, path: Tensor | None, out: Tensor, rules: ScoreRules = PLAIN_SCORES,
     positions: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.tree_attention."""
@@ -37,7 +35,7 @@ def tree_attention(
 def prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor,
-    page_size: int, scale: float, out: Tensor, rules: ScoreRules = _PLAIN,
+    page_size: int, scale: float, out: Tensor, rules: ScoreRules = PLAIN_SCORES,
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.prefill_attention."""
     out.zero_()
@@ -72,7 +70,7 @@ def set_bits(words: Tensor) -> Tensor:
     return bits.view(-1).nonzero().view(-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, rules: ScoreRules = _PLAIN) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, rules: ScoreRules = PLAIN_SCORES) -> Tensor:
     """q [n, H, D], k and v [L, KVH, D], hidden [n, L] -> [n, H * D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))
@@ -107,7 +105,7 @@ def list_branches(
 def branch_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     page_tables: Tensor, table_rows: Tensor, first: Tensor, cached_len: Tensor, slots: Tensor, lens: Tensor,
-    page_size: int, scale: float, out: Tensor, rules: ScoreRules = _PLAIN,
+    page_size: int, scale: float, out: Tensor, rules: ScoreRules = PLAIN_SCORES,
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.branch_attention."""
     out.zero_()

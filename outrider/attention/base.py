@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention_tiles import PLAIN_SCORES, ScoreRules
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
@@ -86,6 +87,29 @@ class HostLengths:
         return keys
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRules:
+    """How a layer attends, where models differ in it.
+
+    Attributes:
+        scale: factor on scores; None is head_dim ** -0.5.
+        scores: window, cap and sinks.
+        rotary: the layer's own angles, if they are not the plan's.
+    """
+
+    scale: float | None = None
+    scores: ScoreRules = PLAIN_SCORES
+    rotary: Rotary | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all keys are seen, and scores scaled as usual and used as they are."""
+        return self.scale is None and self.scores == PLAIN_SCORES
+
+
+PLAIN = LayerRules()
+
+
 class AttentionPlan(ABC):
     """One forward's attention: made once, used by every layer."""
 
@@ -93,7 +117,7 @@ class AttentionPlan(ABC):
     """int32 [M], negative for a token that is padding; None where there is no padding."""
 
     @abstractmethod
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
         """Rotate q and k, write k and v to the batch's slots, then attend.
 
         `heads` [M, num_heads + 2 * num_kv_heads, head_dim] holds query, key and value heads in that order.
@@ -104,7 +128,13 @@ class AttentionPlan(ABC):
         """
 
     def attend_stream(
-        self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None
+        self,
+        layer: int,
+        stream: Tensor,
+        norm: RMSNorm,
+        qkv: Linear,
+        qk_norm: RMSNorm | None,
+        rules: LayerRules = PLAIN,
     ) -> Tensor | None:
         """As `attend`, for the heads that `qkv` makes of the normed residual stream [M, hidden], in fewer launches.
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend, AttentionPlan, HostLengths, TokenBatch
+from outrider.attention.base import AttentionBackend, AttentionPlan, HostLengths, LayerRules, TokenBatch
 from outrider.attention.paged import PagedBatch
 from outrider.attention.triton_backend import TritonAttention, TritonPlan
 from outrider.cache.kv import KVCache
@@ -104,7 +104,9 @@ class _FlashInferPlan(TritonPlan):
         super().__init__(batch, kv, num_heads, rotary)
         self._call = call
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, rules: LayerRules) -> Tensor:
+        if not rules.is_plain:
+            raise ValueError("the flashinfer backend has no windows, caps, sinks and scales of layers")
         return self._call(q, k, v)
 
 

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.attention.base import AttentionBackend, AttentionPlan, ForwardBatch, Segment, TokenBatch
+from kernels.attention_tiles import ScoreRules
+from outrider.attention.base import (
+    PLAIN,
+    AttentionBackend,
+    AttentionPlan,
+    ForwardBatch,
+    LayerRules,
+    Segment,
+    TokenBatch,
+)
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary, rotate
@@ -18,6 +27,8 @@ from outrider.layers.rotary import Rotary, rotate
 FOLD_ROWS = 32
 # A call of its own costs what this many padded (query, key) pairs cost: 50 us against 25 ns, measured on 2 Zen 4 cores.
 PAIRS_PER_CALL = 2000
+# A position behind all others.
+_NEAR = 1 << 62
 
 
 class TorchAttention(AttentionBackend):
@@ -36,7 +47,7 @@ class TorchAttention(AttentionBackend):
         if start != batch.token_ids.numel() or start != batch.positions.numel() or start == 0:
             raise ValueError(f"segments have {start} queries, the batch {batch.token_ids.numel()} tokens")
         own = [segment.kv_slots[-segment.num_queries :] for segment in batch.segments]
-        groups = [_GroupAttention(group, kv, num_heads) for group in group_segments(members)]
+        groups = [_GroupAttention(group, batch.positions, kv, num_heads) for group in group_segments(members)]
         order = row_order(groups, start)
         if len(groups) == 1 and order is None:
             groups[0].rows = None
@@ -55,12 +66,12 @@ class _TorchPlan(AttentionPlan):
         self._calls = calls
         self._order = order
 
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
         """See AttentionPlan."""
-        q, k, v = self._split(heads, qk_norm)
+        q, k, v = self._split(heads, qk_norm, rules.rotary)
         self._kv.write(layer, self._own_slots, k, v)
         all_k, all_v = self._kv.k_layers[layer], self._kv.v_layers[layer]
-        outputs = [call(q, all_k, all_v) for call in self._calls]
+        outputs = [call(q, all_k, all_v, rules) for call in self._calls]
         rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return rows if self._order is None else rows.index_select(0, self._order)
 
@@ -75,8 +86,9 @@ class Member(NamedTuple):
 class _GroupAttention:
     """Attention of segments that share a call: queries are padded to the most of them, keys to the longest."""
 
-    def __init__(self, members: list[Member], kv: KVCache, num_heads: int) -> None:
+    def __init__(self, members: list[Member], positions: Tensor, kv: KVCache, num_heads: int) -> None:
         self.members = members
+        self._positions = positions
         segments = [member.segment for member in members]
         size = len(members)
         self.num_queries = num_queries = max(segment.num_queries for segment in segments)
@@ -84,6 +96,7 @@ class _GroupAttention:
         self._num_heads = num_heads
         num_kv_heads, head_dim = kv.k.shape[2:]
         self._read_shape = (size, length, num_kv_heads, head_dim)
+        self._dtype = kv.k.dtype
         device = segments[0].kv_slots.device
         slots = torch.empty(size, length, dtype=torch.int64, device=device)
         rows = torch.arange(num_queries, device=device).repeat(size, 1)
@@ -94,32 +107,70 @@ class _GroupAttention:
             slots[i, used:] = segment.kv_slots[0]
             rows[i].clamp_(max=segment.num_queries - 1).add_(start)
         self._slots = _as_slice(slots.view(-1)) if size == 1 else slots.view(-1)
-        self.rows: Tensor | None = rows.view(-1)
+        self._query_rows = rows.view(-1)
+        self.rows: Tensor | None = self._query_rows
         """The batch's row of each padded query; None where they are the same."""
         # One segment with an empty context, for which the lower triangle is the whole mask.
         self._is_causal = size == 1 and segments[0].mask is None and 1 < num_queries == length
         per_kv_head = num_heads // num_kv_heads
         self._fold = not self._is_causal and num_queries * per_kv_head <= FOLD_ROWS
-        self._mask: Tensor | None = None
-        """What is added to scores; None where every query sees every key."""
         hides = segments[0].mask is not None and segments[0].mask.shape[1] > 1
-        if not self._is_causal and (size > 1 or num_queries > 1 or hides):
-            allowed = torch.stack([_allowed(segment, num_queries, length) for segment in segments]).unsqueeze(1)
-            # Torch would turn a bool mask into numbers once a layer.
-            mask = torch.zeros(allowed.shape, dtype=kv.k.dtype, device=device).masked_fill_(~allowed, float("-inf"))
-            self._mask = mask.repeat(1, 1, per_kv_head, 1) if self._fold else mask
+        self._hides = size > 1 or num_queries > 1 or hides
+        self._masks: dict[tuple[int, bool], Tensor] = {}
 
-    def __call__(self, q: Tensor, all_k: Tensor, all_v: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, all_k: Tensor, all_v: Tensor, rules: LayerRules) -> Tensor:
         """q [M, num_heads, head_dim] -> [B * n, num_heads * head_dim], for B segments of n padded queries."""
         if self.rows is not None:
             q = q.index_select(0, self.rows)
         k, v = self._read(all_k), self._read(all_v)
-        if self._fold:
-            return folded_attention(q, k, v, self._mask)
-        size, _, _, head_dim = self._read_shape
+        size, length, _, head_dim = self._read_shape
+        # No query lies more than `length` positions behind any key.
+        window = rules.scores.window if rules.scores.window < length else 0
+        if self._fold or _is_capped(rules.scores):
+            return folded_attention(q, k, v, self._mask(window, True), rules)
+        is_causal = self._is_causal and not window
+        mask = None if is_causal else self._mask(window, False)
         q = q.view(size, self.num_queries, self._num_heads, head_dim).transpose(1, 2)
-        output = scaled_dot_product_attention(q, k, v, attn_mask=self._mask, is_causal=self._is_causal, enable_gqa=True)
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=rules.scale, enable_gqa=True
+        )
         return output.transpose(1, 2).reshape(size * self.num_queries, -1)
+
+    def _mask(self, window: int, fold: bool) -> Tensor | None:
+        """What is added to scores, made once a forward: [B, 1, n, L], if `fold` the n rows once for each head of a
+        group. None where every query sees every key.
+        """
+        if not (self._hides or window):
+            return None
+        mask = self._masks.get((window, fold))
+        if mask is None:
+            _, length, num_kv_heads, _ = self._read_shape
+            segments = [member.segment for member in self.members]
+            allowed = torch.stack([_allowed(segment, self.num_queries, length) for segment in segments])
+            if window:
+                allowed &= self._within(window, length)
+            # Torch would turn a bool mask into numbers once a layer.
+            hidden = ~allowed.unsqueeze(1)
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+            mask.masked_fill_(hidden, float("-inf"))
+            if fold:
+                mask = mask.repeat(1, 1, self._num_heads // num_kv_heads, 1)
+            self._masks[window, fold] = mask
+        return mask
+
+    def _within(self, window: int, length: int) -> Tensor:
+        """bool [B, n, L]: keys less than `window` positions before a query.
+
+        Of keys that only a mask places, nodes of earlier forwards, all count as near.
+        """
+        queries = self._positions.index_select(0, self._query_rows).view(len(self.members), -1, 1)
+        keys = torch.arange(length, device=queries.device).repeat(len(self.members), 1)
+        for row, (start, segment) in zip(keys, self.members, strict=True):
+            n, used = segment.num_queries, segment.kv_slots.numel()
+            if segment.mask is not None:
+                row[used - segment.mask.shape[1] : used] = _NEAR
+            row[used - n : used] = self._positions[start : start + n]
+        return keys.unsqueeze(1) > queries - window
 
     def _read(self, cache: Tensor) -> Tensor:
         """[num_slots, num_kv_heads, head_dim] -> [B, num_kv_heads, L, head_dim]."""
@@ -199,9 +250,12 @@ class HeadSplit:
     def __init__(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> None:
         """See AttentionBackend.plan. Of `kv`, the number of its heads and its dtype count."""
         self._sizes = (num_heads, kv.k.shape[2])
-        self._angles = rotary.angles(batch.positions, kv.k.dtype) if rotary.turns else None
+        self._positions, self._dtype, self._rotary = batch.positions, kv.k.dtype, rotary
+        self._angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, heads: Tensor, qk_norm: RMSNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, heads: Tensor, qk_norm: RMSNorm | None, rotary: Rotary | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See AttentionPlan.attend: q [M, num_heads, head_dim], k and v [M, num_kv_heads, head_dim], views of larger
         tensors; q and k are normed, if there is a norm, and rotated.
         """
@@ -209,13 +263,16 @@ class HeadSplit:
         qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
         if qk_norm is not None:
             qk = qk_norm(qk)
-        if self._angles is not None:
-            qk = rotate(qk, *self._angles)
+        rotary = rotary or self._rotary
+        if rotary.turns:
+            if rotary not in self._angles:
+                self._angles[rotary] = rotary.angles(self._positions, self._dtype)
+            qk = rotate(qk, *self._angles[rotary])
         q, k = qk.split(self._sizes, 1)
         return q, k, v
 
 
-def folded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def folded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: LayerRules = PLAIN) -> Tensor:
     """Attention of B rows of n queries each, with H query heads in groups of G to a kv head.
 
     Args:
@@ -223,14 +280,55 @@ def folded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
         k: [B, K, L, D]; so are its values `v`.
         mask: what is added to scores, in the dtype of `q`, broadcast to [B, K, G * n, L]: the same n rows G times.
             None where every query sees every key.
+        rules: of the layer; the mask has the window.
 
     Returns:
         [B * n, H * D].
     """
+    rows = _fold_heads(q, k)
+    if _is_capped(rules.scores):
+        scale = q.shape[2] ** -0.5 if rules.scale is None else rules.scale
+        output = _capped_attention(rows, k, v, mask, scale, rules.scores)
+    else:
+        output = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=rules.scale)
+    return _unfold_heads(output, q.shape[1] // k.shape[1])
+
+
+def _is_capped(scores: ScoreRules) -> bool:
+    """Whether torch's own attention cannot do it."""
+    return bool(scores.softcap) or scores.sinks is not None
+
+
+def _capped_attention(
+    rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, scores: ScoreRules
+) -> Tensor:
+    """Of folded rows [B, K, G * n, D], with capped scores and sinks; weights are float32."""
+    products = torch.matmul(rows, k.transpose(2, 3)).float() * scale
+    if scores.softcap:
+        products = torch.tanh(products / scores.softcap) * scores.softcap
+    if mask is not None:
+        products = products + mask
+    if scores.sinks is None:
+        weights = products.softmax(-1)
+    else:
+        size, num_kv_heads, num_rows = products.shape[:3]
+        sinks = scores.sinks.view(num_kv_heads, -1, 1)
+        sinks = sinks.expand(-1, -1, num_rows // sinks.shape[1]).reshape(1, num_kv_heads, num_rows, 1)
+        weights = torch.cat((products, sinks.expand(size, -1, -1, -1)), -1).softmax(-1)[..., :-1]
+    return torch.matmul(weights.to(v.dtype), v)
+
+
+def _fold_heads(q: Tensor, k: Tensor) -> Tensor:
+    """[B * n, H, D] to [B, K, G * n, D] for keys [B, K, L, D]."""
     size, num_kv_heads, _, head_dim = k.shape
     num_rows, group = q.shape[0], q.shape[1] // num_kv_heads
     count = num_rows // size
     rows = q.view(size, count, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-    rows = rows.reshape(size, num_kv_heads, group * count, head_dim)
-    output = scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-    return output.view(size, num_kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4).reshape(num_rows, -1)
+    return rows.reshape(size, num_kv_heads, group * count, head_dim)
+
+
+def _unfold_heads(rows: Tensor, group: int) -> Tensor:
+    """[B, K, G * n, D] to [B * n, K * G * D]."""
+    size, num_kv_heads, folded, head_dim = rows.shape
+    count = folded // group
+    return rows.view(size, num_kv_heads, group, count, head_dim).permute(0, 3, 1, 2, 4).reshape(size * count, -1)

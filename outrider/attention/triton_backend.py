@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kernels.attention import branch_attention, list_branches, prefill_attention, tree_attention
 from kernels.elementwise import rope_write, rotary_angles
 from kernels.linear import norm_qkv
 from kernels.linear_configs import fits_qkv_kernel
-from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear
@@ -35,6 +37,8 @@ class TritonPlan(AttentionPlan):
         self._kv = kv
         self._num_heads = num_heads
         self._scale = kv.k.shape[-1] ** -0.5
+        self._rotary = rotary
+        self._angles: dict[Rotary, tuple[Tensor, Tensor]] = {}
         self._branches = None
         if batch.region_base is not None:
             if batch.mask is None or batch.path is not None:
@@ -42,17 +46,33 @@ class TritonPlan(AttentionPlan):
             rows = (batch.first, batch.table_rows, batch.page_tables)
             self._branches = list_branches(batch.mask, *rows, base=batch.region_base, page_size=batch.page_size)
         # Behind the lists, which attention reads early: this launch waits for them.
-        self._cos, self._sin = rotary_angles(batch.positions, rotary.half_frequencies, rotary.scale)
+        self._angles_of(PLAIN)
 
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+    def _angles_of(self, rules: LayerRules) -> tuple[Tensor, Tensor]:
+        """cos and sin for the batch, once a forward for each rotary embedding."""
+        rotary = rules.rotary or self._rotary
+        found = self._angles.get(rotary)
+        if found is None:
+            found = rotary_angles(self.batch.positions, rotary.half_frequencies, rotary.scale)
+            self._angles[rotary] = found
+        return found
+
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
         """See AttentionPlan."""
         k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
         norm_weight, eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)
-        q = rope_write(heads, self._cos, self._sin, self.batch.slots, k, v, self._num_heads, norm_weight, eps)
-        return self._attention(q, k, v)
+        angles = self._angles_of(rules)
+        q = rope_write(heads, *angles, self.batch.slots, k, v, self._num_heads, norm_weight, eps)
+        return self._attention(q, k, v, rules)
 
     def attend_stream(
-        self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None
+        self,
+        layer: int,
+        stream: Tensor,
+        norm: RMSNorm,
+        qkv: Linear,
+        qk_norm: RMSNorm | None,
+        rules: LayerRules = PLAIN,
     ) -> Tensor | None:
         """See AttentionPlan. One launch for norm, product, rotation and writing, where rows are few and not wide."""
         k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
@@ -63,8 +83,7 @@ class TritonPlan(AttentionPlan):
         q = norm_qkv(
             stream,
             qkv.weight,
-            self._cos,
-            self._sin,
+            *self._angles_of(rules),
             self.batch.slots,
             k,
             v,
@@ -75,25 +94,20 @@ class TritonPlan(AttentionPlan):
             qk_norm=head_norm,
             qk_eps=head_eps,
         )
-        return self._attention(q, k, v)
+        return self._attention(q, k, v, rules)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, rules: LayerRules) -> Tensor:
         batch = self.batch
+        attend: dict[str, Any] = {
+            "page_size": batch.page_size,
+            "max_row_tokens": batch.max_row_tokens,
+            "scale": self._scale if rules.scale is None else rules.scale,
+            "rules": rules.scores,
+        }
         where = (batch.page_tables, batch.table_rows, batch.first, batch.cached_len)
-        shape = {"page_size": batch.page_size, "max_row_tokens": batch.max_row_tokens, "scale": self._scale}
         if batch.mask is None:
-            return prefill_attention(q, k, v, *where, **shape)
+            return prefill_attention(q, k, v, *where, **attend)
+        attend["num_splits"] = batch.num_splits
         if self._branches is not None:
-            return branch_attention(
-                q, k, v, *where, self._branches, num_splits=batch.num_splits, short=batch.short, **shape
-            )
-        return tree_attention(
-            q,
-            k,
-            v,
-            *where,
-            batch.mask,
-            num_splits=batch.num_splits,
-            path=batch.path,
-            **shape,
-        )
+            return branch_attention(q, k, v, *where, self._branches, short=batch.short, **attend)
+        return tree_attention(q, k, v, *where, batch.mask, path=batch.path, positions=batch.positions, **attend)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.elementwise import rope_write, rotary_angles
-from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
@@ -63,6 +63,12 @@ class Spans:
         return [slice(start, end) for start, end in pairwise(bounds) if end > start]
 
 
+def check_plain(rules: LayerRules) -> None:
+    """Raise ValueError for layers that training does not attend with: heads have none, and such targets are refused."""
+    if rules is not PLAIN:
+        raise ValueError("training attends over all positions, with one rotary embedding, and scores as they are")
+
+
 class SpanAttention(AttentionBackend, AttentionPlan):
     """Causal attention within each of some spans, for one forward of their tokens. Writes nothing to a KV cache.
 
@@ -80,8 +86,9 @@ class SpanAttention(AttentionBackend, AttentionPlan):
         self._split = _head_split(batch, kv, num_heads, rotary)
         return self
 
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
         """See AttentionPlan."""
+        check_plain(rules)
         q, k, v = self._split(heads, qk_norm)
         if self._keep:
             self.kept[layer] = (k.contiguous(), v.contiguous())

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels.sampling import gumbel as device_gumbel
-from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.noise import gumbel
-from outrider_tools.training.attention import SpanAttention, Spans
+from outrider_tools.training.attention import SpanAttention, Spans, check_plain
 from outrider_tools.training.options import TreeShape
 
 
@@ -159,8 +159,9 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         self._split = HeadSplit(batch, kv, num_heads, rotary)
         return self
 
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
         """See AttentionPlan."""
+        check_plain(rules)
         q, k, v = self._split(heads, qk_norm)
         text_k, text_v = self._draft.attention.kept[layer]
         own_k, own_v = self._extend(layer, k, v)

@@ -10,8 +10,8 @@ from compile_process import compiled_by
 from rounds import chain, make_round
 from torch import Tensor
 
-from kernels.attention import PLAIN, BranchSlots, branch_attention, list_branches, short_tokens, tree_attention
-from kernels.attention_tiles import SHORT_SPLITS, ScoreRules, TileConfig
+from kernels.attention import BranchSlots, branch_attention, list_branches, short_tokens, tree_attention
+from kernels.attention_tiles import PLAIN_SCORES, SHORT_SPLITS, ScoreRules, TileConfig
 from kernels.compiling import LAYER_KERNELS
 from kernels.jit.branches import BRANCH_KEYS
 from kernels.reference import attention as reference
@@ -74,7 +74,7 @@ class Step:
         reference.list_branches(*where, self.base, self.page_size, *found)
         return found
 
-    def expected(self, rules: ScoreRules = PLAIN) -> Tensor:
+    def expected(self, rules: ScoreRules = PLAIN_SCORES) -> Tensor:
         """By the references."""
         out = torch.empty(self.q.shape[0], self.q.shape[1] * self.q.shape[2], dtype=self.q.dtype, device=self.q.device)
         listed = (part.to(self.q.device) for part in self.listed())

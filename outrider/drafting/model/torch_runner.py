@@ -13,7 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend, AttentionPlan, ForwardBatch, Segment, TokenBatch
+from outrider.attention.base import (
+    PLAIN,
+    AttentionBackend,
+    AttentionPlan,
+    ForwardBatch,
+    LayerRules,
+    Segment,
+    TokenBatch,
+)
 from outrider.attention.prompts import PromptChunk
 from outrider.attention.torch_backend import HeadSplit, folded_attention
 from outrider.cache.kv import KVCache
@@ -344,12 +352,13 @@ class _RegionPlan(AttentionPlan):
         self._kv = kv
         self._split = split
         self._held = held
+        self._lengths = lengths
         self._places = [part.slots + lengths[part.row] for part in batch.rows]
         self._masks = [part.mask.repeat(per_kv_head, 1) for part in batch.rows]
 
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
         """See AttentionPlan."""
-        q, k, v = self._split(heads, qk_norm)
+        q, k, v = self._split(heads, qk_norm, rules.rotary)
         self._kv.write(layer, self._batch.kv_slots, k, v)
         outputs, first = [], 0
         for part, places, mask in zip(self._batch.rows, self._places, self._masks, strict=True):
@@ -358,9 +367,19 @@ class _RegionPlan(AttentionPlan):
             keys.index_copy_(1, places, k[first:end].transpose(0, 1))
             values.index_copy_(1, places, v[first:end].transpose(0, 1))
             seen_keys, seen_values = (held[:, : mask.shape[1]].unsqueeze(0) for held in (keys, values))
-            outputs.append(folded_attention(q[first:end], seen_keys, seen_values, mask))
+            if rules.scores.window:
+                mask = _within(mask, self._batch.positions[first:end], self._lengths[part.row], rules.scores.window)
+            outputs.append(folded_attention(q[first:end], seen_keys, seen_values, mask, rules))
             first = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _within(mask: Tensor, positions: Tensor, length: int, window: int) -> Tensor:
+    """The mask of a row with what the window hides of its context of `length`; all of its tree counts as near."""
+    far = torch.arange(length, device=mask.device) <= positions.unsqueeze(1) - window
+    mask = mask.clone()
+    mask[:, :length].masked_fill_(far.repeat(len(mask) // len(far), 1), float("-inf"))
+    return mask
 
 
 def _gather(kv: KVCache, layer: int, context: Tensor, region: slice) -> tuple[Tensor, Tensor]:
