@@ -13,12 +13,13 @@ from outrider.cli.cluster import is_default
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
+from outrider.models.drafters.kinds import ALGORITHMS
 from outrider.models.shipped import choose_drafters, shipped_head
 
 PLACEMENTS = ("auto", "remote", "colocated")
 NGRAM = ("NGRAM",)
-COLOCATED_MODELS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE", "NAIVE_EAGLE")
-"""What drafts inside rounds; the last one there alone. On a CPU the others do, with or without n-grams."""
+ROUND_MODELS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE", "NAIVE_EAGLE")
+"""What drafts inside rounds; the last one there alone."""
 DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
 """Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
 _OTHERS = tuple(
@@ -75,7 +76,7 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
         return False
     if names == AUTO:
         return not draft.speculative_draft_model_path and shipped_head(verify.model) is not None
-    return names != NGRAM
+    return any(name in ROUND_MODELS for name in names)
 
 
 def _of_draft_service(draft: DraftOptions) -> list[str]:
@@ -89,7 +90,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
         raise ConfigError("--lockstep: it is for draft services; leave it out, or give --draft-placement remote")
     draft = choose_drafters(draft, verify.model, say)
     names = [name for name in draft.speculative_algorithm if name != "NGRAM"]
-    models = COLOCATED_MODELS if on_gpu else COLOCATED_MODELS[:-1]
+    models = ROUND_MODELS if on_gpu else ALGORITHMS
     known = ", ".join(models)
     if not on_gpu and (foreign := _of_draft_service(draft)):
         raise ConfigError(

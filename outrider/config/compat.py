@@ -184,10 +184,9 @@ FOREIGN = (
         takes_value=False,
     ),
     Foreign("--speculative-skip-dp-mlp-sync", refused="there is no data-parallel attention here", takes_value=False),
-    Foreign("--speculative-draft-window-size", refused="drafts see their whole context"),
-    Foreign("--speculative-draft-sink-size", refused="drafts see their whole context"),
-    Foreign("--speculative-dflash-*", refused="DFLASH is not supported; use EAGLE, EAGLE3, NEXTN, STANDALONE or NGRAM"),
-    Foreign("--speculative-dspark-*", refused="DSPARK is not supported; use EAGLE, EAGLE3, NEXTN, STANDALONE or NGRAM"),
+    Foreign("--speculative-dflash-block-size", refused="the head says its own block_size; leave it out"),
+    Foreign("--speculative-dflash-*", refused="no such option of DFLASH is supported; leave it out"),
+    Foreign("--speculative-dspark-*", refused="no such option of DSPARK is supported; leave it out"),
     Foreign("--speculative-ngram-external-*", refused="the trie is filled by prompts and answers alone"),
     Foreign("--decoupled-spec-role", refused="drafts are services of their own: `outrider up`, or --draft of verify"),
 )

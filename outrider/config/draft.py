@@ -22,8 +22,8 @@ class DraftOptions(PeerServiceOptions):
     metrics_address: str = option("127.0.0.1:9103", "Address of the Prometheus page, host:port; empty turns it off.")
     speculative_algorithm: tuple[str, ...] = option(
         AUTO,
-        "Which drafters guess, comma separated: EAGLE, EAGLE3, NEXTN or STANDALONE, or NGRAM, or both together; AUTO "
-        "takes EAGLE3,NGRAM with the head that ships for the default target, else NGRAM.",
+        "Which drafters guess, comma separated: EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN or STANDALONE, or NGRAM, or both "
+        "together; AUTO takes EAGLE3,NGRAM with the head that ships for the default target, else NGRAM.",
     )
     speculative_draft_model_path: str = option(
         "", "Draft model or head: a local folder or a hub id; for NEXTN empty takes the target's own."
@@ -40,6 +40,12 @@ class DraftOptions(PeerServiceOptions):
     )
     speculative_token_map: str = option(
         "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty allows all."
+    )
+    speculative_draft_window_size: int = option(
+        0, "DFLASH and DSPARK: last positions of the context that a block sees; 0 for all.", minimum=0
+    )
+    speculative_draft_sink_size: int = option(
+        0, "DFLASH and DSPARK: first positions of the context that a block sees beside its window.", minimum=0
     )
     target_model_path: str = option(
         "",
@@ -126,6 +132,8 @@ class DraftOptions(PeerServiceOptions):
             "min_match_window_size", self.min_match_window_size, "max_match_window_size", self.max_match_window_size
         )
         _ordered("min_bfs_breadth", self.min_bfs_breadth, "max_bfs_breadth", self.max_bfs_breadth)
+        if self.speculative_draft_sink_size and not self.speculative_draft_window_size:
+            raise ConfigError("--speculative-draft-sink-size: is beside --speculative-draft-window-size; give both")
         if self.branch_length <= self.max_match_window_size:
             raise ConfigError(
                 f"--branch-length: {self.branch_length} leaves no room behind a match of --max-match-window-size "

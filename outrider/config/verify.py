@@ -76,8 +76,9 @@ class VerifyOptions(PeerServiceOptions):
         (),
         "What drafts with verify: on a GPU a draft model inside its rounds, EAGLE, EAGLE3, NEXTN, STANDALONE, or "
         "NAIVE_EAGLE, which is a head with one step and one candidate, and NGRAM is left to draft services; on a CPU "
-        "one of the first four, or NGRAM, or both, in verify's own process. AUTO takes the head that ships for the "
-        "target, if one does, and NGRAM on a CPU; empty leaves drafting to draft services.",
+        "EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN, STANDALONE or NGRAM, or one of them with NGRAM, in verify's own "
+        "process. AUTO takes the head that ships for the target, if one does, and NGRAM on a CPU; empty leaves "
+        "drafting to draft services.",
     )
     speculative_draft_model_path: str = option(
         "", "That draft model: a local folder or a hub id; for NEXTN empty takes the target's own."
@@ -87,6 +88,12 @@ class VerifyOptions(PeerServiceOptions):
         0, "Most draft tokens from the root to a leaf of its trees; 0 chooses.", minimum=0, maximum=16
     )
     speculative_eagle_topk: int = option(0, "Most children of a node of its trees; 0 chooses.", minimum=0, maximum=16)
+    speculative_draft_window_size: int = option(
+        0, "DFLASH and DSPARK: last positions of the context that a block sees; 0 for all.", minimum=0
+    )
+    speculative_draft_sink_size: int = option(
+        0, "DFLASH and DSPARK: first positions of the context that a block sees beside its window.", minimum=0
+    )
     speculative_token_map: str = option(
         "", "File with the token ids that it may guess (JSON or .safetensors); empty allows all."
     )
@@ -139,5 +146,7 @@ class VerifyOptions(PeerServiceOptions):
             speculative_draft_model_path=self.speculative_draft_model_path,
             speculative_draft_model_revision=self.speculative_draft_model_revision,
             speculative_token_map=self.speculative_token_map,
+            speculative_draft_window_size=self.speculative_draft_window_size,
+            speculative_draft_sink_size=self.speculative_draft_sink_size,
             target_model_path=target,
         )

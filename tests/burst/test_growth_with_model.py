@@ -30,10 +30,10 @@ CREDIT = 24
 class Service:
     """Requests of a real model."""
 
-    def __init__(self, model: DraftModel, region: int = 64, **options: Any) -> None:
+    def __init__(self, model: DraftModel, region: int = 64, branching: int = 4, **options: Any) -> None:
         runner = TorchRunner(
             model,
-            shape(max_context=128, branching=4, feature_size=model.feature_size, region=region),
+            shape(max_context=128, branching=branching, feature_size=model.feature_size, region=region),
             TorchAttention(),
             RunnerOptions(),
         )

@@ -61,7 +61,7 @@ def test_verify_takes_what_is_verify_s() -> None:
         ("--speculative-draft-model-quantization fp8", "quantized drafts are not supported"),
         ("--speculative-draft-load-format=pt", "outrider convert"),
         ("--speculative-moe-runner-backend triton", "mixture-of-experts"),
-        ("--speculative-dflash-block-size=8", "DFLASH is not supported"),
+        ("--speculative-dflash-block-size=8", "its own block_size"),
         ("--enable-dp-attention", "one GPU"),
     ],
 )

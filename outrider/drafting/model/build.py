@@ -98,6 +98,11 @@ def _check_options(options: DraftOptions, model: DraftModel, on_gpu: bool) -> No
         raise ConfigError("--attention-backend: torch runs on a CPU; choose triton, or --device cpu")
     if not on_gpu and options.attention_backend == "triton":
         raise ConfigError("--attention-backend: triton needs a GPU; choose torch, or auto")
+    if on_gpu and model.state_size:
+        raise ConfigError(
+            "--speculative-algorithm: DFLASH and DSPARK draft on a CPU; choose --device cpu for the draft "
+            "(--draft-device cpu of outrider up)"
+        )
     if on_gpu and model.head_dim not in _HEAD_DIMS:
         raise ConfigError(
             f"--speculative-draft-model-path: head_dim {model.head_dim} does not run on a GPU; supported are "

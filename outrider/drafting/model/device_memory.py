@@ -26,14 +26,14 @@ class DeviceMemory:
 
     Logical KV positions of a row: the context, in pages that the host hands out, then, from the same position on in
     every row, the tree region, in pages that stay with the row. Context pages are numbered from 0, region pages behind
-    them.
+    them. Behind the region's tree slots lies the model's scratch.
     """
 
     def __init__(self, model: DraftModel, shape: BurstShape) -> None:
         device, size = model.device, shape.page_size
         self._shape = shape
         self._num_context = -(-shape.max_context // size)
-        num_region = -(-shape.region // size)
+        num_region = -(-(shape.region + model.num_scratch) // size)
         self.kv = model.new_kv((shape.num_pages + shape.num_rows * num_region) * size)
         self._first_region = shape.num_pages * size
         self._region_stride = num_region * size
@@ -52,10 +52,10 @@ class DeviceMemory:
             lag=shape.lag,
         )
         self.features: Tensor | None = None
-        """Features of tree slots, a row of zeros, and the features of a burst: see kernels.frontier_state."""
+        """Features or states of tree slots, a row of zeros, and features of a burst: see kernels.frontier_state."""
         self._first_given = masks[0] * shape.region + 1
         if shape.feature_size:
-            store = (self._first_given + shape.max_seeds, shape.feature_size)
+            store = (self._first_given + shape.max_seeds, max(shape.feature_size, model.state_size))
             self.features = torch.zeros(store, dtype=model.dtype, device=device)
 
     @property
@@ -120,7 +120,7 @@ class DeviceMemory:
         """
         if self.features is None:
             raise ValueError("features for a model that takes none")
-        return self.features[self._first_given : self._first_given + count]
+        return self.features[self._first_given : self._first_given + count, : self._shape.feature_size]
 
     def take_features(self, parts: Sequence[object]) -> None:
         """Queue the copy of a burst's features. Raises ValueError for what does not fit."""
@@ -132,9 +132,10 @@ class DeviceMemory:
         end = self._first_given + sum(len(part) for part in rows)
         if end > self.features.shape[0]:
             raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
-        if rows[0].shape[1:] != self.features.shape[1:]:
-            raise ValueError(f"features of {list(rows[0].shape)} for a model that takes {self.features.shape[1]}")
-        join_rows(rows, self.features[self._first_given : end])
+        size = self._shape.feature_size
+        if rows[0].shape[1:] != (size,):
+            raise ValueError(f"features of {list(rows[0].shape)} for a model that takes {size}")
+        join_rows(rows, self.features[self._first_given : end, :size])
 
     def _move_pairs(self) -> Ints:
         """[N, 2] KV slots from and to which KV moves."""

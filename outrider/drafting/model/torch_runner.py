@@ -30,6 +30,7 @@ from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOpti
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.block import BlockHead
 from outrider.sampling.proposer import HostProposer
 
 
@@ -45,6 +46,7 @@ class TorchRunner(BurstRunner):
     ) -> None:
         super().__init__(model, shape, attention, options)
         self._masks = [[0] * shape.region for _ in range(shape.num_rows)]
+        self._injected = [0] * shape.num_rows  # tree slots with KV of the target's features, as bits; of a block head
         self._interrupted: Callable[[], bool] = _never
 
     def run_until(self, interrupted: Callable[[], bool]) -> None:
@@ -89,7 +91,8 @@ class TorchRunner(BurstRunner):
         lines[:, : (2 + branching) * width] = -1
         lines[:, (2 + branching) * width :].view(np.float32)[:] = -np.inf
         frontier = HostFrontier(burst, width, self._masks, (self.shape.max_seeds, branching), self.shape.lag)
-        attention = self._region_attention(burst)
+        head = self._model if isinstance(self._model, BlockHead) else None
+        attention = None if head is not None else self._region_attention(burst)
         ends = burst.rows.live.shape[1] - burst.rows.live[:, ::-1].argmax(1)
         used = np.where(burst.rows.live.any(1), ends, 0).tolist()
         for number, line in enumerate(lines):
@@ -99,7 +102,11 @@ class TorchRunner(BurstRunner):
             nodes = [] if pending.cut else frontier.take()
             if not nodes:
                 break
-            tokens, scores = self._propose_for(burst, frontier, nodes, used, attention)
+            if head is not None:
+                hidden = self._run_block(head, burst, frontier, nodes)
+            elif attention is not None:
+                hidden = self._run_nodes(burst, frontier, nodes, used, attention)
+            tokens, scores = self._propose_for(burst, nodes, hidden, branching)
             count, found = len(nodes), tokens.numpy()
             frontier.add(nodes, number * width, found.tolist(), scores.tolist())
             line[:count] = [node.place for node in nodes]
@@ -108,10 +115,10 @@ class TorchRunner(BurstRunner):
             line[2 * width : 2 * width + size] = found.reshape(-1)
             line[(2 + branching) * width :].view(np.float32)[:size] = scores.numpy().reshape(-1)
 
-    def _propose_for(
+    def _run_nodes(
         self, burst: Burst, frontier: HostFrontier, nodes: list[StepNode], used: list[int], attention: AttentionBackend
-    ) -> tuple[Tensor, Tensor]:
-        """Run nodes; their candidates int32 [M, k] and edge scores float32 [M, k]."""
+    ) -> Tensor:
+        """Run nodes; returns rows for `logits`."""
         region, lag, rows = self.shape.region, self.shape.lag, burst.rows.rows
         for node in nodes:
             used[node.row] = max(used[node.row], node.slot + 1)
@@ -119,9 +126,7 @@ class TorchRunner(BurstRunner):
         batch = StepBatch(
             token_ids=torch.tensor([node.token for node in nodes]),
             positions=torch.tensor([max(node.position - lag, 0) for node in nodes]),
-            kv_slots=torch.tensor(
-                [self.memory.region_start(row) + node.slot for row, node in zip(table_rows, nodes, strict=True)]
-            ),
+            kv_slots=self._kv_slots(table_rows, nodes),
             rows=self._row_steps(burst, frontier, nodes, used),
         )
         store, given = self.memory.features, None
@@ -140,10 +145,81 @@ class TorchRunner(BurstRunner):
         if store is not None and features is not None:
             targets = [row * region + node.slot for row, node in zip(table_rows, nodes, strict=True)]
             store.index_copy_(0, torch.tensor(targets), features)
-        tokens = torch.empty(len(nodes), frontier.branching, dtype=torch.int32)
-        scores = torch.empty(len(nodes), frontier.branching)
-        where = (torch.tensor(table_rows), torch.tensor([node.position for node in nodes]))
-        self._proposer(self._model.logits(hidden), *where, tokens, scores)
+        return hidden
+
+    def _run_block(self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode]) -> Tensor:
+        """Inject features that came, run the blocks of roots among their tokens, and take the others on from their
+        parents' states; returns rows for `logits`."""
+        region, store = self.shape.region, self.memory.features
+        if store is None:
+            raise ValueError("a block head needs features")
+        rows = [int(burst.rows.rows[node.row]) for node in nodes]
+        tokens = torch.tensor([node.token for node in nodes])
+        zero_row = (self.shape.num_rows + 1) * region
+        states = store.index_select(
+            0,
+            torch.tensor(
+                [
+                    row * region + node.parent if node.parent >= 0 else zero_row
+                    for row, node in zip(rows, nodes, strict=True)
+                ]
+            ),
+        )
+        for row, node in zip(rows, nodes, strict=True):
+            self._injected[row] &= ~(1 << node.slot)
+        fresh = [place for place, node in enumerate(nodes) if node.feature >= 0]
+        if fresh:
+            found = [nodes[place] for place in fresh]
+            given = store.index_select(0, torch.tensor([zero_row + 1 + node.feature for node in found]))
+            positions = torch.tensor([node.position - self.shape.lag for node in found])
+            slots = self._kv_slots([rows[place] for place in fresh], found)
+            batch = TokenBatch(tokens[fresh], positions)
+            head.extend(batch, given[:, : self.shape.feature_size], slots, self.memory.kv, self._attention)
+            for place in fresh:
+                self._injected[rows[place]] |= 1 << nodes[place].slot
+            # Candidates of other tokens than a root do not count.
+            roots = [place for place in fresh if nodes[place].base > -inf]
+            if roots:
+                segments = [
+                    self._block_segment(head, burst, nodes[place], rows[place], frontier.mask(nodes[place]))
+                    for place in roots
+                ]
+                begins = torch.tensor([nodes[place].position for place in roots])
+                blocks = ForwardBatch(*head.block_tokens(tokens[roots], begins), segments)
+                states[roots] = head.forward_blocks(blocks, self.memory.kv, self._attention)
+        hidden, left = head.advance(tokens, states)
+        targets = [row * region + node.slot for row, node in zip(rows, nodes, strict=True)]
+        store.index_copy_(0, torch.tensor(targets), left)
+        return hidden
+
+    def _block_segment(self, head: BlockHead, burst: Burst, node: StepNode, row: int, seen: int) -> Segment:
+        """What a root's block sees: of the context the window and the sinks, the tree slots of tokens behind it that
+        have KV of features, and itself in the row's scratch."""
+        size, start = head.block.size, self.memory.region_start(row)
+        seen &= self._injected[row]
+        tree = [start + slot for slot in range(self.shape.region) if seen >> slot & 1]
+        length = int(burst.rows.context_lens[node.row])
+        kept = self.memory.context_slots(row, 0, length)
+        first = length - max(head.block.window - len(tree), 0)
+        if head.block.window and first > head.block.sinks:
+            kept = np.concatenate((kept[: head.block.sinks], kept[first:]))
+        scratch = range(start + self.shape.region, start + self.shape.region + size)
+        slots = torch.from_numpy(np.concatenate((kept, [*tree, *scratch])).astype(np.int64))
+        return Segment(size, slots, torch.ones(size, size, dtype=torch.bool))
+
+    def _kv_slots(self, rows: list[int], nodes: list[StepNode]) -> Tensor:
+        starts = zip(rows, nodes, strict=True)
+        return torch.tensor([self.memory.region_start(row) + node.slot for row, node in starts])
+
+    def _propose_for(
+        self, burst: Burst, nodes: list[StepNode], hidden: Tensor, branching: int
+    ) -> tuple[Tensor, Tensor]:
+        """Candidates of nodes int32 [M, k] and edge scores float32 [M, k]."""
+        tokens = torch.empty(len(nodes), branching, dtype=torch.int32)
+        scores = torch.empty(len(nodes), branching)
+        rows = torch.tensor([int(burst.rows.rows[node.row]) for node in nodes])
+        positions = torch.tensor([node.position for node in nodes])
+        self._proposer(self._model.logits(hidden), rows, positions, tokens, scores)
         return tokens, scores.masked_fill_(scores > 0, -torch.inf)
 
     def _row_steps(
@@ -179,7 +255,8 @@ class TorchRunner(BurstRunner):
             positions += range(start, start + len(tokens))
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
-        self._model.forward(batch, features, self.memory.kv, self._attention)
+        own = torch.cat([segment.kv_slots[-segment.num_queries :] for segment in segments])
+        self._model.extend(batch, features, own, self.memory.kv, self._attention)
 
 
 def _never() -> bool:
@@ -276,9 +353,14 @@ class HostFrontier:
                     entry = (-score, index + child, node.row, node.slot, token, node.position + 1, -1, -1, score)
                     heappush(self._heap, entry)
 
+    def mask(self, node: StepNode) -> int:
+        """Which tree slots a node sees, as bits."""
+        mask: int = self._masks[self._rows[node.row]][node.slot]
+        return mask
+
     def sees(self, nodes: list[StepNode], region: int) -> NDArray[np.bool_]:
         """Which tree slots each node sees, bool [M, region]."""
-        data = b"".join(self._masks[self._rows[node.row]][node.slot].to_bytes(region // 8, "little") for node in nodes)
+        data = b"".join(self.mask(node).to_bytes(region // 8, "little") for node in nodes)
         bits = np.frombuffer(data, np.uint8).reshape(len(nodes), -1)
         return np.unpackbits(bits, axis=1, bitorder="little").astype(np.bool_)
 

@@ -45,6 +45,10 @@ class DraftModel(ABC):
     num_layers the last layer's output, num_layers + 1 that output after the final norm. Empty without features."""
     feature_size: int
     """Width of a feature as `forward` takes it, after `project`; 0 without features."""
+    state_size: int = 0
+    """Width of what a node leaves to its children, where that is not a feature; see BlockHead."""
+    num_scratch: int = 0
+    """KV slots beside a request's tree that a forward fills for itself."""
     edge_scale = PLAIN_SCALE
     """How its candidates are scored."""
 
@@ -64,6 +68,12 @@ class DraftModel(ABC):
     @abstractmethod
     def logits(self, rows: Tensor) -> Tensor:
         """float32 [R, vocab_size]."""
+
+    def extend(
+        self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend
+    ) -> None:
+        """Compute KV of M context tokens; `slots` int64 [M] are those that `batch` says."""
+        self.forward(batch, features, kv, attention)
 
     def project(self, features: Tensor) -> Tensor:
         """Target features [N, len(feature_layers) * hidden_size] to [N, feature_size]."""

@@ -12,7 +12,10 @@ from outrider.models.config import ModelConfig, get_bool, get_int
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 QUANTIZED_NAMES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")
 """Ends of the names of tensors that stand beside, or in place of, a quantized matrix."""
+MARKOV_INPUT, MARKOV_OUTPUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+MAX_BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,37 @@ class HeadConfig:
     norm_all: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    block: BlockConfig | None = None
+    """Of a head that guesses a block of tokens in one forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """How a head guesses a block.
+
+    Attributes:
+        size: places of the block: the root's token, then masks.
+        mask_token: the id that stands for what is to be guessed.
+        from_root: whether the root's own place guesses the token after it, and each mask the one after its own; else
+            each mask guesses its own token, and the root's place nothing.
+        markov_rank: width of what the token before adds to the logits of a place; 0 for nothing.
+        markov_kind: one of MARKOV_KINDS.
+        window: of the context, the last positions that a block sees; 0 for all.
+        sinks: beside a window, the first positions, which it sees too.
+    """
+
+    size: int
+    mask_token: int
+    from_root: bool
+    markov_rank: int = 0
+    markov_kind: str = MARKOV_KINDS[0]
+    window: int = 0
+    sinks: int = 0
+
+    @property
+    def num_guesses(self) -> int:
+        """Tokens that one forward guesses."""
+        return self.size if self.from_root else self.size - 1
 
 
 def eagle3_config(
@@ -47,8 +81,9 @@ def eagle3_config(
     Raises:
         ConfigError: names the field or option at fault.
     """
-    eagle = _eagle_fields(fields)
-    flat = {**fields, **_layer_fields(fields)}
+    eagle = _object(fields, "eagle_config")
+    # Speculators' checkpoints keep the decoder's fields in an object of their own.
+    flat = {**fields, **_object(fields, "transformer_layer_config")}
     decoder = _decoder(flat, names)
     hidden = get_int(flat, "target_hidden_size", decoder.hidden_size, minimum=1)
     _check_target_hidden(hidden, target_hidden)
@@ -129,9 +164,69 @@ def mtp_config(target: ModelConfig, names: Collection[str]) -> HeadConfig:
     )
 
 
+def block_config(
+    fields: Mapping[str, Any], names: Collection[str], target_layers: int | None, target_hidden: int | None = None
+) -> HeadConfig:
+    """A DFLASH or DSPARK head, likewise: in the layouts of z-lab, of DeepSpec, and of vLLM's speculators.
+
+    z-lab's fields are in `dflash_config`, DeepSpec's beside the others; both number feature layers by their outputs.
+    Speculators' ids name what enters.
+    """
+    own = _object(fields, "dflash_config")
+    flat = {**fields, **_object(fields, "transformer_layer_config"), **own}
+    decoder = _decoder(flat, names)
+    hidden = get_int(flat, "target_hidden_size", decoder.hidden_size, minimum=1)
+    _check_target_hidden(hidden, target_hidden)
+    if hidden != decoder.hidden_size:
+        raise ConfigError(
+            f"config.json: hidden_size {decoder.hidden_size} of a block head must be the target's {hidden}"
+        )
+    has_markov = MARKOV_INPUT in names
+    speculators = fields.get("speculators_model_type")
+    if speculators:
+        layers = tuple(_ids(flat, "aux_hidden_state_layer_ids", minimum=0))
+    else:
+        layers = tuple(number + 1 for number in _ids(flat, "target_layer_ids", minimum=-1))
+    if target_layers is not None and max(layers) > target_layers:
+        raise ConfigError(f"config.json: the feature layers reach beyond the target's {target_layers} layers")
+    kind = str(flat.get("markov_head_type") or MARKOV_KINDS[0]).lower()
+    if has_markov and kind not in MARKOV_KINDS:
+        raise ConfigError(f"config.json: markov_head_type {kind!r} is not supported; it must be one of {MARKOV_KINDS}")
+    # z-lab's blocks guess the masks' own tokens; DeepSpec's say nothing, and guess what comes next.
+    from_root = speculators == "dspark" if speculators else not own
+    block = BlockConfig(
+        size=get_int(flat, "block_size", minimum=2),
+        mask_token=get_int(flat, "mask_token_id", minimum=0),
+        from_root=get_bool(flat, "sample_from_anchor", from_root),
+        markov_rank=get_int(flat, "markov_rank", minimum=1) if has_markov else 0,
+        markov_kind=kind,
+        window=_window(flat, decoder.num_layers),
+    )
+    if block.size > MAX_BLOCK_SIZE:
+        raise ConfigError(f"config.json: block_size {block.size} is above {MAX_BLOCK_SIZE}")
+    if block.mask_token >= decoder.vocab_size:
+        raise ConfigError(
+            f"config.json: mask_token_id {block.mask_token} is outside the vocabulary of {decoder.vocab_size}"
+        )
+    draft_vocab_size = get_int(flat, "draft_vocab_size", decoder.vocab_size, minimum=1)
+    return HeadConfig(decoder, draft_vocab_size, hidden, layers, fc_bias="fc.bias" in names, block=block)
+
+
+def _window(fields: Mapping[str, Any], num_layers: int) -> int:
+    """Positions that every layer sees; 0 for all."""
+    kinds = fields.get("layer_types") or []
+    if "sliding_attention" not in kinds:
+        return 0
+    if list(kinds) != ["sliding_attention"] * num_layers:
+        raise ConfigError(
+            "config.json: layer_types of a block head must be all sliding_attention or all full_attention"
+        )
+    return get_int(fields, "sliding_window", minimum=1)
+
+
 def _decoder(fields: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """The head's layers as those of a Llama; which biases and norms there are is told by their tensors."""
-    ignored = ("eos_token_id", "bos_token_id", "attention_bias", "mlp_bias")
+    ignored = ("eos_token_id", "bos_token_id", "attention_bias", "mlp_bias", "layer_types", "sliding_window")
     plain = {name: value for name, value in fields.items() if name not in ignored}
     config = ModelConfig.from_fields({**plain, "architectures": ["LlamaForCausalLM"]}, {})
     return replace(
@@ -143,18 +238,10 @@ def _decoder(fields: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     )
 
 
-def _eagle_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = fields.get("eagle_config") or {}
+def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = fields.get(name) or {}
     if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: eagle_config must be an object, got {found!r}")
-    return found
-
-
-def _layer_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Speculators' checkpoints keep the decoder's fields in an object of their own."""
-    found = fields.get("transformer_layer_config") or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: transformer_layer_config must be an object, got {found!r}")
+        raise ConfigError(f"config.json: {name} must be an object, got {found!r}")
     return found
 
 
@@ -164,9 +251,9 @@ def _feature_layers(fields: Mapping[str, Any], eagle: Mapping[str, Any], target_
     Ids in `eagle_config` name layers by their outputs, which enter the layer after; ids beside it name what enters.
     """
     if eagle.get(LAYER_IDS):
-        layers = tuple(number + 1 for number in _ids(eagle[LAYER_IDS], minimum=-1))
+        layers = tuple(number + 1 for number in _ids(eagle, LAYER_IDS, minimum=-1))
     elif fields.get(LAYER_IDS):
-        layers = tuple(_ids(fields[LAYER_IDS], minimum=0))
+        layers = tuple(_ids(fields, LAYER_IDS, minimum=0))
     else:
         count = _target_layers(target_layers, f"config.json has no {LAYER_IDS}, so that feature layers")
         if count < 4:
@@ -177,9 +264,10 @@ def _feature_layers(fields: Mapping[str, Any], eagle: Mapping[str, Any], target_
     return layers
 
 
-def _ids(value: Any, minimum: int) -> list[int]:
-    if not isinstance(value, list) or not all(isinstance(item, int) and item >= minimum for item in value):
-        raise ConfigError(f"config.json: {LAYER_IDS} must be layer numbers, got {value!r}")
+def _ids(fields: Mapping[str, Any], name: str, minimum: int) -> list[int]:
+    value = fields.get(name)
+    if not isinstance(value, list) or not value or not all(isinstance(item, int) and item >= minimum for item in value):
+        raise ConfigError(f"config.json: {name} must be layer numbers, got {value!r}")
     return value
 
 

@@ -6,16 +6,28 @@ What does not fit is refused here before any model is loaded, by `outrider up` b
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, get_int, read_json
-from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, eagle3_config, eagle_config, mtp_config
+from outrider.models.drafters.config import (
+    EMBEDDING,
+    MARKOV_INPUT,
+    OUTPUT,
+    HeadConfig,
+    block_config,
+    eagle3_config,
+    eagle_config,
+    mtp_config,
+)
 from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
 
-ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
+"""Heads that guess a block of tokens in one forward."""
+ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE")
 """Drafters with a model: one of them at most."""
 
 MTP_PREFIX = "model.mtp_layers.0."
@@ -33,9 +45,12 @@ def model_algorithm(names: Collection[str]) -> str:
 
 
 def head_name(name: str) -> str | None:
-    """Our name of an EAGLE or EAGLE-3 head's tensor; None for one that is not read."""
+    """Our name of the tensor of a head other than MTP; None for one that is not read.
+
+    DSPARK's confidence head is not: nodes are scored as those of any drafter.
+    """
     name = name.removeprefix("model.")
-    if name == "t2d" or name.endswith(".rotary_emb.inv_freq"):
+    if name == "t2d" or name.endswith(".rotary_emb.inv_freq") or name.startswith("confidence_head."):
         return None
     return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
 
@@ -49,7 +64,7 @@ def mtp_name(name: str) -> str | None:
 
 
 def algorithm_of(folder: Path) -> str:
-    """EAGLE3, EAGLE, NEXTN or STANDALONE, as `--speculative-algorithm` has it.
+    """One of ALGORITHMS, as `--speculative-algorithm` has it.
 
     A checkpoint with an MTP head counts as NEXTN, though it may be a language model besides.
 
@@ -62,6 +77,8 @@ def algorithm_of(folder: Path) -> str:
     found = {head_name(name) for name in names}
     if "layers.0.hidden_norm.weight" in found:
         return "EAGLE3"
+    if "hidden_norm.weight" in found:
+        return "DSPARK" if MARKOV_INPUT in found else "DFLASH"
     return "EAGLE" if "fc.weight" in found else "STANDALONE"
 
 
@@ -78,7 +95,7 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
     else:
         name_of = mtp_name if algorithm == "NEXTN" else head_name
         names = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
-        head_config(algorithm, folder, {name for name in names if name}, target)
+        with_window(head_config(algorithm, folder, {name for name in names if name}, target), options)
     own, wanted = hash_tokenizer(folder), hash_tokenizer(target)
     if own and own != wanted:
         raise ConfigError(
@@ -113,9 +130,23 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
         layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
     if algorithm == "EAGLE3":
         return eagle3_config(fields, names, layers, hidden)
+    if algorithm in BLOCK_ALGORITHMS:
+        return block_config(fields, names, layers, hidden)
     if layers is None or hidden is None:
         raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
     return eagle_config(fields, names, layers, hidden)
+
+
+def with_window(config: HeadConfig, options: DraftOptions) -> HeadConfig:
+    """The head with the window that the options ask for. Raises ConfigError for a head without blocks."""
+    window = options.speculative_draft_window_size
+    if not window:
+        return config
+    if config.block is None:
+        raise ConfigError(
+            "--speculative-draft-window-size: is for DFLASH and DSPARK; other heads see all of the context"
+        )
+    return replace(config, block=replace(config.block, window=window, sinks=options.speculative_draft_sink_size))
 
 
 def draft_folder(options: DraftOptions, algorithm: str) -> Path:

@@ -14,9 +14,18 @@ from outrider.errors import ConfigError
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.base import DraftHead, DraftModel
-from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig
+from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
-from outrider.models.drafters.kinds import draft_folder, head_config, head_name, model_algorithm, mtp_name
+from outrider.models.drafters.kinds import (
+    BLOCK_ALGORITHMS,
+    draft_folder,
+    head_config,
+    head_name,
+    model_algorithm,
+    mtp_name,
+    with_window,
+)
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
 from outrider.models.loader import SUPPORTED_DTYPES, load_model
 from outrider.models.quantization import read_quantization
@@ -24,7 +33,12 @@ from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
 
-_HEADS: dict[str, type[DraftHead]] = {"EAGLE": EagleHead, "EAGLE3": Eagle3Head, "NEXTN": MtpHead}
+_HEADS: dict[str, type[DraftHead]] = {
+    "EAGLE": EagleHead,
+    "EAGLE3": Eagle3Head,
+    "NEXTN": MtpHead,
+    **dict.fromkeys(BLOCK_ALGORITHMS, BlockHead),
+}
 CONFIG = "the draft's config.json"
 
 
@@ -85,7 +99,7 @@ def _load_head(
     options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: WeightPlacement
 ) -> DraftHead:
     stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
-    config = head_config(algorithm, folder, stored, target)
+    config = with_window(head_config(algorithm, folder, stored, target), options)
     stored = _with_shared(stored, config, target, folder)
     allowed = _token_map(options, config.decoder.vocab_size)
     ids = _own_ids(stored.pop("d2t", None), config, folder)
@@ -98,7 +112,7 @@ def _load_head(
 
         def read(name: str) -> Tensor:
             values = stored[name].read()
-            return values if rows is None or name != OUTPUT else values[rows]
+            return values if rows is None or name not in (OUTPUT, MARKOV_OUTPUT) else values[rows]
 
         fill(head.checkpoint_tensors(), read, place.progress)
         head.finish_loading()

@@ -1,0 +1,138 @@
+"""Trees of a block head on a CPU: each node's score is the plain formulas' after its path, from one block a commit."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from growth_rig import GREEDY, Verify
+from test_features_with_model import send_features
+from test_growth_with_model import Service
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "models" / "drafters"))
+
+from chains import load
+from tiny_blocks import BLOCK, DEEPSPEC_FIELDS, HIDDEN, VOCAB, dspark_tensors, plain_block, plain_logits
+from tiny_heads import Tensors, save_head
+
+from outrider.models.drafters.block import BlockHead
+from outrider.sampling.noise import gumbel
+from outrider.sampling.params import SamplingParams
+
+
+@pytest.fixture(params=["vanilla", "rnn"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make_head(folder: Path, kind: str, **options: Any) -> tuple[BlockHead, Tensors]:
+    tensors = dspark_tensors(kind)
+    save_head(folder, DEEPSPEC_FIELDS | {"markov_head_type": kind}, tensors)
+    head = load("DSPARK", speculative_draft_model_path=str(folder), **options)
+    assert isinstance(head, BlockHead)
+    return head, tensors
+
+
+def raw_features(tokens: list[int], count: int) -> Tensor:
+    """As `send_features` sends them."""
+    import numpy as np
+
+    rows = [np.random.default_rng((position, tokens[position])).normal(size=2 * HIDDEN) for position in range(count)]
+    return torch.from_numpy(np.stack(rows).astype(np.float32))
+
+
+def edge(head: BlockHead, logits: Tensor, sampling: SamplingParams, position: int, token: int) -> float:
+    scale = head.edge_scale
+    if sampling.temperature > 0:
+        noise = torch.from_numpy(gumbel(sampling.seed, 0, position, vocab_size=VOCAB))
+        scores = scale.log_q * logits + scale.noise * sampling.temperature * noise
+        return float(scores.log_softmax(0)[token])
+    return float((scale.log_q * logits).log_softmax(0)[token])
+
+
+Held = dict[tuple[int, ...], float]
+
+
+def survivors(held: Held, committed: list[int]) -> Held:
+    """What is left of a tree below a commit."""
+    count = len(committed)
+    return {path[count:]: score for path, score in held.items() if list(path[:count]) == committed and path[count:]}
+
+
+def check(
+    head: BlockHead, tensors: Tensors, kind: str, request: Verify, sampling: SamplingParams, seen: Tensor, old: Held
+) -> int:
+    """All nodes that verify holds but for `old` ones, which do not change; returns how many there are."""
+    tokens = request.tokens
+    length = len(tokens) - 1
+    rows = plain_block(tensors, tensors["embed_tokens.weight"], raw_features(tokens, length), tokens[-1], seen)
+    held = request.held()
+    for path, score in held.items():
+        logits = plain_logits(tensors, tensors["lm_head.weight"], rows, [tokens[-1], *path[:-1]], kind)[-1]
+        wanted = old.get(path, edge(head, logits, sampling, length + len(path), path[-1]))
+        assert score == pytest.approx(wanted, abs=2e-3), path
+    return len(held.keys() - old.keys())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
+def test_a_tree_is_read_from_one_block_after_each_commit(tmp_path: Path, kind: str, sampling: SamplingParams) -> None:
+    head, tensors = make_head(tmp_path, kind)
+    service, draw = Service(head), random.Random(4)
+    request = service.open(0, [draw.randrange(VOCAB) for _ in range(12)], sampling)
+    other = service.open(1, [draw.randrange(VOCAB) for _ in range(5)], sampling)
+    sent = {0: 0, 1: 0}
+    old: dict[int, Held] = {0: {}, 1: {}}
+    for number in range(8):
+        for one in (request, other):
+            send_features(service, one, sent[one.number], len(one.tokens) - 1, 2 * HIDDEN)
+            sent[one.number] = len(one.tokens) - 1
+        service.settle()
+        assert not service.requests.declines
+        for one in (request, other):
+            whole = torch.arange(len(one.tokens) - 1)
+            assert check(head, tensors, kind, one, sampling, whole, old[one.number]) > 5
+            assert max(map(len, one.held())) <= BLOCK + 3
+            paths = sorted(path for path in one.held() if len(path) <= 3)
+            committed = [draw.randrange(VOCAB) for _ in range(9)] if number == 4 else list(draw.choice(paths))
+            old[one.number] = survivors(one.held(), committed)
+            service.commit(one, committed)
+
+
+def test_a_window_and_sinks_bound_what_a_block_sees(tmp_path: Path) -> None:
+    options = {"speculative_draft_window_size": 6, "speculative_draft_sink_size": 2}
+    head, tensors = make_head(tmp_path, "vanilla", **options)
+    service, draw = Service(head), random.Random(4)
+    request = service.open(0, [draw.randrange(VOCAB) for _ in range(20)], GREEDY)
+    sent = 0
+    old: Held = {}
+    for _ in range(4):
+        send_features(service, request, sent, len(request.tokens) - 1, 2 * HIDDEN)
+        length = sent = len(request.tokens) - 1
+        service.settle()
+        seen = torch.tensor([place for place in range(length) if place < 2 or place >= length - 6])
+        assert check(head, tensors, "vanilla", request, GREEDY, seen, old) > 5
+        committed = list(max(request.held(), key=len))[:2]
+        old = survivors(request.held(), committed)
+        service.commit(request, committed)
+
+
+def test_a_chain_is_a_tree_of_one_child(tmp_path: Path) -> None:
+    head, tensors = make_head(tmp_path, "rnn")
+    service, draw = Service(head, branching=1), random.Random(4)
+    request = service.open(0, [draw.randrange(VOCAB) for _ in range(12)], GREEDY)
+    send_features(service, request, 0, len(request.tokens) - 1, 2 * HIDDEN)
+    service.settle()
+    length = len(request.tokens) - 1
+    rows = plain_block(
+        tensors, tensors["embed_tokens.weight"], raw_features(request.tokens, length), request.tokens[-1]
+    )
+    path: list[int] = []
+    while len(path) < max(map(len, request.held())):
+        logits = plain_logits(tensors, tensors["lm_head.weight"], rows, [request.tokens[-1], *path], "rnn")[-1]
+        path.append(int(logits.argmax()))
+    assert request.held().keys() == {tuple(path[:end]) for end in range(1, len(path) + 1)}
