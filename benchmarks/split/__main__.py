@@ -11,8 +11,8 @@ that takes another model than the one given as --draft NAME=PATH. Behind it, aft
 both, `b=` requests at once, `t=` temperature, `ctx=` tokens of a prompt, `out=` tokens of an answer, `n=`
 prompts, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones), of verify where it drafts
 itself.
-Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and no draft service; in
-lockstep, too, they always grow as much as their options allow.
+Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and a draft service only
+for n-grams (`eagle3+ngram,colocated`); in lockstep, too, they always grow as much as their options allow.
 Verify stays up between cases; lockstep has a verify service of its own on the same GPU. Draft services are started
 anew for every case, several at a time, but nothing starts while a case is measured. The first `--limit` prompts are
 answered, in a batch at least two for each place; `--max-tokens` tokens each, past the end of sequence, through the
@@ -61,11 +61,11 @@ class SplitBench:
     def run(self) -> None:
         """Run all cases; those that fail are noted in `failed`."""
         at_once = self.arguments.drafts_at_once
-        drafting = [case for case in self.cases if case.drafts and not case.colocated]
+        drafting = [case for case in self.cases if case.has_service]
         with ExitStack() as stack:
             self._start_targets(stack)
             for case in self.cases:
-                if not case.drafts or case.colocated:
+                if not case.has_service:
                     self._attempt(case, None)
             for start in range(0, len(drafting), at_once):
                 for case, draft in self._started(drafting[start : start + at_once], stack):
@@ -80,11 +80,9 @@ class SplitBench:
                 # What is free differs while several start; so much holds every batch that is measured here.
                 argv.append("--max-total-tokens=65536")
             options = verify_options(self.arguments, argv)
-            alike = [case for case in self.cases if case.drafts and not case.colocated and case.target == name]
+            alike = [case for case in self.cases if case.has_service and case.target == name]
             keys = sorted({_key(case) for case in alike})
-            target = StartedTarget(
-                options, keys, self._printer(f"verify {name}".strip()), drafts_inside=first.colocated
-            )
+            target = StartedTarget(options, keys, self._printer(f"verify {name}".strip()))
             self._targets[name] = stack.enter_context(target)
         with ThreadPoolExecutor(len(modes)) as pool:
             seconds = list(pool.map(StartedTarget.start, self._targets.values()))

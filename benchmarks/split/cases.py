@@ -25,7 +25,7 @@ class SplitCase:
     """"plain", or the algorithms as in --speculative-algorithm, joined by "+", with "@LABEL" for another model."""
     lockstep: bool = False
     colocated: bool = False
-    """Whether verify drafts inside its own rounds."""
+    """Whether verify drafts inside its own rounds; with n-grams, a draft service finds those."""
     batch: int = 1
     temperature: float = 0.0
     context: int = 0
@@ -80,6 +80,11 @@ class SplitCase:
         return [part.rpartition("@")[2] for part in parts] if self.drafts else []
 
     @property
+    def has_service(self) -> bool:
+        """Whether a draft service drafts."""
+        return self.drafts and (not self.colocated or "NGRAM" in self.algorithms)
+
+    @property
     def mode(self) -> str:
         """Of drafting."""
         if not self.drafts:
@@ -117,10 +122,12 @@ class SplitCase:
     def verify_arguments(self, paths: dict[str, Path]) -> list[str]:
         """What its verify service is told beside what all are. Raises ConfigError."""
         mode = ["--lockstep"] if self.lockstep else []
-        return [*mode, *self._drafters(paths), *self._further(), "--draft="] if self.colocated else mode
+        return [*mode, *self._drafters(paths), *self._further()] if self.colocated else mode
 
     def draft_options(self, paths: dict[str, Path], common: list[str]) -> DraftOptions:
         """The draft service's options; `paths` are model folders by label. Raises ConfigError."""
+        if self.colocated:
+            return parse_options(DraftOptions, [*common, "--speculative-algorithm=NGRAM"])
         argv = [*common, *self._drafters(paths), *self._further()]
         if self.lockstep:
             argv.append("--lockstep")

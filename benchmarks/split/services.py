@@ -30,14 +30,12 @@ class StartedTarget:
     An address is a link to the socket of whichever draft service is to serve, or to none.
     """
 
-    def __init__(
-        self, options: VerifyOptions, drafters: Sequence[str], on_line: Lines, drafts_inside: bool = False
-    ) -> None:
-        """`drafts_inside`: verify drafts inside its rounds, and dials nobody."""
+    def __init__(self, options: VerifyOptions, drafters: Sequence[str], on_line: Lines) -> None:
+        """`drafters`: names of those that it dials."""
         self._folder = tempfile.TemporaryDirectory(prefix="split-")
         self._links = {drafter: Path(self._folder.name) / f"{number}.sock" for number, drafter in enumerate(drafters)}
         addresses = tuple(f"unix:{link}" for link in self._links.values())
-        options = replace(options, draft=() if drafts_inside else addresses)
+        options = replace(options, draft=addresses)
         self.cluster = Cluster(services=("verify", "gateway"), verify=options, on_line=on_line)
 
     def start(self) -> float:

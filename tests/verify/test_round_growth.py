@@ -290,3 +290,28 @@ def test_what_both_have_found_is_one_tree_and_accepts_as_much_as_the_better_of_b
         assert len(set(zip(tree.parents, tree.token_ids, strict=True))) == len(tree.parents)
         names = [tree.drafter_names[tree.drafters[node]] for node in tree.accepted]
         assert names == sorted(names), "what the draft service had found comes before what grew below it"
+
+
+def test_masks_of_some_requests_hold_beside_trees_of_others(model: CausalLM, truth: list[Answer], made: Made) -> None:
+    words = [list(answer.token_ids[3:5]) for answer in truth]
+
+    def answers(engine: ThreadedEngine) -> list[list[int]]:
+        """Two of three requests have a bad word of two tokens, of which masks keep them."""
+        found: list[Answer] = []
+        for start_at in range(0, len(jobs()), 4):
+            batch = list(enumerate(jobs()))[start_at : start_at + 4]
+            found += (asked := [Answer() for _ in batch])
+            for (number, (prompt, sampling)), answer in zip(batch, asked, strict=True):
+                more = {"bad_words": words} if number % 3 else {}
+                engine.submit(make_request(answer, prompt, sampling, VOCAB, **more))
+            assert all(answer.done.wait(60) for answer in asked)
+        return [answer.token_ids for answer in found]
+
+    plain, _ = made_plain = make_paged_engine(model)
+    made.append(made_plain)
+    plain.start()
+    expected = answers(plain)
+    assert expected != [answer.token_ids for answer in truth]
+    engine = start(made, model, WithFeatures(model), growth=Growth(3, 16))
+    engine.draft_connected(LocalDraft(engine, VOCAB, noise(3, VOCAB)), Terms())
+    assert answers(engine) == expected

@@ -181,6 +181,9 @@ class CudaExecutor(FeatureExecutor):
             self._staging.join()
         if decode:
             drafts = self.drafts
+            if drafts and any(entry.masks for entry in decode):
+                # Masks lie at the places that tokens have here: what grew on the device may move only rows behind them.
+                decode.sort(key=lambda entry: not entry.masks)
             num_grown = min(drafts.num_grown, sum(entry.max_grown for entry in decode)) if drafts else 0
             bucket = self._bucket(decode, num_grown)
             self._uses[bucket] += 1
@@ -428,7 +431,7 @@ class CudaRound:
         if self._decode:
             results, times = self._executor.read(self._decode, self._clean)
             self.gpu_seconds, self.gap_seconds, self.drafting_seconds = times
-            if len(results) == len(self._entries):
+            if self._decode == self._entries:
                 return results
             found = dict(zip(self._decode, results, strict=True))
         found |= {entry: with_prompt(Result(), scores) for entry, scores in self._scores.items()}
