@@ -27,7 +27,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig
+from outrider.models.config import check_config
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import resolve_model
 from outrider.rpc.server import check_free
@@ -220,7 +220,7 @@ def make_cluster(
     verify, told = placed.verify, placed.draft
     check_doors({name: one for name, one in options.items() if name != "draft" or told is not None}, fixed_ports)
     target = resolve_model(verify.model)
-    ModelConfig.from_folder(target)
+    check_config(target, verify.model_impl)
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
         check_drafter(told, target)

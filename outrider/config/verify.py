@@ -28,6 +28,12 @@ class VerifyOptions(PeerServiceOptions):
         "for it, on a GPU the checkpoint's half format.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    model_impl: str = option(
+        "auto",
+        "Who runs the model: outrider's own decoder, or transformers, which needs the extra of that name; auto takes "
+        "ours for the families that it has (docs/models.md).",
+        choices=("auto", "outrider", "transformers"),
+    )
     threads: int = option(0, "Threads of the forward; 0 takes one per core.", minimum=0, maximum=1024)
     engine_cpus: str = option(
         "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from outrider.errors import ConfigError
 from outrider.models.quantization import Quantization, Scheme, read_quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
+MODEL_IMPLS = ("auto", "outrider", "transformers")
+"""Values of --model-impl."""
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MAX_EXPERTS = 1024
 
@@ -204,13 +207,7 @@ class ModelConfig(ModelShape):
 
         Raises ConfigError: names the architecture or field that is at fault, and what is supported.
         """
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: not a folder; give a Hugging Face model folder")
-        fields = read_json(folder / "config.json")
-        generation_path = folder / "generation_config.json"
-        generation = read_json(generation_path) if generation_path.exists() else {}
-        return cls.from_fields(fields, generation)
+        return cls.from_fields(*read_configs(Path(folder)))
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -234,13 +231,13 @@ class ModelConfig(ModelShape):
             max_positions=max_positions,
             rms_norm_eps=get_float(fields, "rms_norm_eps", 1e-6),
             rope=RopeConfig.from_fields(fields, max_positions),
-            eos_token_ids=_eos_token_ids(fields, generation),
+            eos_token_ids=eos_token_ids(fields, generation),
             tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
             mlp_bias=family.mlp_bias and get_bool(fields, "mlp_bias", False),
             qk_norm=family.qk_norm,
-            dtype=_dtype(fields),
+            dtype=stated_dtype(fields),
             experts=ExpertsConfig.from_fields(fields, family.experts) if family.experts else None,
             quantization=read_quantization(fields),
         )
@@ -317,17 +314,71 @@ def _default_head_dim(fields: Mapping[str, Any], family: Family, hidden_size: in
     return hidden_size // num_heads
 
 
-def _eos_token_ids(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+def eos_token_ids(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that end an answer, by generation_config.json and config.json."""
     ids = get_token_ids(generation, "eos_token_id", "generation_config.json")
     ids = ids + get_token_ids(fields, "eos_token_id", "config.json")
     return tuple(dict.fromkeys(ids))
 
 
-def _dtype(fields: Mapping[str, Any]) -> str:
+def stated_dtype(fields: Mapping[str, Any]) -> str:
+    """The checkpoint's number format. Raises ConfigError for one that is not supported."""
     name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     if name not in DTYPES:
         raise ConfigError(f"config.json: dtype {name!r} is not supported; supported are {', '.join(DTYPES)}")
     return str(name)
+
+
+def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
+    """Whether outrider's own decoder or transformers runs the model that config.json describes; `wanted`: --model-impl.
+
+    Raises ConfigError: the architecture is of a kind that neither runs, or transformers is needed and not installed.
+    """
+    names = fields.get("architectures")
+    if wanted == "outrider" or not isinstance(names, list) or not names:
+        return "outrider"
+    if wanted == "auto" and any(name in FAMILIES for name in names):
+        return "outrider"
+    name = str(names[0])
+    _refuse_kind(name, fields)
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            f"config.json: architecture {name!r} runs through transformers, which is not installed; "
+            f"\"pip install 'outrider[transformers]'\", or take one of {', '.join(FAMILIES)}"
+        )
+    return "transformers"
+
+
+def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what is no decoder that attends in every layer, as far as config.json tells."""
+    kind = ""
+    if fields.get("is_encoder_decoder") is True:
+        kind = "an encoder-decoder model"
+    elif any(part in fields for part in ("vision_config", "audio_config", "text_config")):
+        kind = "a model of images or sound beside text"
+    elif any(str(fields.get("model_type", "")).startswith(word) for word in ("mamba", "falcon_mamba", "rwkv", "xlstm")):
+        kind = "a state-space or recurrent model"
+    elif {str(layer) for layer in fields.get("layer_types") or []} - {"full_attention", "sliding_attention"}:
+        kind = "a model with layers that do not attend"
+    elif not name.endswith(("ForCausalLM", "LMHeadModel")):
+        kind = "no causal language model"
+    if kind:
+        raise ConfigError(f"config.json: {name} is {kind}, which is not supported; only causal decoders are")
+
+
+def check_config(folder: Path, wanted: str = "auto") -> None:
+    """Refuse a model that cannot run, as far as its config.json tells without torch. Raises ConfigError."""
+    fields, generation = read_configs(folder)
+    if choose_impl(fields, wanted) == "outrider":
+        ModelConfig.from_fields(fields, generation)
+
+
+def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json, which need not be there. Raises ConfigError as `read_json` does."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: not a folder; give a Hugging Face model folder")
+    path = folder / "generation_config.json"
+    return read_json(folder / "config.json"), read_json(path) if path.exists() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:

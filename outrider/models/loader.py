@@ -7,11 +7,24 @@ from pathlib import Path
 import torch
 
 from outrider.errors import ConfigError
-from outrider.models.config import FAMILIES, ModelConfig
+from outrider.models.base import LanguageModel
+from outrider.models.config import FAMILIES, ModelConfig, ModelShape, choose_impl, read_configs
 from outrider.models.decoder import CausalLM
+from outrider.models.transformers_model import describe_transformers, load_transformers
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def describe_model(path: str | Path, impl: str = "auto") -> ModelShape:
+    """What config.json says of a model, and who runs it; no weights are read. `impl`: see --model-impl.
+
+    Raises ConfigError: names the architecture or field that is at fault.
+    """
+    fields, generation = read_configs(Path(path))
+    if choose_impl(fields, impl) == "transformers":
+        return describe_transformers(Path(path))
+    return ModelConfig.from_fields(fields, generation)
 
 
 def load_model(
@@ -19,8 +32,25 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    impl: str = "auto",
+) -> LanguageModel:
+    """Load a Hugging Face folder as our decoder, or through transformers. `impl`: see --model-impl.
+
+    Raises ConfigError: names the architecture, field, file or tensor that is at fault.
+    """
+    if choose_impl(read_configs(Path(path))[0], impl) == "transformers":
+        _check_dtype(dtype)
+        return load_transformers(Path(path), dtype, torch.device(device), progress)
+    return load_decoder(path, dtype, device, progress)
+
+
+def load_decoder(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
 ) -> CausalLM:
-    """Load a Hugging Face folder: config.json and safetensors, in one file or sharded.
+    """Load a Hugging Face folder as our decoder: config.json and safetensors, in one file or sharded.
 
     Names and shapes of all tensors are checked before memory is taken for weights; then they go tensor by tensor to
     `dtype` and `device`. `progress(done_bytes, total_bytes)` is called from this thread as they do.
@@ -28,14 +58,18 @@ def load_model(
     """
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
-    if dtype not in SUPPORTED_DTYPES:
-        raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
+    _check_dtype(dtype)
     stored = decoder_tensors(folder, config)
     with torch.inference_mode():
         model = CausalLM(config, dtype, torch.device(device))
         fill(model.checkpoint_tensors(), lambda name: stored[name].read(), progress)
         model.finish_loading()
     return model
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in SUPPORTED_DTYPES:
+        raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
 
 
 def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:

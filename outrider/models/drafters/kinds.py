@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, get_int, read_json
+from outrider.models.config import ModelConfig, check_config, get_int, read_json
 from outrider.models.drafters.config import (
     EMBEDDING,
     MARKOV_INPUT,
@@ -91,7 +91,7 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
     if algorithm == "STANDALONE":
-        ModelConfig.from_folder(folder)
+        check_config(folder)
     else:
         name_of = mtp_name if algorithm == "NEXTN" else head_name
         names = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}

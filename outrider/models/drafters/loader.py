@@ -27,7 +27,7 @@ from outrider.models.drafters.kinds import (
     with_window,
 )
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
-from outrider.models.loader import SUPPORTED_DTYPES, load_model
+from outrider.models.loader import SUPPORTED_DTYPES, describe_model, load_decoder, load_model
 from outrider.models.quantization import read_quantization
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
@@ -83,15 +83,18 @@ class WeightPlacement:
 
 
 def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement) -> DraftModel:
+    allowed = _token_map(options, describe_model(folder).vocab_size)
+    if allowed is None:
+        whole = load_model(folder, place.dtype, place.device, place.progress)
+        return StandaloneDraft(whole, hash_tokenizer(folder))
+    # Its output matrix is cut: ours alone can be.
     config = ModelConfig.from_folder(folder)
-    allowed = _token_map(options, config.vocab_size)
-    model = load_model(folder, place.dtype, place.device, place.progress)
-    if allowed is not None:
-        source = shared_tensors(folder)[EMBEDDING if config.tie_embeddings else OUTPUT]
-        with torch.inference_mode():
-            model.head = Linear(config.hidden_size, allowed.numel(), False, place.dtype, place.device)
-            model.head.weight.copy_(source.read()[allowed])
-            model.head.pack()
+    model = load_decoder(folder, place.dtype, place.device, place.progress)
+    source = shared_tensors(folder)[EMBEDDING if config.tie_embeddings else OUTPUT]
+    with torch.inference_mode():
+        model.head = Linear(config.hidden_size, allowed.numel(), False, place.dtype, place.device)
+        model.head.weight.copy_(source.read()[allowed])
+        model.head.pack()
     return StandaloneDraft(model, hash_tokenizer(folder), _on(allowed, place.device))
 
 
