@@ -366,6 +366,40 @@ def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
         raise ConfigError(f"config.json: {name} is {kind}, which is not supported; only causal decoders are")
 
 
+def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelShape:
+    """A model that transformers runs, as far as config.json tells without it; fields go by several names there.
+
+    Raises ConfigError: a field is missing, because the family's own default holds, or illegal.
+    """
+    other = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }
+    fields = {**{name: fields.get(alias) for name, alias in other.items() if name not in fields}, **fields}
+    num_heads = get_int(fields, "num_attention_heads", minimum=1)
+    hidden_size = get_int(fields, "hidden_size", minimum=1)
+    return ModelShape(
+        architecture=str(fields["architectures"][0]),
+        vocab_size=get_int(fields, "vocab_size", minimum=1),
+        hidden_size=hidden_size,
+        num_layers=get_int(fields, "num_hidden_layers", minimum=1),
+        num_heads=num_heads,
+        num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
+        head_dim=padded_head_dim(get_int(fields, "head_dim", hidden_size // num_heads, minimum=1)),
+        max_positions=get_int(fields, "max_position_embeddings", minimum=1),
+        eos_token_ids=eos_token_ids(fields, generation),
+        tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
+        dtype=stated_dtype(fields),
+    )
+
+
+def padded_head_dim(size: int) -> int:
+    """Of heads in the KV cache, zeros behind them included: what attention kernels take is a power of two."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def check_config(folder: Path, wanted: str = "auto") -> None:
     """Refuse a model that cannot run, as far as its config.json tells without torch. Raises ConfigError."""
     fields, generation = read_configs(folder)

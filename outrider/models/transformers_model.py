@@ -24,7 +24,7 @@ from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelShape, eos_token_ids, read_configs, stated_dtype
+from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, read_configs, stated_dtype
 from outrider.models.transformers_modules import replace_modules
 from outrider.models.weights import Progress
 
@@ -321,7 +321,7 @@ def _survey(folder: Path) -> tuple[nn.Module, Any, TransformersConfig]:
         num_layers=num_layers,
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
-        head_dim=max(16, 1 << (max(heads.key_size, heads.value_size) - 1).bit_length()),
+        head_dim=padded_head_dim(max(heads.key_size, heads.value_size)),
         max_positions=max_positions,
         eos_token_ids=eos_token_ids(fields, generation),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
@@ -354,10 +354,11 @@ def _empty(folder: Path, name: str) -> Any:
         with _META:
             model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=_NAME, trust_remote_code=False)
     except Exception as error:  # as above
-        raise ConfigError(
-            f"config.json: {name} is not supported: transformers makes it with attention of its own alone "
-            f"({type(error).__name__}: {_first_line(error)})"
-        ) from error
+        if isinstance(error, KeyError) and error.args == (_NAME,):
+            raise ConfigError(
+                f"config.json: {name} is not supported: transformers makes it with attention of its own alone"
+            ) from error
+        raise ConfigError(f"config.json: transformers cannot make {name} of it: {_first_line(error)}") from error
     return model.eval()
 
 

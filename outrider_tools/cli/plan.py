@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,10 +29,18 @@ from outrider.models.capacity import (
     ROUND_REGION,
     SCRATCH_BYTES,
 )
-from outrider.models.config import ModelConfig, read_json
+from outrider.models.config import (
+    ModelConfig,
+    ModelShape,
+    choose_impl,
+    foreign_shape,
+    read_configs,
+    read_json,
+)
 from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import config_folder
+from outrider.models.store_folder import shard_paths, tensor_shapes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRAPH_BYTES = 4 << 20
@@ -102,6 +111,16 @@ class Elements:
         return self.read + round(self.idle * (1.0 - self.idle_share ** (num_tokens - 1)))
 
 
+def target_elements(config: ModelShape, folder: Path) -> Elements:
+    """Elements of a target; those of a model that transformers runs are counted in its files."""
+    if isinstance(config, ModelConfig):
+        return model_elements(config)
+    embedding = config.vocab_size * config.hidden_size
+    output = 0 if config.tie_embeddings else embedding
+    stored = sum(prod(shape) for path in shard_paths(folder) for shape in tensor_shapes(path).values())
+    return Elements(embedding, stored - embedding - output, output)
+
+
 def model_elements(config: ModelConfig) -> Elements:
     """Elements of a language model."""
     embedding = config.vocab_size * config.hidden_size
@@ -133,7 +152,7 @@ def head_elements(algorithm: str, head: HeadConfig) -> Elements:
     return Elements(decoder.vocab_size * hidden, layers, head.draft_vocab_size * hidden)
 
 
-def kv_elements(config: ModelConfig) -> int:
+def kv_elements(config: ModelShape) -> int:
     """Elements of one token's keys and values over all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
@@ -198,7 +217,8 @@ class Capacity:
 
 
 def plan_target(
-    config: ModelConfig,
+    config: ModelShape,
+    elements: Elements,
     dtype: str,
     options: VerifyOptions,
     memory: float,
@@ -212,7 +232,6 @@ def plan_target(
     sums are those that the service does itself.
     """
     item = ITEM_BYTES[dtype]
-    elements = model_elements(config)
     weights = elements.total * item
     per_token = kv_elements(config) * item
     round_tokens = max(options.max_running_requests + options.max_draft_tokens, 1)
@@ -310,17 +329,19 @@ def run(arguments: argparse.Namespace) -> int:
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     gpu = _gpu(arguments)
     folder = config_folder(verify.model)
-    config = ModelConfig.from_folder(folder)
-    dtype = _dtype(verify.dtype, config)
+    fields, generation = read_configs(folder)
+    ours = choose_impl(fields, verify.model_impl) == "outrider"
+    config = ModelConfig.from_fields(fields, generation) if ours else foreign_shape(fields, generation)
+    elements, dtype = target_elements(config, folder), _dtype(verify.dtype, config)
     if arguments.draft_placement == "colocated":
         verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify
         drafter = _plan_inside(verify, config, dtype, folder)
-        plan = plan_target(config, dtype, verify, gpu.memory, inside=drafter)
+        plan = plan_target(config, elements, dtype, verify, gpu.memory, inside=drafter)
     else:
         drafter = plan_draft(choose_drafters(draft, verify.model, lambda text: None), config, folder)
         beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
         features = drafter.features_per_token if drafter is not None else 0
-        plan = plan_target(config, dtype, verify, gpu.memory, features, beside)
+        plan = plan_target(config, elements, dtype, verify, gpu.memory, features, beside)
     if arguments.json:
         print(json.dumps(_as_json(plan, drafter, dtype, gpu, arguments), indent=1))
     else:
@@ -341,14 +362,14 @@ def _gpu(arguments: argparse.Namespace) -> Gpu:
     return Gpu(memory, bandwidth)
 
 
-def _dtype(word: str, config: ModelConfig) -> str:
+def _dtype(word: str, config: ModelShape) -> str:
     """As a GPU would have it."""
     if word != "auto":
         return word
     return "float16" if config.dtype == "float16" else "bfloat16"
 
 
-def _plan_inside(verify: VerifyOptions, target: ModelConfig, dtype: str, folder: Path) -> DraftPlan | None:
+def _plan_inside(verify: VerifyOptions, target: ModelShape, dtype: str, folder: Path) -> DraftPlan | None:
     """The draft model of verify's own rounds, which has the target's number format and pages."""
     drafter = plan_draft(replace(verify.draft_model(str(folder)), dtype=dtype), target, folder)
     if drafter is None:
@@ -357,7 +378,7 @@ def _plan_inside(verify: VerifyOptions, target: ModelConfig, dtype: str, folder:
     return replace(drafter, tree_slots=verify.max_running_requests * ROUND_REGION * per_token)
 
 
-def plan_draft(options: DraftOptions, target: ModelConfig, target_folder: Path) -> DraftPlan | None:
+def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -> DraftPlan | None:
     """The draft model that the options name, from its config.json; None for n-grams alone. Raises ConfigError."""
     algorithm = next((name for name in options.speculative_algorithm if name not in ("NGRAM", "AUTO")), "")
     if not algorithm:
@@ -394,7 +415,7 @@ def plan_draft(options: DraftOptions, target: ModelConfig, target_folder: Path) 
     )
 
 
-def _head(algorithm: str, folder: Path, target: ModelConfig) -> HeadConfig:
+def _head(algorithm: str, folder: Path, target: ModelShape) -> HeadConfig:
     """What config.json says; biases and norms that only tensors tell of are left out."""
     if algorithm == "NEXTN":
         return mtp_config(ModelConfig.from_folder(folder), ("input_proj.weight",))

@@ -48,7 +48,7 @@ def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
     if not is_here:
         findings.append(warning("target", f"{verify.model} is not here yet", f"outrider models pull {verify.model}"))
     try:
-        told = run_probe(verify.model, asked) if is_here else run_probe("", None)
+        told = run_probe(verify.model, asked, verify.model_impl) if is_here else run_probe("", None)
     except OutriderError as error:
         fix = "python -c 'import torch; print(torch.cuda.is_available())' may say more"
         return [*findings, problem("torch", error.message, fix)]
@@ -60,10 +60,10 @@ def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
     return [*findings, *check_devices(told, verify, draft)]
 
 
-def run_probe(target: str, draft: DraftOptions | None) -> dict[str, Any]:
+def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> dict[str, Any]:
     """What `outrider_tools.doctor.probe` answers; it fetches nothing. Raises OutriderError, which says why."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "outrider_tools.doctor.probe", target]
+    command = [sys.executable, "-m", "outrider_tools.doctor.probe", target, impl]
     # Secrets are left out.
     command += options_to_argv(draft) if draft is not None else []
     what = "the process that looks at torch, GPUs and models"

@@ -1,6 +1,6 @@
 """What only torch can tell: GPUs, and whether target and draft load and fit. A process of its own that prints JSON.
 
-    python -m outrider_tools.doctor.probe TARGET [options of the draft service]
+    python -m outrider_tools.doctor.probe TARGET IMPL [options of the draft service]
 
 The loaders run on the meta device: they check every name and shape and read no weights. A driver that crashes takes
 this process alone with it.
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of
 from outrider.models.drafters.loader import load_draft_model
@@ -35,10 +36,10 @@ _META = torch.device("meta")
 
 
 def main() -> int:
-    """An empty TARGET asks for GPUs alone; without options there is no draft model."""
-    target, *words = sys.argv[1:]
+    """An empty TARGET asks for GPUs alone; IMPL: see --model-impl; without options there is no draft model."""
+    target, impl, *words = sys.argv[1:]
     draft = parse_options(DraftOptions, words) if words else None
-    models = look_at_models(target, draft) if target else []
+    models = look_at_models(target, draft, impl) if target else []
     print(json.dumps({"torch": _torch(), "gpus": _gpus(), "peers": _peers(), "models": models}))
     return 0
 
@@ -69,10 +70,10 @@ def _peers() -> list[list[bool]]:
     return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
 
 
-def look_at_models(target: str, draft: DraftOptions | None) -> list[dict[str, str]]:
+def look_at_models(target: str, draft: DraftOptions | None, impl: str = "auto") -> list[dict[str, str]]:
     """Findings on the target and the draft model that the options describe: check, level, text."""
     findings: list[dict[str, str]] = []
-    found = _try(findings, "target", lambda: _target(target))
+    found = _try(findings, "target", lambda: _target(target, impl))
     if draft is None:
         return findings
     model = _try(findings, "draft model", lambda: _draft(draft))
@@ -92,9 +93,10 @@ def _try(findings: list[dict[str, str]], check: str, look: Any) -> Any:
     return value
 
 
-def _target(name: str) -> tuple[Hello, str]:
+def _target(name: str, impl: str) -> tuple[Hello, str]:
     path = resolve_model(name)
-    config = load_model(path, torch.float32, _META).config
+    model = load_model(path, torch.float32, _META, impl=impl)
+    config = model.config
     tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
     vocab_size = min(config.vocab_size, tokens)
     digest = hash_tokenizer(path)
@@ -108,7 +110,8 @@ def _target(name: str) -> tuple[Hello, str]:
         hidden_size=config.hidden_size,
         num_layers=config.num_layers,
     )
-    text = f"{path.name}: {config.architecture}, {config.num_layers} layers of {config.hidden_size}, {tokens} tokens"
+    name = config.architecture + ("" if isinstance(model, CausalLM) else " through transformers")
+    text = f"{path.name}: {name}, {config.num_layers} layers of {config.hidden_size}, {tokens} tokens"
     more = "" if tokens <= config.vocab_size else f"; config.json allows {config.vocab_size}, the rest is never used"
     return hello, f"{text}{more}, tokenizer {digest[:12]}"
 

@@ -147,7 +147,7 @@ def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, ll
 
     config = ModelConfig.from_folder(llama_8b)
     options = VerifyOptions(max_running_requests=16, max_draft_tokens=31, mem_fraction_static=0.8)
-    plan = plan_target(config, "bfloat16", options, 80 * GIB)
+    plan = plan_target(config, model_elements(config), "bfloat16", options, 80 * GIB)
     free = 80 * GIB - CONTEXT_BYTES - plan.weights
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 80 * GIB))
     model = CausalLM(config, torch.bfloat16, torch.device("meta"))

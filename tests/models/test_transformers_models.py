@@ -1,0 +1,264 @@
+"""Families of transformers compute the same on our attention and KV; what cannot run is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import relative_error, run_one, save_tiny, token_ids
+from torch import Tensor
+
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
+from outrider.errors import ConfigError
+from outrider.models import config as config_module
+from outrider.models.config import ModelShape, check_config, foreign_shape, read_configs
+from outrider.models.decoder import CausalLM
+from outrider.models.loader import describe_model, load_model
+from outrider.models.transformers_model import TransformersLM
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("StableLm", {}),
+    "cohere": ("Cohere", {}),
+    "starcoder2": ("Starcoder2", {}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "nemotron": ("Nemotron", {"head_dim": 16}),
+    "ernie": ("Ernie4_5", {"head_dim": 16}),
+    "apertus": ("Apertus", {}),
+    "persimmon": ("Persimmon", {}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "glm, heads of 24": ("Glm", {"head_dim": 24}),
+}
+LENGTH, CHUNK = 12, 5
+
+
+def tree_mask(parents: list[int]) -> Tensor:
+    mask = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] = mask[parent]
+        mask[node, node] = True
+    return mask
+
+
+def check(model: Any, reference: Any) -> None:
+    """Logits of a text in two chunks and of a tree below it are those of every path, run alone by transformers."""
+    ids = token_ids(LENGTH)
+    kv = model.new_kv(64)
+    slots = torch.randperm(64)[: LENGTH + 5]
+    chunks = [run_one(model, kv, ids[:CHUNK], slots[:CHUNK]), run_one(model, kv, ids[CHUNK:], slots[:LENGTH])]
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert relative_error(torch.cat(chunks), expected) < 1e-4
+    parents, nodes = [-1, 0, -1, 2, 2], token_ids(5, seed=3)
+    depths = torch.tensor([0, 1, 0, 1, 1])
+    logits = run_one(model, kv, nodes, slots, tree_mask(parents), LENGTH + depths)
+    for node, parent in enumerate(parents):
+        path = [node] if parent < 0 else [parent, node]
+        with torch.inference_mode():
+            alone = reference(torch.cat((ids, nodes[path]))[None]).logits[0, -1]
+        assert relative_error(logits[node], alone) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_chunks_and_trees_equal_transformers(name: str, tmp_path: Path) -> None:
+    family, changes = FAMILIES[name]
+    reference = save_tiny(tmp_path, family, **changes)
+    model = load_model(tmp_path)
+    assert isinstance(model, TransformersLM)
+    check(model, reference)
+
+
+@pytest.mark.parametrize("family", ["Cohere", "OPT", "GPTNeoX"])
+def test_features_are_the_residual_stream_entering_each_layer(family: str, tmp_path: Path) -> None:
+    changes = {"ffn_dim": 48, "word_embed_proj_dim": 32} if family == "OPT" else {}
+    reference = save_tiny(tmp_path, family, **changes)
+    model = load_model(tmp_path)
+    ids = token_ids(10)
+    batch = ForwardBatch(ids, torch.arange(10), [Segment(10, torch.arange(10))])
+    hidden, features = model.forward_with_features(batch, model.new_kv(10), TorchAttention(), (2, 0, 1, 3, 4))
+    with torch.inference_mode():
+        expected = reference(ids[None], output_hidden_states=True).hidden_states
+    for layer, feature in zip((2, 0, 1), features, strict=False):
+        assert relative_error(feature, expected[layer][0]) <= 1e-4
+    assert relative_error(features[4], expected[3][0]) <= 1e-4
+    assert torch.equal(features[4], hidden) and not torch.equal(features[3], hidden)
+
+
+ROPES: list[dict[str, Any]] = [
+    {},
+    {"tie_word_embeddings": True, "head_dim": 24},
+    {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    {"attention_bias": True, "mlp_bias": True},
+]
+
+
+@pytest.mark.parametrize("changes", ROPES)
+def test_llama_through_transformers_equals_ours(changes: dict[str, Any], tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, **changes)
+    ours, theirs = load_model(tmp_path), load_model(tmp_path, impl="transformers")
+    assert isinstance(ours, CausalLM) and isinstance(theirs, TransformersLM)
+    ids, slots = token_ids(LENGTH), torch.arange(LENGTH)
+    found = [run_one(model, model.new_kv(LENGTH), ids, slots) for model in (ours, theirs)]
+    assert relative_error(found[1], found[0]) < 1e-5
+    check(theirs, reference)
+
+
+def test_norms_products_and_mlps_are_ours(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    model = load_model(tmp_path, impl="transformers")
+    assert isinstance(model, TransformersLM)
+    names = {type(module).__name__ for module in model._base.modules()}
+    assert {"_Norm", "_GatedMlp", "_Part", "_Product"} <= names
+    assert not {"LlamaRMSNorm", "LlamaMLP", "Linear"} & names
+
+
+def test_a_norm_that_computes_something_else_stays(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "Nemotron", head_dim=16)
+    model = load_model(tmp_path)
+    assert isinstance(model, TransformersLM)
+    assert "NemotronLayerNorm1P" in {type(module).__name__ for module in model._base.modules()}
+    check(model, reference)
+
+
+def refusal(folder: Path, impl: str = "auto") -> str:
+    """What `describe_model` says, before any weight is read."""
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    with pytest.raises(ConfigError) as caught:
+        describe_model(folder, impl)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "encoder-decoder": (
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
+        "T5ForConditionalGeneration is an encoder-decoder model",
+    ),
+    "vision": (
+        {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": {}},
+        "LlavaForConditionalGeneration is a model of images or sound beside text",
+    ),
+    "state space": (
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+        "MambaForCausalLM is a state-space or recurrent model",
+    ),
+    "linear attention": (
+        {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        "Qwen3NextForCausalLM is a model with layers that do not attend",
+    ),
+    "hybrid": (
+        {"architectures": ["JambaForCausalLM"], "model_type": "jamba", "use_mamba_kernels": False},
+        "JambaForCausalLM is not supported: of its 3 layers ",
+    ),
+    "alibi": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "of its 3 layers 0 attend through"),
+    "own attention": (
+        {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},
+        "FalconForCausalLM is not supported: transformers makes it with attention of its own alone",
+    ),
+    "classifier": (
+        {"architectures": ["GlmForSequenceClassification"], "model_type": "glm"},
+        "GlmForSequenceClassification is no causal language model",
+    ),
+    "unknown": (
+        {"architectures": ["NobodyForCausalLM"], "model_type": "nobody", "auto_map": {"AutoConfig": "code.Config"}},
+        "architecture 'NobodyForCausalLM' is not known to transformers",
+    ),
+    "rope": (
+        {
+            "architectures": ["GlmForCausalLM"],
+            "model_type": "glm",
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        },
+        "rope_type dynamic of GlmForCausalLM is not supported",
+    ),
+    "quantized": (
+        {"architectures": ["GlmForCausalLM"], "model_type": "glm", "quantization_config": {"quant_method": "awq"}},
+        "GlmForCausalLM through transformers must be unquantized",
+    ),
+}
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_run_is_refused_by_name_before_weights_are_read(kind: str, tmp_path: Path) -> None:
+    fields, text = REFUSED[kind]
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | fields))
+    (tmp_path / "code.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
+    assert text in refusal(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_tiny(tmp_path, "StableLm")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing"):
+        load_model(tmp_path)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "StableLm")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="pickle"):
+        load_model(tmp_path)
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path, "StableLm")
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"StableLmForCausalLM.*outrider\[transformers\]"):
+        check_config(tmp_path)
+    save_tiny(tmp_path)
+    check_config(tmp_path)
+    assert isinstance(load_model(tmp_path), CausalLM)
+
+
+def test_ours_can_be_demanded(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "StableLm")
+    with pytest.raises(ConfigError, match="'StableLmForCausalLM' is not supported"):
+        load_model(tmp_path, impl="outrider")
+
+
+ALONE = [("StableLm", {}), ("GPTNeoX", {"num_key_value_heads": 4}), ("Glm4", {"head_dim": 24})]
+
+
+@pytest.mark.parametrize(("family", "changes"), ALONE)
+def test_config_json_alone_tells_what_transformers_does(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, **changes)
+    shape = describe_model(tmp_path)
+    told = foreign_shape(*read_configs(tmp_path))
+    assert told == ModelShape(**{name: getattr(shape, name) for name in ModelShape.__slots__})
