@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from outrider.attention.base import AttentionBackend, AttentionPlan, LayerRules, ScoreRules, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
@@ -191,18 +191,28 @@ class _Planned:
         self._size = config.head_dim
         self._value_size = config.heads.value_size
         self._fits = config.heads.key_size == config.heads.value_size == config.head_dim
-        self._factor = config.head_dim**0.5
+        self._rules: dict[tuple[float | None, _Rules], LayerRules] = {}
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, rules: _Rules) -> Tensor:
-        factor = 1.0 if scaling is None else scaling * self._factor
-        if abs(factor - 1.0) > 1e-6:
-            q = q * factor
         if not self._fits:
+            # Zeros change no score.
+            scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
             q, k, v = (functional.pad(part, (0, self._size - part.shape[-1])) for part in (q, k, v))
         heads = torch.cat((q, k, v), 1).squeeze(0).transpose(0, 1).contiguous()
-        attended = self._plan.attend(layer.layer_idx, heads, None)
+        attended = self._plan.attend(layer.layer_idx, heads, None, self._rules_of(scaling, rules))
         attended = attended.view(1, q.shape[2], q.shape[1], self._size)
         return attended if self._fits else attended[..., : self._value_size]
+
+    def _rules_of(self, scaling: float | None, rules: _Rules) -> LayerRules:
+        """Of a layer; layers of the same rules have the same object, which backends keep masks by."""
+        found = self._rules.get((scaling, rules))
+        if found is None:
+            sinks = None if rules.sinks is None else rules.sinks.float()
+            scores = ScoreRules(rules.window or 0, rules.softcap or 0.0, sinks)
+            is_usual = scaling is None or abs(scaling * self._size**0.5 - 1.0) < 1e-6
+            found = LayerRules(None if is_usual else scaling, scores)
+            self._rules[scaling, rules] = found
+        return found
 
 
 @contextmanager
@@ -281,14 +291,14 @@ def _survey(folder: Path) -> tuple[nn.Module, Any, TransformersConfig]:
             f"config.json: rope_type {', '.join(kinds & set(_DYNAMIC_ROPE))} of {name} is not supported through "
             "transformers: it depends on how long the longest request is"
         )
-    calls: dict[int | None, tuple[LayerHeads, _Rules, bool]] = {}
+    calls: dict[int | None, tuple[LayerHeads, bool]] = {}
     count = 0
 
     def note(layer: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, rules: _Rules) -> Tensor:
         nonlocal count
         count += 1
         heads = LayerHeads(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-        calls[getattr(layer, "layer_idx", None)] = heads, rules, getattr(layer, "is_causal", True) is not False
+        calls[getattr(layer, "layer_idx", None)] = heads, getattr(layer, "is_causal", True) is not False
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
     num_parameters = model.num_parameters()
@@ -309,11 +319,10 @@ def _survey(folder: Path) -> tuple[nn.Module, Any, TransformersConfig]:
             f"config.json: {name} is not supported: of its {num_layers} layers {count} attend through the attention "
             "interface of transformers; state-space, recurrent and hybrid models are not run"
         )
-    heads, _, _ = calls[0]
-    if any(found[0] != heads or not found[2] for found in calls.values()):
+    heads, _ = calls[0]
+    if any(found != (heads, True) for found in calls.values()):
         raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways or differ in their heads")
     max_positions = int(config.max_position_embeddings)
-    _refuse_rules(name, [found[1] for found in calls.values()], max_positions)
     shape = TransformersConfig(
         architecture=str(name),
         vocab_size=logits.shape[-1],
@@ -360,18 +369,6 @@ def _empty(folder: Path, name: str) -> Any:
             ) from error
         raise ConfigError(f"config.json: transformers cannot make {name} of it: {_first_line(error)}") from error
     return model.eval()
-
-
-def _refuse_rules(name: str, rules: Sequence[_Rules], max_positions: int) -> None:
-    """Raise ConfigError for what our attention does not do."""
-    wanted = {
-        "sliding windows": any(rule.window and rule.window < max_positions for rule in rules),
-        "capped attention scores": any(rule.softcap for rule in rules),
-        "attention sinks": any(rule.sinks is not None for rule in rules),
-    }
-    for what, is_wanted in wanted.items():
-        if is_wanted:
-            raise ConfigError(f"config.json: {name} has {what}, which is not supported through transformers")
 
 
 def _decoder_layers(base: nn.Module, count: int) -> Sequence[nn.Module]:

@@ -39,7 +39,9 @@ def replace_modules(model: Any) -> None:
 def _linear(parts: list[nn.Linear]) -> Linear:
     """One product for matrices of the same rows, one upon another."""
     weights, biases = [part.weight.data for part in parts], [part.bias.data for part in parts if part.bias is not None]
-    joined = Linear(0, 0, False, weights[0].dtype, weights[0].device)
+    num_out = sum(part.out_features for part in parts)
+    # Made without memory: the weights are there already.
+    joined = Linear(parts[0].in_features, num_out, False, weights[0].dtype, torch.device("meta"))
     joined.weight = weights[0] if len(parts) == 1 else torch.cat(weights)
     if biases:
         joined.bias = torch.cat(biases)

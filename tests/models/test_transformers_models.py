@@ -20,6 +20,8 @@ from outrider.models.decoder import CausalLM
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
 
+WINDOW = "sliding_attention"
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {}),
     "cohere": ("Cohere", {}),
@@ -33,6 +35,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "glm, heads of 24": ("Glm", {"head_dim": 24}),
+    "cohere2, windows": ("Cohere2", {"sliding_window": 6, "layer_types": [WINDOW, "full_attention", WINDOW]}),
+    "gemma2, windows and caps": (
+        "Gemma2",
+        {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gpt-oss, sinks": (
+        "GptOss",
+        {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, **PLAIN_ROPE},
+    ),
 }
 LENGTH, CHUNK = 12, 5
 
@@ -69,7 +80,7 @@ def check(model: Any, reference: Any) -> None:
 def test_logits_of_chunks_and_trees_equal_transformers(name: str, tmp_path: Path) -> None:
     family, changes = FAMILIES[name]
     reference = save_tiny(tmp_path, family, **changes)
-    model = load_model(tmp_path)
+    model = load_model(tmp_path, impl="transformers")
     assert isinstance(model, TransformersLM)
     check(model, reference)
 
