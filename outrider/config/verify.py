@@ -31,7 +31,7 @@ class VerifyOptions(PeerServiceOptions):
     model_impl: str = option(
         "auto",
         "Who runs the model: outrider's own decoder, or transformers, which needs the extra of that name; auto takes "
-        "ours for the families that it has (docs/models.md).",
+        "ours for the families that it has.",
         choices=("auto", "outrider", "transformers"),
     )
     threads: int = option(0, "Threads of the forward; 0 takes one per core.", minimum=0, maximum=1024)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.attention.base import AttentionBackend, AttentionPlan, LayerRules, ScoreRules, TokenBatch
+from kernels.attention_tiles import ScoreRules
+from outrider.attention.base import AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary

@@ -33,6 +33,7 @@ def pins(name: str) -> dict[str, str]:
         ("requirements.txt", PROJECT["dependencies"]),
         ("requirements-dev.txt", PROJECT["optional-dependencies"]["dev"]),
         ("requirements-browser.txt", PROJECT["optional-dependencies"]["browser"]),
+        ("requirements-transformers.txt", PROJECT["optional-dependencies"]["transformers"]),
     ],
 )
 def test_every_dependency_is_pinned_within_its_range(file: str, requirements: list[str]) -> None:
