@@ -356,7 +356,7 @@ def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
         kind = "an encoder-decoder model"
     elif any(part in fields for part in ("vision_config", "audio_config", "text_config")):
         kind = "a model of images or sound beside text"
-    elif any(str(fields.get("model_type", "")).startswith(word) for word in ("mamba", "falcon_mamba", "rwkv", "xlstm")):
+    elif name.lower().startswith(("mamba", "falconmamba", "rwkv", "xlstm")):
         kind = "a state-space or recurrent model"
     elif {str(layer) for layer in fields.get("layer_types") or []} - {"full_attention", "sliding_attention"}:
         kind = "a model with layers that do not attend"

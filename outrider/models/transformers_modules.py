@@ -61,7 +61,7 @@ class _Product(nn.Module):
         return self._product(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
 
 
-class _Shared:
+class _FusedProduct:
     """The last input of fused products, and what came of it."""
 
     def __init__(self, linear: Linear) -> None:
@@ -70,10 +70,10 @@ class _Shared:
         self.product: Tensor | None = None
 
 
-class _Part(nn.Module):
+class _FusedPart(nn.Module):
     """Columns [first, end) of a fused product. The first part that sees new rows computes them for all."""
 
-    def __init__(self, shared: _Shared, first: int, end: int, is_last: bool) -> None:
+    def __init__(self, shared: _FusedProduct, first: int, end: int, is_last: bool) -> None:
         super().__init__()
         self._shared = shared
         self._columns = slice(first, end)
@@ -98,10 +98,10 @@ def _fuse(parent: nn.Module) -> None:
         linears = [part for part in parts if type(part) is nn.Linear]
         if len(linears) != len(names) or len({(part.in_features, part.bias is None) for part in linears}) != 1:
             continue
-        shared, first = _Shared(_linear(linears)), 0
+        shared, first = _FusedProduct(_linear(linears)), 0
         for name, part in zip(names, linears, strict=True):
             end = first + part.out_features
-            setattr(parent, name, _Part(shared, first, end, is_last=name == names[-1]))
+            setattr(parent, name, _FusedPart(shared, first, end, is_last=name == names[-1]))
             first = end
 
 

@@ -134,7 +134,7 @@ def test_norms_products_and_mlps_are_ours(tmp_path: Path) -> None:
     model = load_model(tmp_path, impl="transformers")
     assert isinstance(model, TransformersLM)
     names = {type(module).__name__ for module in model._base.modules()}
-    assert {"_Norm", "_GatedMlp", "_Part", "_Product"} <= names
+    assert {"_Norm", "_GatedMlp", "_FusedPart", "_Product"} <= names
     assert not {"LlamaRMSNorm", "LlamaMLP", "Linear"} & names
 
 
