@@ -47,12 +47,28 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     from kernels.jit import elementwise as jit
 
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    jit.silu_mul(gate_up, out)
+    jit.gate_mul(gate_up, out, gelu=False)
+    return out
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, likewise, with GELU's approximation by tanh."""
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"gelu_mul of {tuple(gate_up.shape)}")
+    if not use_triton(gate_up):
+        return reference.gelu_mul(gate_up)
+    from kernels.jit import elementwise as jit
+
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    jit.gate_mul(gate_up, out, gelu=True)
     return out
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, times `scale`, of positions [M] times `inv_freq` [D / 2], float32 [M, D / 2] each."""
+    """cos and sin, times `scale`, of positions [M] times `inv_freq` [D / 2], float32 [M, D / 2] each.
+
+    Pairs of frequency 0 do not turn, and are not scaled.
+    """
     if use_triton(positions):
         from kernels.jit import elementwise as jit
 

@@ -98,6 +98,13 @@ def _values(codes: Tensor, kind: str) -> Tensor:
     return values
 
 
+def reordered(weight: QuantWeight, order: Tensor) -> QuantWeight:
+    """The matrix with its rows in another order, int64 [num_out]."""
+    weight = _scales_of_rows(weight)
+    zeros = None if weight.zeros is None else weight.zeros[..., order]
+    return replace(weight, codes=weight.codes[..., order, :], scales=weight.scales[..., order], zeros=zeros)
+
+
 def joined(parts: list[QuantWeight]) -> QuantWeight:
     """Matrices of one kind and group below each other. Scales of row blocks become scales of rows where they must."""
     if any(part.num_out % part.span for part in parts[:-1]):

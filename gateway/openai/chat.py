@@ -153,8 +153,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
             "continue_final_message": self.continue_final_message,
         } | tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
         names = {"chat.messages": "messages", "chat.tools": "tools", "chat.tool_choice": "tool_choice"}
-        names |= self.field_names
-        return [(validate(ClientRequest, fields, names=names), names)]
+        return [(validate(ClientRequest, fields), self.field_names | names)]
 
 
 ChatFinishWord = Literal["stop", "length", "tool_calls"]

@@ -37,7 +37,7 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 @triton.jit
-def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gate_mul(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -46,14 +46,20 @@ def _silu_mul(gate_up, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     inside = columns < size
     gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    if GELU:
+        # (1 + tanh x) / 2 is the sigmoid of 2 x.
+        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate *= tl.sigmoid(gate)
+    tl.store(out + row * size + columns, (gate * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """As kernels.elementwise.silu_mul, into `out`."""
+def gate_mul(gate_up: Tensor, out: Tensor, gelu: bool) -> None:
+    """As kernels.elementwise.silu_mul, or gelu_mul, into `out`."""
     num_rows, size = out.shape
     pdl = supports_pdl(gate_up)
-    _silu_mul[(num_rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    grid = (num_rows, triton.cdiv(size, 1024))
+    _gate_mul[grid](gate_up, out, size, GELU=gelu, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -68,8 +74,9 @@ def _angles(
     angle = position[:, None] * frequency[None, :]
     at = token[:, None] * HALF + pair[None, :]
     inside = (token < num_tokens)[:, None] & (pair < HALF)[None, :]
-    tl.store(cos + at, tl.cos(angle) * scale, mask=inside)
-    tl.store(sin + at, tl.sin(angle) * scale, mask=inside)
+    factor = tl.where(frequency == 0.0, 1.0, scale)[None, :]
+    tl.store(cos + at, tl.cos(angle) * factor, mask=inside)
+    tl.store(sin + at, tl.sin(angle) * factor, mask=inside)
 
 
 @triton.jit

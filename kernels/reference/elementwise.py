@@ -20,10 +20,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """As kernels.elementwise.gelu_mul."""
+    gate, up = gate_up.float().chunk(2, 1)
+    return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """As kernels.elementwise.rotary_angles."""
     angles = positions.float().unsqueeze(1) * inv_freq
-    return angles.cos() * scale, angles.sin() * scale
+    factors = torch.where(inv_freq == 0.0, 1.0, scale)
+    return angles.cos() * factors, angles.sin() * factors
 
 
 def rope_write(

@@ -32,9 +32,9 @@ class ExpertMlp:
         self.down = torch.empty(count, hidden_size, size, dtype=dtype, device=device)
         self.shared = SharedExpert(config.shared_size, hidden_size, dtype, device) if config.shared_size else None
 
-    def __call__(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
-        """The residual stream [M, hidden] plus the experts' output for it, normed."""
-        rows = norm(stream)
+    def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
+        """The residual stream [M, hidden] plus the experts' output for it, normed if there is a norm."""
+        rows = stream if norm is None else norm(stream)
         routes = route(self.router.to_float32(rows), self.config.num_active, self.config.normed, plan.token_slots)
         inside = expert_linear(rows, self.gate_up, routes, gating=SWIGLU)
         if self.shared is not None:

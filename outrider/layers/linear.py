@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.elementwise import silu_mul
+from kernels.elementwise import gelu_mul, silu_mul
 from kernels.launch import use_triton
 from kernels.linear import dequantize, norm_linear, stream_linear
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
-from kernels.quant_weight import QuantWeight, joined
+from kernels.quant_weight import QuantWeight, joined, reordered
 from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.norm import RMSNorm
 from outrider.models.quantization import Scheme
@@ -71,10 +71,17 @@ class Linear:
             found |= {f"{name}.bias": view for name, view in zip(names, self.bias.split(sizes), strict=True)}
         return found
 
-    def pack(self) -> None:
-        """Choose the fastest layout for this device and dtype. `weight` is given up where it is laid out anew."""
+    def pack(self, order: Tensor | None = None) -> None:
+        """Choose the fastest layout for this device and dtype. `weight` is given up where it is laid out anew.
+
+        `order` int64 [out] says which of the checkpoint's rows comes where, if they are not in place.
+        """
+        if order is not None:
+            self.weight = self.weight[order] if self._scheme is None else self.weight
+            self.bias = None if self.bias is None else self.bias[order]
         if self._scheme is not None:
             quantized = joined([decode(self._scheme, part) for part in self._stored])
+            quantized = quantized if order is None else reordered(quantized, order)
             self._stored = []
             if self.weight.is_cuda and self.weight.dtype != torch.float32:
                 self.quantized = quantized
@@ -109,8 +116,17 @@ class Linear:
             return torch.addmm(residual, rows, self.wide().t())
         return residual + self(rows)
 
-    def gated(self, rows: Tensor) -> Tensor:
-        """silu(gate) * up [M, out / 2] for [M, in], where gate and up are the halves of the product."""
+    def gated(self, rows: Tensor, gelu: bool = False) -> Tensor:
+        """silu(gate) * up [M, out / 2] for [M, in], where gate and up are the halves of the product.
+
+        `gelu`: gelu(gate) in its place, approximated by tanh.
+        """
+        if gelu:
+            gate_up = self(rows)
+            if gate_up.is_cuda:
+                return gelu_mul(gate_up)
+            gate, up = gate_up.chunk(2, 1)
+            return functional.gelu(gate, approximate="tanh") * up
         if self._streams(rows):
             return stream_linear(rows, self.quantized or self.weight, bias=self.bias, gated=True)
         gate_up = self(rows)
@@ -119,10 +135,14 @@ class Linear:
         gate, up = gate_up.chunk(2, 1)
         return functional.silu(gate) * up
 
-    def normed_gated(self, stream: Tensor, norm: RMSNorm) -> Tensor:
-        """`gated` of the normed residual stream [M, in], in one launch where rows are few and not wide."""
-        if not self.uses_row_kernel(stream, gated=True):
-            return self.gated(norm(stream))
+    def normed_gated(self, stream: Tensor, norm: RMSNorm | None, gelu: bool = False) -> Tensor:
+        """`gated` of the residual stream [M, in], normed if there is a norm: in one launch where rows are few and not
+        wide.
+        """
+        if norm is None:
+            return self.gated(stream, gelu)
+        if gelu or not self.uses_row_kernel(stream, gated=True):
+            return self.gated(norm(stream), gelu)
         return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
 
     def uses_row_kernel(self, rows: Tensor, whole: bool = True, gated: bool = False) -> bool:

@@ -10,11 +10,20 @@ from kernels.launch import use_triton
 
 
 class RMSNorm:
-    """Scale rows to unit root mean square, then by a weight."""
+    """Scale rows to unit root mean square, then by a weight, of which checkpoints may have the part above `offset`."""
 
-    def __init__(self, shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.empty(shape, dtype=dtype, device=device)
+    def __init__(
+        self, shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: torch.device, offset: float = 0.0
+    ) -> None:
+        # Rounded to half precision, a sum near one would lose bits that the checkpoint has.
+        self.weight = torch.empty(shape, dtype=torch.float32 if offset else dtype, device=device)
         self.eps = eps
+        self._offset = offset
+
+    def finish_loading(self) -> None:
+        """Called once when the weight is filled."""
+        if self._offset:
+            self.weight += self._offset
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[..., size] to the same shape; the mean is taken over the last dimension."""

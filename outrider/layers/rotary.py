@@ -6,12 +6,14 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from outrider.models.config import RopeConfig
+from outrider.models.config import RopeConfig, rotary_dim
 
 
 class Rotary:
-    """Turns positions into angles. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints.
+    """Turns positions into angles. Pairs are (i, i + head_dim / 2), as in Hugging Face checkpoints. Of a head that is
+    rotated in part the first pairs are: its channels must be laid out for that, see `pair_order`.
 
     Without `rope` all angles are 0: q and k come rotated.
     """
@@ -27,12 +29,15 @@ class Rotary:
         # Before it moves: arithmetic on the meta device makes torch import its compiler, for a second and over 100 MB.
         sign = torch.ones(head_dim)
         sign[: head_dim // 2] = -1.0
-        self._sign = (sign * self.scale).to(device)
+        # Channels that do not turn are not scaled.
+        scales = torch.where(torch.cat([frequencies, frequencies]) == 0.0, 1.0, self.scale)
+        self._sign = (sign * scales).to(device)
+        self._scales = scales.to(device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin for int64 positions [M], each [M, 1, head_dim] in `dtype`."""
         angles = positions.float().unsqueeze(1) * self._frequencies
-        cos, sin = angles.cos() * self.scale, angles.sin() * self._sign
+        cos, sin = angles.cos() * self._scales, angles.sin() * self._sign
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
 
 
@@ -44,15 +49,45 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Radians per position for each pair, float32 [head_dim / 2], and the factor on cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / rope.theta**exponents
+    size = rotary_dim(rope, head_dim)
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    frequencies, scale = _scaled(1.0 / rope.theta**exponents, rope, size)
+    return functional.pad(frequencies, (0, (head_dim - size) // 2)), scale
+
+
+def pair_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
+    """Which channel of a checkpoint's head, rotated in its first part, comes where; None where all are in place.
+
+    Scores stay the same when channels of queries and keys change places alike.
+    """
+    size = rotary_dim(rope, head_dim)
+    if size == head_dim:
+        return None
+    middle = (size + head_dim) // 2
+    return [*range(size // 2), *range(size, middle), *range(size // 2, size), *range(middle, head_dim)]
+
+
+def _scaled(plain: Tensor, rope: RopeConfig, size: int) -> tuple[Tensor, float]:
+    """Of the rotated pairs."""
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":
         return _llama3(plain, rope), 1.0
     if rope.kind == "yarn":
-        return _yarn(plain, rope, head_dim), _yarn_scale(rope)
+        return _yarn(plain, rope, size), _yarn_scale(rope)
+    if rope.kind == "longrope":
+        factors = torch.tensor(rope.long_factors if rope.is_long else rope.short_factors, dtype=torch.float32)
+        return plain / factors, _longrope_scale(rope)
     return plain, 1.0
+
+
+def _longrope_scale(rope: RopeConfig) -> float:
+    """LongRoPE, arXiv 2402.13753."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:

@@ -5,49 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.models.families import FAMILIES, Family
 from outrider.models.quantization import Quantization, Scheme, read_quantization
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_IMPLS = ("auto", "outrider", "transformers")
 """Values of --model-impl."""
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 MAX_EXPERTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What an architecture fixes and config.json leaves unsaid.
-
-    `qkv_bias`: q, k and v have biases and the output has none; otherwise attention_bias decides for all four.
-    `mlp_bias`: config.json may ask for biases in the MLP. `head_dim`: where config.json names none; None is
-    hidden_size / num_heads. `unread_prefix`: tensors of the checkpoint that are not the decoder's. `experts`: how its
-    mixtures of experts are written (see ExpertsConfig).
-    """
-
-    qkv_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    unread_prefix: str | None = None
-    experts: str | None = None
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(mlp_bias=True),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128),
-    # MiMo's checkpoints carry their drafter, a head that predicts one token more.
-    "MiMoForCausalLM": Family(qkv_bias=True, unread_prefix="model.mtp_layers."),
-    "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts="qwen"),
-    "Qwen3MoeForCausalLM": Family(qk_norm=True, head_dim=128, experts="qwen"),
-    "MixtralForCausalLM": Family(experts="mixtral"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +27,10 @@ class RopeConfig:
     """Rotary embedding parameters, whichever of its three homes in config.json they came from.
 
     `original_max_positions` is the context the model was trained with before it was stretched.
-    `attention_factor` scales cos and sin (yarn); None means yarn's own formula.
+    `attention_factor` scales cos and sin (yarn, longrope); None means the kind's own formula. `rotated` is the share of
+    a head's channels, the first of them, that are rotated. Of longrope, each pair's frequency is divided by its factor
+    among `short_factors`, or, in contexts longer than the original, among `long_factors`, whatever the sequence's own
+    length: KV of one sequence must not change when another token comes. So `is_long` follows from the context served.
     """
 
     kind: str = "default"
@@ -70,6 +45,10 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    rotated: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -82,19 +61,26 @@ class RopeConfig:
             raise ConfigError(f"config.json: the rope parameters must be an object, got {scaling!r}")
         merged = {"rope_theta": fields.get("rope_theta"), **scaling}
         kind = merged.get("rope_type", merged.get("type", "default"))
+        kind = "longrope" if kind == "su" else kind
         if kind not in ROPE_KINDS:
             raise ConfigError(
                 f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}"
             )
-        if get_float({**fields, **merged}, "partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError("config.json: partial_rotary_factor is not supported; only 1.0 is")
-        original = get_int(merged, "original_max_position_embeddings", 0)
+        if kind == "dynamic":
+            # Stretched behind max_position_embeddings alone, and nothing is served there.
+            kind = "default"
+        rotated = get_float({**fields, **merged}, "partial_rotary_factor", 1.0)
+        if not 0.0 < rotated <= 1.0:
+            raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {rotated}")
+        if merged.get("llama_4_scaling_beta"):
+            raise ConfigError("config.json: llama_4_scaling_beta is not supported; only queries scaled alike are")
+        original = get_int({**fields, **merged}, "original_max_position_embeddings", 0)
         if kind == "llama3" and not original:
             raise ConfigError("config.json: llama3 rope scaling needs original_max_position_embeddings")
         rope = cls(
             kind=kind,
             theta=get_float(merged, "rope_theta", 10000.0),
-            factor=1.0 if kind == "default" else _factor(merged, original, max_positions),
+            factor=1.0 if kind == "default" else _factor(kind, merged, original, max_positions),
             low_freq_factor=get_float(merged, "low_freq_factor", 1.0),
             high_freq_factor=get_float(merged, "high_freq_factor", 4.0),
             original_max_positions=original or max_positions,
@@ -104,6 +90,10 @@ class RopeConfig:
             mscale=_optional_float(merged, "mscale"),
             mscale_all_dim=_optional_float(merged, "mscale_all_dim"),
             truncate=bool(merged.get("truncate", True)),
+            rotated=rotated,
+            short_factors=_factors(merged, "short_factor") if kind == "longrope" else (),
+            long_factors=_factors(merged, "long_factor") if kind == "longrope" else (),
+            is_long=kind == "longrope" and max_positions > (original or max_positions),
         )
         if rope.theta <= 1.0:
             raise ConfigError(f"config.json: rope_theta must be above 1, got {rope.theta}")
@@ -189,7 +179,22 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(ModelShape):
-    """What our own decoder is built from."""
+    """What our own decoder is built from.
+
+    Attributes:
+        qk_norm: each query and key head is normed; `wide_qk_norm`: all query heads at once, and all key heads.
+        norms: of attention and MLP, `before` them, `after` them, or `both`.
+        norm_offset: what is added to the weight of every norm.
+        fused: q, k and v are one matrix in the checkpoint, and gate and up another.
+        windows: of each layer how many positions it sees, 0 for all; () for all layers.
+        local_rope: of the layers with a window, if it is another.
+        unrotated: layers without rotary positions.
+        attention_scale: factor on scores, None for head_dim ** -0.5.
+        attention_softcap: see kernels.attention_tiles.ScoreRules; `logit_softcap` caps logits likewise. 0 for none.
+        sinks: every head has a score that takes part in its softmax and has no value.
+        embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and MLP add to the
+            residual stream, and on logits.
+    """
 
     intermediate_size: int
     rms_norm_eps: float
@@ -200,6 +205,21 @@ class ModelConfig(ModelShape):
     qk_norm: bool
     experts: ExpertsConfig | None = None
     quantization: Quantization | None = None
+    wide_qk_norm: bool = False
+    norms: str = "before"
+    norm_offset: float = 0.0
+    fused: bool = False
+    activation: str = "silu"
+    windows: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
+    unrotated: frozenset[int] = frozenset()
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    sinks: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -214,23 +234,26 @@ class ModelConfig(ModelShape):
         """The same from parsed JSON."""
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        _refuse_unsupported(fields)
+        fields = {**family.defaults, **text_fields(fields)}
         hidden_size = get_int(fields, "hidden_size", minimum=1)
         num_heads = get_int(fields, "num_attention_heads", minimum=1)
         max_positions = get_int(fields, "max_position_embeddings", minimum=1)
         attention_bias = not family.qkv_bias and get_bool(fields, "attention_bias", False)
+        num_layers = get_int(fields, "num_hidden_layers", minimum=1)
+        head_dim = get_int(fields, "head_dim", _default_head_dim(fields, family, hidden_size, num_heads), minimum=2)
+        rope, local_rope = _ropes(fields, max_positions)
         config = cls(
             architecture=architecture,
             vocab_size=get_int(fields, "vocab_size", minimum=1),
             hidden_size=hidden_size,
             intermediate_size=get_int(fields, "intermediate_size", minimum=1),
-            num_layers=get_int(fields, "num_hidden_layers", minimum=1),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
-            head_dim=get_int(fields, "head_dim", _default_head_dim(fields, family, hidden_size, num_heads), minimum=2),
+            head_dim=head_dim,
             max_positions=max_positions,
             rms_norm_eps=get_float(fields, "rms_norm_eps", 1e-6),
-            rope=RopeConfig.from_fields(fields, max_positions),
+            rope=rope,
             eos_token_ids=eos_token_ids(fields, generation),
             tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
             qkv_bias=family.qkv_bias or attention_bias,
@@ -240,6 +263,20 @@ class ModelConfig(ModelShape):
             dtype=stated_dtype(fields),
             experts=ExpertsConfig.from_fields(fields, family.experts) if family.experts else None,
             quantization=read_quantization(fields),
+            wide_qk_norm=family.wide_qk_norm,
+            norms=family.norms,
+            norm_offset=family.norm_offset,
+            fused=family.fused,
+            activation=_activation(fields),
+            windows=_windows(fields, family, num_layers),
+            local_rope=local_rope,
+            unrotated=_unrotated(fields, num_layers),
+            attention_scale=_attention_scale(fields, head_dim),
+            attention_softcap=get_float(fields, "attn_logit_softcapping", 0.0),
+            logit_softcap=get_float(fields, "final_logit_softcapping", 0.0),
+            embedding_scale=_embedding_scale(fields, family, hidden_size),
+            residual_scale=_multiplier(fields, "residual_multiplier"),
+            logit_scale=1.0 / _multiplier(fields, "logits_scaling"),
         )
         config._check()
         return config
@@ -247,6 +284,36 @@ class ModelConfig(ModelShape):
     def scheme_of(self, *modules: str) -> Scheme | None:
         """How matrices that are fused into one are quantized, by the names of their modules; None: they are not."""
         return None if self.quantization is None else self.quantization.scheme_of(*modules)
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding of a layer; None for none."""
+        if layer in self.unrotated:
+            return None
+        return self.local_rope if self.local_rope is not None and self.window_of(layer) else self.rope
+
+    def window_of(self, layer: int) -> int:
+        """How many positions a layer sees, 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
+    def limited_to(self, context_length: int) -> ModelConfig:
+        """The same for sequences up to so many tokens."""
+        longest = min(self.max_positions, context_length)
+        rope = replace(self.rope, is_long=self.rope.is_long and longest > self.rope.original_max_positions)
+        return replace(self, max_positions=longest, rope=rope)
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Whether every layer sees all positions, with one rotary embedding, and scores as they are."""
+        plain = not (any(self.windows) or self.unrotated or self.attention_softcap or self.sinks)
+        return plain and self.attention_scale is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether sizes, biases, norms of heads and experts are all that tells its layers from those of a Llama."""
+        plain = self.has_plain_attention and self.rope.kind != "longrope" and self.rope.rotated == 1.0
+        plain = plain and not (self.wide_qk_norm or self.fused or self.norm_offset or self.logit_softcap)
+        scales = (self.embedding_scale, self.residual_scale, self.logit_scale)
+        return plain and self.norms == "before" and self.activation == "silu" and set(scales) == {1.0}
 
     def _check(self) -> None:
         if self.quantization is not None and self.experts is not None:
@@ -260,12 +327,126 @@ class ModelConfig(ModelShape):
             )
         if self.head_dim % 2:
             raise ConfigError(f"config.json: head_dim must be even for rotary positions, got {self.head_dim}")
+        for rope in (self.rope, self.local_rope or self.rope):
+            size = rotary_dim(rope, self.head_dim)
+            if size % 2 or not size:
+                raise ConfigError(f"config.json: partial_rotary_factor leaves {size} channels, and pairs are rotated")
+            for factors in (rope.short_factors, rope.long_factors):
+                if factors and len(factors) != size // 2:
+                    raise ConfigError(
+                        f"config.json: longrope has {len(factors)} factors for {size // 2} pairs of a head"
+                    )
         outside = [token_id for token_id in self.eos_token_ids if token_id >= self.vocab_size]
         if outside:
             raise ConfigError(f"config.json: eos_token_id {outside[0]} is outside the vocabulary of {self.vocab_size}")
 
 
-def _factor(merged: Mapping[str, Any], original: int, max_positions: int) -> float:
+def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
+    """How many channels of a head are rotated: the first ones."""
+    return int(head_dim * rope.rotated)
+
+
+def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a language model, where it is the text part of a larger one, or all fields."""
+    text = fields.get("text_config")
+    if text is None:
+        return fields
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"config.json: text_config must be an object, got {text!r}")
+    outside = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+    return {name: fields[name] for name in outside if fields.get(name) is not None} | dict(text)
+
+
+def _ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary embedding, and that of layers with a window if it is another."""
+    given = fields.get("rope_parameters")
+    if isinstance(given, Mapping) and isinstance(given.get("full_attention"), Mapping):
+        of_kinds = [{**fields, "rope_parameters": given.get(kind)} for kind in ("full_attention", "sliding_attention")]
+        rope, local = (RopeConfig.from_fields(of_kind, max_positions) for of_kind in of_kinds)
+        return rope, None if local == rope else local
+    rope = RopeConfig.from_fields(fields, max_positions)
+    if given or fields.get("rope_local_base_freq") is None:
+        return rope, None
+    return rope, RopeConfig(theta=get_float(fields, "rope_local_base_freq"), original_max_positions=max_positions)
+
+
+def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    """Of each layer the positions it sees, 0 for all; () where all layers see all."""
+    kinds = fields.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        raise ConfigError(f"config.json: layer_types must be a list of {num_layers} words, got {kinds!r}")
+    for kind in kinds or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(
+                f"config.json: layer_types has {kind!r}; supported are 'full_attention' and 'sliding_attention'"
+            )
+    asked = get_bool(fields, "use_sliding_window", family.windows)
+    if not family.windows and (asked or "sliding_attention" in (kinds or ())):
+        raise ConfigError("config.json: sliding window attention is not supported for this architecture")
+    window = get_int(fields, "sliding_window", 0) if asked else 0
+    if not window:
+        return ()
+    if kinds is not None:
+        has_window = [kind == "sliding_attention" for kind in kinds]
+    elif fields.get("sliding_window_pattern"):
+        every = get_int(fields, "sliding_window_pattern", minimum=1)
+        has_window = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    else:
+        first = get_int(fields, "max_window_layers", 0)
+        has_window = [layer >= first for layer in range(num_layers)]
+    return tuple(window if has else 0 for has in has_window) if any(has_window) else ()
+
+
+def _unrotated(fields: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """Layers without rotary positions: no_rope_layers has a 0 for them, or each so many-th one is."""
+    rotates = fields.get("no_rope_layers")
+    if rotates is not None:
+        if not isinstance(rotates, list) or len(rotates) != num_layers:
+            raise ConfigError(f"config.json: no_rope_layers must be a list of {num_layers} numbers, got {rotates!r}")
+        return frozenset(layer for layer, turns in enumerate(rotates) if not turns)
+    every = get_int(fields, "no_rope_layer_interval", 0)
+    return frozenset(layer for layer in range(num_layers) if every and (layer + 1) % every == 0)
+
+
+def _activation(fields: Mapping[str, Any]) -> str:
+    name = "hidden_activation" if fields.get("hidden_activation") else "hidden_act"
+    found = fields.get(name) or "silu"
+    if found not in ACTIVATIONS:
+        raise ConfigError(f"config.json: {name} {found!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    return str(found)
+
+
+def _attention_scale(fields: Mapping[str, Any], head_dim: int) -> float | None:
+    """Gemma names what scores are divided by the root of, Granite the factor."""
+    if fields.get("attention_multiplier") is not None:
+        return get_float(fields, "attention_multiplier")
+    scalar = get_float(fields, "query_pre_attn_scalar", float(head_dim))
+    if scalar <= 0.0:
+        raise ConfigError(f"config.json: query_pre_attn_scalar must be above 0, got {scalar}")
+    return None if scalar == head_dim else scalar**-0.5
+
+
+def _embedding_scale(fields: Mapping[str, Any], family: Family, hidden_size: int) -> float:
+    return hidden_size**0.5 if family.scaled_embedding else _multiplier(fields, "embedding_multiplier")
+
+
+def _multiplier(fields: Mapping[str, Any], name: str) -> float:
+    value = get_float(fields, name, 1.0)
+    if value <= 0.0:
+        raise ConfigError(f"config.json: {name} must be above 0, got {value}")
+    return value
+
+
+def _factors(merged: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    values = merged.get(name)
+    if not isinstance(values, list) or not all(type(value) in (int, float) and value > 0 for value in values):
+        raise ConfigError(f"config.json: longrope needs {name}, a list of numbers above 0, got {values!r}")
+    return tuple(float(value) for value in values)
+
+
+def _factor(kind: str, merged: Mapping[str, Any], original: int, max_positions: int) -> float:
+    if merged.get("factor") is None and kind == "longrope":
+        return max(max_positions / (original or max_positions), 1.0)
     if merged.get("factor") is None and original:
         return max_positions / original
     factor = get_float(merged, "factor")
@@ -286,21 +467,6 @@ def _architecture(fields: Mapping[str, Any]) -> str:
         if name in FAMILIES:
             return str(name)
     raise ConfigError(f"config.json: architecture {names[0]!r} is not supported; supported are {', '.join(FAMILIES)}")
-
-
-def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
-    activation = fields.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"config.json: hidden_act {activation!r} is not supported; only 'silu' is")
-    layer_types = fields.get("layer_types") or []
-    other = [kind for kind in layer_types if kind != "full_attention"]
-    if get_bool(fields, "use_sliding_window", _has_window(fields)) or other:
-        raise ConfigError("config.json: sliding window attention is not supported; only full attention is")
-
-
-def _has_window(fields: Mapping[str, Any]) -> bool:
-    """Mixtral has a window wherever one is given, Qwen where use_sliding_window says so, too."""
-    return fields.get("model_type") == "mixtral" and bool(fields.get("sliding_window"))
 
 
 def _default_head_dim(fields: Mapping[str, Any], family: Family, hidden_size: int, num_heads: int) -> int | None:

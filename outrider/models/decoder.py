@@ -1,5 +1,5 @@
-"""Pre-norm decoders with rotary positions, grouped-query attention and gated MLPs, or mixtures of them: Llama 2 and 3,
-Qwen2, Qwen3, MiMo, Mixtral.
+"""Decoders with rotary positions, grouped-query attention and gated MLPs, or mixtures of them: the architectures of
+outrider.models.families.
 
 What tells them apart is stated by ModelConfig, not by subclasses. The heads of drafters are made of the same layers.
 """
@@ -12,65 +12,148 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
+from kernels.attention_tiles import ScoreRules
+from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.experts import ExpertMlp
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary
+from outrider.layers.rotary import Rotary, pair_order
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 
 
+class ResidualOutput:
+    """A matrix whose products join the residual stream: through a norm where the family has one behind, and scaled."""
+
+    def __init__(self, linear: Linear, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.linear = linear
+        self.norm = layer_norm(config, dtype, device) if config.norms != "before" else None
+        self._scale = config.residual_scale
+
+    def add_to(self, stream: Tensor, rows: Tensor) -> Tensor:
+        """The residual stream [M, hidden] plus what comes of `rows` [M, in]."""
+        if self.norm is None and self._scale == 1.0:
+            return self.linear.add_to(stream, rows)
+        product = self.linear(rows)
+        return torch.add(stream, product if self.norm is None else self.norm(product), alpha=self._scale)
+
+    def finish_loading(self) -> None:
+        """See SelfAttention."""
+        self.linear.pack()
+        if self.norm is not None:
+            self.norm.finish_loading()
+
+
+def layer_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    """An empty norm of the residual stream's width."""
+    return RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device, config.norm_offset)
+
+
 class SelfAttention:
-    """Grouped-query attention over rows [M, input_size]; `layer` is its layer of the KV cache."""
+    """Grouped-query attention over rows [M, input_size]; `layer` is its layer of the KV cache.
+
+    `rotary` are the layer's own angles, if they are not those of the model's first layer.
+    """
 
     def __init__(
-        self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device, input_size: int
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        input_size: int,
+        rotary: Rotary | None = None,
     ) -> None:
         self.layer = layer
+        self._fused = config.fused
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.q_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
         # q, k and v are one matrix: heads in that order, so that q and k are rotated (and normed) as one tensor.
         name, num_out = f"model.layers.{layer}.self_attn", self.q_size + 2 * self.kv_size
-        scheme = config.scheme_of(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        parts = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
+        scheme = config.scheme_of(*(f"{name}.{part}" for part in parts))
         self.qkv = Linear(input_size, num_out, config.qkv_bias, dtype, device, scheme)
         scheme = config.scheme_of(f"{name}.o_proj")
-        self.output = Linear(self.q_size, config.hidden_size, config.output_bias, dtype, device, scheme)
+        output = Linear(self.q_size, config.hidden_size, config.output_bias, dtype, device, scheme)
+        self.output = ResidualOutput(output, config, dtype, device)
         self.qk_norm: RMSNorm | None = None
+        self.wide_norms: list[RMSNorm] = []
         if config.qk_norm:
             shape = (config.num_heads + config.num_kv_heads, config.head_dim)
-            self.qk_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device)
+            self.qk_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device, config.norm_offset)
+        if config.wide_qk_norm:
+            self.wide_norms = [
+                RMSNorm((size,), config.rms_norm_eps, dtype, device, config.norm_offset)
+                for size in (self.q_size, self.kv_size)
+            ]
+        self._order = pair_order(config.rope, config.head_dim)
+        self.rules = _layer_rules(config, layer, device, rotary)
 
     def __call__(self, rows: Tensor, residual: Tensor, plan: AttentionPlan) -> Tensor:
         """`residual` [M, hidden] plus the attention's output for `rows`."""
-        heads = self.qkv(rows).view(rows.shape[0], -1, self.head_dim)
-        return self.output.add_to(residual, plan.attend(self.layer, heads, self.qk_norm))
+        made = self.qkv(rows)
+        if self.wide_norms:
+            *parts, v = made.split((self.q_size, self.kv_size, self.kv_size), 1)
+            normed = [norm(part.contiguous()) for norm, part in zip(self.wide_norms, parts, strict=True)]
+            made = torch.cat((*normed, v), 1)
+        heads = made.view(rows.shape[0], -1, self.head_dim)
+        return self.output.add_to(residual, plan.attend(self.layer, heads, self.qk_norm, self.rules))
 
     def of_stream(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the attention's output for it, normed."""
-        attended = plan.attend_stream(self.layer, stream, norm, self.qkv, self.qk_norm)
+        if self.wide_norms:
+            return self(norm(stream), stream, plan)
+        attended = plan.attend_stream(self.layer, stream, norm, self.qkv, self.qk_norm, self.rules)
         if attended is None:
             return self(norm(stream), stream, plan)
         return self.output.add_to(stream, attended)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """q, k and v as views of the fused matrix; Qwen3's head norms fill one row a head."""
-        sizes = (self.q_size, self.kv_size, self.kv_size)
-        found = self.qkv.tensors("q_proj", "k_proj", "v_proj", rows=sizes) | self.output.tensors("o_proj")
+        """q, k and v as views of the fused matrix; norms of heads fill one row a head."""
+        if self._fused:
+            found = self.qkv.tensors("qkv_proj")
+        else:
+            found = self.qkv.tensors("q_proj", "k_proj", "v_proj", rows=(self.q_size, self.kv_size, self.kv_size))
+        found |= self.output.linear.tensors("o_proj")
         if self.qk_norm is not None:
             found["q_norm.weight"] = self.qk_norm.weight[0]
             found["k_norm.weight"] = self.qk_norm.weight[self.num_heads]
+        if self.wide_norms:
+            found |= {f"{name}_norm.weight": norm.weight for name, norm in zip("qk", self.wide_norms, strict=True)}
+        if self.rules.scores.sinks is not None:
+            found["sinks"] = self.rules.scores.sinks
         return found
 
     def finish_loading(self) -> None:
         """Called once when the weights are filled, to choose memory layouts."""
         if self.qk_norm is not None:
+            if self._order is not None:
+                self.qk_norm.weight[:] = self.qk_norm.weight[:, self._order]
             self.qk_norm.weight[: self.num_heads] = self.qk_norm.weight[0].clone()
             self.qk_norm.weight[self.num_heads :] = self.qk_norm.weight[self.num_heads].clone()
-        self.qkv.pack()
-        self.output.pack()
+        for norm in (*self.wide_norms, *([] if self.qk_norm is None else [self.qk_norm])):
+            norm.finish_loading()
+        self.qkv.pack(self._row_order())
+        self.output.finish_loading()
+
+    def _row_order(self) -> Tensor | None:
+        """Which of the checkpoint's rows of q, k and v comes where, int64; None where all are in place."""
+        if self._order is None:
+            return None
+        rows = torch.arange(self.q_size + 2 * self.kv_size).view(-1, self.head_dim)
+        turned = self.num_heads + self.num_kv_heads
+        rows[:turned] = rows[:turned, self._order]
+        return rows.view(-1).to(self.qkv.weight.device)
+
+
+def _layer_rules(config: ModelConfig, layer: int, device: torch.device, rotary: Rotary | None) -> LayerRules:
+    """How a layer attends; its sinks, if it has any, are empty."""
+    sinks = torch.empty(config.num_heads, dtype=torch.float32, device=device) if config.sinks else None
+    scores = ScoreRules(config.window_of(layer), config.attention_softcap, sinks)
+    rules = LayerRules(config.attention_scale, scores, rotary)
+    return PLAIN if rules.is_plain and rotary is None else rules
 
 
 class GatedMlp:
@@ -81,32 +164,39 @@ class GatedMlp:
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size = config.intermediate_size
+        self._fused = config.fused
+        self._gelu = config.activation != "silu"
         name = f"model.layers.{layer}.mlp"
-        scheme = config.scheme_of(f"{name}.gate_proj", f"{name}.up_proj")
+        parts = ("gate_up_proj",) if config.fused else ("gate_proj", "up_proj")
+        scheme = config.scheme_of(*(f"{name}.{part}" for part in parts))
         self.gate_up = Linear(config.hidden_size, 2 * self.size, config.mlp_bias, dtype, device, scheme)
         scheme = config.scheme_of(f"{name}.down_proj")
-        self.down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device, scheme)
+        down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device, scheme)
+        self.down = ResidualOutput(down, config, dtype, device)
 
-    def __call__(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
+    def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the MLP's output for it, normed."""
-        return self.down.add_to(stream, self.gate_up.normed_gated(stream, norm))
+        return self.down.add_to(stream, self.gate_up.normed_gated(stream, norm, self._gelu))
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """gate and up as halves of one matrix."""
-        gate_up = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
-        return gate_up | self.down.tensors("down_proj")
+        if self._fused:
+            gate_up = self.gate_up.tensors("gate_up_proj")
+        else:
+            gate_up = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
+        return gate_up | self.down.linear.tensors("down_proj")
 
     def finish_loading(self) -> None:
         """See SelfAttention."""
         self.gate_up.pack()
-        self.down.pack()
+        self.down.finish_loading()
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and with a residual around it.
+    """Attention and MLP, each with a residual around it and with norms before or behind, as the family has them.
 
     `input_size` is the width of what attention takes, if it is not the residual stream's. `input_norm` False leaves
-    out the norm before attention.
+    out the norm before attention. `rotary`: see SelfAttention.
     """
 
     def __init__(
@@ -117,11 +207,12 @@ class DecoderLayer:
         device: torch.device,
         input_size: int | None = None,
         input_norm: bool = True,
+        rotary: Rotary | None = None,
     ) -> None:
-        shape = (config.hidden_size,)
-        self.attention_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device) if input_norm else None
-        self.attention = SelfAttention(config, layer, dtype, device, input_size or config.hidden_size)
-        self.mlp_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device)
+        before = config.norms != "after"
+        self.attention_norm = layer_norm(config, dtype, device) if before and input_norm else None
+        self.attention = SelfAttention(config, layer, dtype, device, input_size or config.hidden_size, rotary)
+        self.mlp_norm = layer_norm(config, dtype, device) if before else None
         experts = config.experts
         self.mlp: GatedMlp | ExpertMlp
         if experts is not None and layer in experts.layers:
@@ -142,15 +233,28 @@ class DecoderLayer:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the layer's own."""
-        found: dict[str, Tensor] = {"post_attention_layernorm.weight": self.mlp_norm.weight}
-        if self.attention_norm is not None:
-            found["input_layernorm.weight"] = self.attention_norm.weight
+        found = {f"{name}.weight": norm.weight for name, norm in self._norms().items()}
         found |= {f"self_attn.{name}": tensor for name, tensor in self.attention.checkpoint_tensors().items()}
         found |= {f"{self.mlp.name}.{name}": tensor for name, tensor in self.mlp.checkpoint_tensors().items()}
         return found
 
+    def _norms(self) -> dict[str, RMSNorm]:
+        """By their names in checkpoints: where there are norms behind, the one before the MLP has a name of its own."""
+        attention_end = self.attention.output.norm
+        mlp_end = self.mlp.down.norm if isinstance(self.mlp, GatedMlp) else None
+        found = {
+            "input_layernorm": self.attention_norm,
+            "post_attention_layernorm": attention_end or self.mlp_norm,
+            "pre_feedforward_layernorm": self.mlp_norm if attention_end is not None else None,
+            "post_feedforward_layernorm": mlp_end,
+        }
+        return {name: norm for name, norm in found.items() if norm is not None}
+
     def finish_loading(self) -> None:
         """See SelfAttention."""
+        for norm in (self.attention_norm, self.mlp_norm):
+            if norm is not None:
+                norm.finish_loading()
         self.attention.finish_loading()
         self.mlp.finish_loading()
 
@@ -163,9 +267,16 @@ class CausalLM(LanguageModel):
         self.dtype = dtype
         self.device = device
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers)]
-        self.norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device)
+        # As transformers has it, in the model's dtype.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
         self.rotary = Rotary(config.rope, config.head_dim, device)
+        others = {config.rope_of(layer) for layer in range(config.num_layers)} - {config.rope}
+        rotaries = {rope: Rotary(rope, config.head_dim, device) for rope in others}
+        self.layers = [
+            DecoderLayer(config, layer, dtype, device, rotary=rotaries.get(config.rope_of(layer)))
+            for layer in range(config.num_layers)
+        ]
+        self.norm = layer_norm(config, dtype, device)
         rows = 0 if config.tie_embeddings else config.vocab_size
         scheme = None if config.tie_embeddings else config.scheme_of("lm_head")
         self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme)
@@ -188,6 +299,7 @@ class CausalLM(LanguageModel):
             # Rows are looked up in the plain layout; where packing helps, the head is a second copy in another one.
             self.head.weight = self.embedding
         self.head.pack()
+        self.norm.finish_loading()
         for layer in self.layers:
             layer.finish_loading()
 
@@ -199,6 +311,8 @@ class CausalLM(LanguageModel):
         plan = attention.plan(batch, kv, self.config.num_heads, self.rotary)
         wanted = set(feature_layers)
         stream = functional.embedding(batch.token_ids, self.embedding)
+        if self._embedding_scale != 1.0:
+            stream = stream * self._embedding_scale
         features: dict[int, Tensor] = {}
         for number, layer in enumerate(self.layers):
             if number in wanted:
@@ -211,4 +325,9 @@ class CausalLM(LanguageModel):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """See LanguageModel."""
-        return self.head.to_float32(hidden)
+        logits = self.head.to_float32(hidden)
+        if self.config.logit_scale != 1.0:
+            logits.mul_(self.config.logit_scale)
+        if cap := self.config.logit_softcap:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits

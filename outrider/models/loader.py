@@ -8,8 +8,9 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider.models.base import LanguageModel
-from outrider.models.config import FAMILIES, ModelConfig, ModelShape, choose_impl, read_configs
+from outrider.models.config import ModelConfig, ModelShape, choose_impl, read_configs
 from outrider.models.decoder import CausalLM
+from outrider.models.families import FAMILIES
 from outrider.models.transformers_model import describe_transformers, load_transformers
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
 
@@ -33,15 +34,17 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     impl: str = "auto",
+    context_length: int = 0,
 ) -> LanguageModel:
     """Load a Hugging Face folder as our decoder, or through transformers. `impl`: see --model-impl.
 
+    No sequence will be longer than `context_length`; 0: than the model allows.
     Raises ConfigError: names the architecture, field, file or tensor that is at fault.
     """
     if choose_impl(read_configs(Path(path))[0], impl) == "transformers":
         _check_dtype(dtype)
         return load_transformers(Path(path), dtype, torch.device(device), progress)
-    return load_decoder(path, dtype, device, progress)
+    return load_decoder(path, dtype, device, progress, context_length)
 
 
 def load_decoder(
@@ -49,15 +52,18 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    context_length: int = 0,
 ) -> CausalLM:
     """Load a Hugging Face folder as our decoder: config.json and safetensors, in one file or sharded.
 
     Names and shapes of all tensors are checked before memory is taken for weights; then they go tensor by tensor to
-    `dtype` and `device`. `progress(done_bytes, total_bytes)` is called from this thread as they do.
+    `dtype` and `device`. `progress(done_bytes, total_bytes)` is called from this thread as they do. No sequence will be
+    longer than `context_length`; 0: than the model allows.
     Raises ConfigError: names the architecture, field, file or tensor that is at fault.
     """
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
+    config = config.limited_to(context_length) if context_length else config
     _check_dtype(dtype)
     stored = decoder_tensors(folder, config)
     with torch.inference_mode():
@@ -72,18 +78,33 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
 
 
+def text_name(name: str) -> str | None:
+    """The name that a tensor of a larger model's text part has where the decoder is alone; None for other tensors.
+
+    The hub's files and those that transformers 5 writes differ in the prefix.
+    """
+    for prefix in ("language_model.model.", "model.language_model.", "language_model."):
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return rest if rest.startswith("lm_head.") else f"model.{rest}"
+    return name if name.startswith("lm_head.") else None
+
+
 def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The checkpoint's tensors that a decoder of this config has, and no others.
 
     Raises ConfigError: one is missing, not called for, or of another shape.
     """
-    unread = FAMILIES[config.architecture].unread_prefix
+    family = FAMILIES[config.architecture]
+    unread = family.unread_prefix
 
     def name_of(name: str) -> str | None:
+        name = (text_name(name) or "") if family.is_part else name
         # Old Llama checkpoints carry their rotary frequencies, tied ones may repeat their head.
         derived = name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
         # Scales of a quantized KV cache; ours needs none.
         derived = derived or name.endswith((".k_scale", ".v_scale", ".kv_scale"))
+        derived = derived or not name
         return None if derived or (unread is not None and name.startswith(unread)) else name
 
     stored = stored_tensors(folder, name_of)

@@ -81,6 +81,10 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     """
     fields = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)
+    if not config.is_plain:
+        raise ConfigError(
+            f"{source}: {config.architecture} cannot be inflated; layers must be as Llama, Mistral and Qwen have them"
+        )
     if config.quantization is not None:
         raise ConfigError(f"{source}: has {config.quantization.name} weights; inflate its source, then quantize that")
     shape_map = ShapeMap.of(config, options.shape)

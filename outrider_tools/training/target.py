@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.attention.base import TokenBatch
+from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
@@ -30,6 +31,11 @@ class TargetModel:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = load_decoder(folder, self.dtype, device)
         self.config: ModelConfig = self.model.config
+        if not self.config.is_plain:
+            raise ConfigError(
+                f"{folder}: drafters are trained for targets with layers as Llama, Mistral and Qwen have them, not for "
+                f"{self.config.architecture}"
+            )
         self.rotary = Rotary(self.config.rope, self.config.head_dim, device)
         self._embedding = self.stored(EMBEDDING).to(device, self.dtype)
 

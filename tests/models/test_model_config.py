@@ -21,6 +21,26 @@ VALID: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 
+GRANITE = {"architectures": ["GraniteForCausalLM"]}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
+
+
+def test_windows_of_layers_by_each_way_to_say_them() -> None:
+    def windows(architecture: str, **fields: Any) -> tuple[int, ...]:
+        given = {**VALID, "num_hidden_layers": 6, "architectures": [architecture], **fields}
+        return ModelConfig.from_fields(given, {}).windows
+
+    assert windows("MistralForCausalLM") == (4096,) * 6
+    assert windows("MistralForCausalLM", sliding_window=None) == ()
+    assert windows("Gemma2ForCausalLM", sliding_window=8) == (8, 0) * 3
+    assert windows("Gemma3ForCausalLM", sliding_window=8) == (8, 8, 8, 8, 8, 0)
+    assert windows("Qwen2ForCausalLM", sliding_window=8) == ()
+    late = {"use_sliding_window": True, "max_window_layers": 4}
+    assert windows("Qwen2ForCausalLM", sliding_window=8, **late) == (0, 0, 0, 0, 8, 8)
+    assert windows("Phi3ForCausalLM", sliding_window=2047) == (2047,) * 6
+    assert windows("SmolLM3ForCausalLM") == ()
+
 
 def test_absent_fields_have_the_family_defaults() -> None:
     config = ModelConfig.from_fields(VALID, {})
@@ -76,13 +96,24 @@ def test_null_rope_scaling_means_none() -> None:
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"use_sliding_window": True}, ["sliding window"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding window"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3", "yarn"]),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, ["ntk", "llama3", "yarn"]),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, ["long_factor", "numbers above 0"]),
+        ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, ["1 factors", "4 pairs"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["factor", "0.5"]),
         ({"rope_scaling": "linear"}, ["rope"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings"]),
         ({"rope_theta": 0}, ["rope_theta"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
+        ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor", "3 channels"]),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, ["chunked_attention", "sliding_attention"]),
+        ({"layer_types": ["full_attention"]}, ["layer_types", "2 words"]),
+        ({**GRANITE, "logits_scaling": 0.0}, ["logits_scaling", "above 0"]),
+        ({**SMOLLM3, "no_rope_layers": [1]}, ["no_rope_layers", "2 numbers"]),
+        ({**GEMMA, "hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        ({**GEMMA, "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        ({**GEMMA, "architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3}, ["text_config"]),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], words: list[str]) -> None:

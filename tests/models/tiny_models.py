@@ -32,7 +32,7 @@ def save_tiny(folder: Path, family: str = "Llama", max_shard_size: str = "1GB", 
     """Save a random `family` model to `folder`; returns transformers' own model, in eval mode and float32."""
     torch.manual_seed(7)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         # The default start, biases of zero and norms of one, would hide a weight in the wrong place.
         for parameter in model.parameters():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.device import choose_device, choose_dtype
-from outrider.drafting.model.round_trees import MAX_CHOSEN
+from outrider.drafting.model.round_drafter import MAX_CHOSEN
 from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import introduce
 from outrider.errors import ConfigError
@@ -29,6 +29,7 @@ from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES
+from outrider.models.config import ModelConfig
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
 from outrider.models.drafters.loader import load_draft_model
@@ -188,7 +189,6 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
     path = resolve_model(options.model)
     device = choose_device(options.device)
     config = describe_model(path, options.model_impl)
-    _check_context_length(options, min(config.max_positions, options.max_total_tokens or config.max_positions))
     told = named_draft(options, path)
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
         check_drafter(told, path)
@@ -197,9 +197,8 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
         torch.cuda.set_device(device)
         check_model(config, dtype, device, options.mem_fraction_static)
     with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
-        model = load_model(
-            path, dtype, device, lambda done, total: progress("loading weights", done, total), options.model_impl
-        )
+        report = partial(progress, "loading weights")
+        model = load_model(path, dtype, device, report, options.model_impl, options.context_length)
     return path, model
 
 
@@ -368,6 +367,11 @@ def attention_backend(name: str, model: LanguageModel, page_size: int, determini
     if deterministic:
         raise ConfigError("--attention-backend: flashinfer has no deterministic mode; choose triton")
     config = model.config
+    if isinstance(config, ModelConfig) and not config.has_plain_attention:
+        raise ConfigError(
+            f"--attention-backend: flashinfer has no windows, caps, sinks and scales, which {config.architecture} "
+            "has; choose triton"
+        )
     shape = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, model.dtype)
     return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
 
@@ -403,14 +407,6 @@ def _max_round_tokens(options: VerifyOptions) -> int:
     return max(options.max_running_requests + options.max_draft_tokens, 1)
 
 
-def _check_context_length(options: VerifyOptions, most: int) -> None:
-    if options.context_length > most:
-        raise ConfigError(
-            f"--context-length: {options.context_length} is over {most}, which model and KV cache allow; lower it, or "
-            f"raise --max-total-tokens if that is the limit"
-        )
-
-
 def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Memory) -> EngineLimits:
     """A lone request must always fit, tree included, or preemption could not make room for it."""
     on_gpu = model.device.type == "cuda"
@@ -421,7 +417,11 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Me
             f"--max-total-tokens: {memory.num_pages * memory.page_size} leave no room beside "
             f"{options.max_draft_tokens} draft tokens; raise it or lower --max-draft-tokens"
         )
-    _check_context_length(options, most)
+    if options.context_length > most:
+        raise ConfigError(
+            f"--context-length: {options.context_length} is over {most}, which model and KV cache allow; lower it, or "
+            f"raise --max-total-tokens if that is the limit"
+        )
     limits = EngineLimits(
         # Output matrices are often padded past the tokenizer; what has no text is never sampled.
         vocab_size=min(model.config.vocab_size, _num_tokens(path)),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, check_config, get_int, read_json
+from outrider.models.config import ModelConfig, check_config, get_int, read_json, text_fields
 from outrider.models.drafters.config import (
     EMBEDDING,
     MARKOV_INPUT,
@@ -126,7 +126,7 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
     fields = read_json(folder / "config.json")
     layers = hidden = None
     if target is not None:
-        of_target = read_json(target / "config.json")
+        of_target = text_fields(read_json(target / "config.json"))
         layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
     if algorithm == "EAGLE3":
         return eagle3_config(fields, names, layers, hidden)

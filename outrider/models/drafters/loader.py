@@ -27,7 +27,7 @@ from outrider.models.drafters.kinds import (
     with_window,
 )
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
-from outrider.models.loader import SUPPORTED_DTYPES, describe_model, load_decoder, load_model
+from outrider.models.loader import SUPPORTED_DTYPES, describe_model, load_decoder, load_model, text_name
 from outrider.models.quantization import read_quantization
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
@@ -174,7 +174,8 @@ def shared_tensors(target: Path) -> dict[str, StoredTensor]:
         raise ConfigError(
             f"{target}: lm_head is quantized ({scheme.name}), and a head that has none of its own needs it in 16 bits"
         )
-    found = stored_tensors(target, {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}.get)
+    names = {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}
+    found = stored_tensors(target, lambda name: names.get(text_name(name) or name))
     if EMBEDDING not in found:
         raise ConfigError(f"{target}: tensor model.embed_tokens.weight missing from the checkpoint")
     return {OUTPUT: found[EMBEDDING], **found}

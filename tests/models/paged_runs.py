@@ -1,0 +1,54 @@
+"""Forwards of one request over pages: Triton's backend, whose kernels are torch references on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.sampling_state import RoundTokens
+from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers
+from outrider.attention.triton_backend import TritonAttention
+from outrider.models.decoder import CausalLM
+
+_PAGE = 4
+
+
+class PagedRun:
+    """A request whose pages are out of order."""
+
+    def __init__(self, model: CausalLM, num_pages: int = 24) -> None:
+        self.model = model
+        self._kv = model.new_kv(num_pages * _PAGE)
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5))
+        self._tables = order.view(1, -1).to(model.device, torch.int32)
+
+    def prompt(self, ids: Tensor, start: int) -> Tensor:
+        """Logits of a chunk that begins at `start`."""
+        positions = torch.arange(start, start + len(ids))
+        pages = self._tables[0].cpu().long()
+        batch = PagedBatch(
+            token_ids=self._ints(ids), positions=self._ints(positions), first=self._ints([0, len(ids)]),
+            cached_len=self._ints([start]), table_rows=self._ints([0]), page_tables=self._tables,
+            slots=self._ints(pages[positions // _PAGE] * _PAGE + positions % _PAGE), page_size=_PAGE,
+            max_row_tokens=len(ids),
+        )  # fmt: skip
+        return self._run(batch)
+
+    def tree(self, ids: Tensor, parents: list[int], context: int, by_path: bool) -> Tensor:
+        """Logits of a tree behind a context; `parents` are places in it, -1 first."""
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        count, zero = len(ids), self._ints([0])
+        tokens = RoundTokens(
+            self._ints(ids), self._ints([context + depth for depth in depths]), self._ints(parents),
+            self._ints([0] * count), self._ints([0, count]), zero, zero, self._ints([context]),
+        )  # fmt: skip
+        buffers = TreeBuffers(count, MAX_PATH, self.model.device)
+        return self._run(buffers.batch(tokens, self._tables, _PAGE, count, 2, by_path))
+
+    def _run(self, batch: PagedBatch) -> Tensor:
+        return self.model.logits(self.model.forward(batch, self._kv, TritonAttention()))
+
+    def _ints(self, values: Tensor | list[int]) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32).to(self.model.device)

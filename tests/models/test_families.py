@@ -1,0 +1,164 @@
+"""Every dense family computes what transformers does: at once, in chunks, on trees, from a prefix, on both backends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paged_runs import PagedRun
+from tiny_models import relative_error, run_one, save_tiny, token_ids
+from torch import Tensor
+
+from outrider.models.decoder import CausalLM
+from outrider.models.loader import load_model
+
+LENGTH = 40
+WINDOW = 9
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2}
+LAYERS = {"num_hidden_layers": 4}
+KINDS = ["sliding_attention", "full_attention"] * 2
+LOCAL_AND_GLOBAL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.3, 1.4, 1.5],
+    "long_factor": [1.5, 3.0, 9.0, 9.0, 9.5, 9.9],
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("Mistral", {"sliding_window": WINDOW, "head_dim": 16}),
+    "ministral": ("Ministral", {"sliding_window": WINDOW, "head_dim": 16, "layer_types": KINDS, **LAYERS}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3-window": ("Qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "head_dim": 16,
+                               "layer_types": KINDS, **LAYERS}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 20,
+                          "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.4, **LAYERS}),
+    "gemma3": ("Gemma3Text", {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 20,
+                              "layer_types": KINDS, "rope_parameters": LOCAL_AND_GLOBAL, **LAYERS}),
+    "phi3": ("Phi3", {}),
+    "phi3-window": ("Phi3", {"sliding_window": WINDOW}),
+    "phi4-mini": ("Phi3", {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True,
+                           "max_position_embeddings": 512, "original_max_position_embeddings": 16}),
+    "granite": ("Granite", {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+                            "logits_scaling": 4.0, "tie_word_embeddings": True}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, **LAYERS}),
+    "phi3-partial": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                    "partial_rotary_factor": 0.5}}),
+    "llama-dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+}  # fmt: skip
+
+
+class Made:
+    """A checkpoint of a family, as transformers runs it and as we do."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        family, changes = FAMILIES[name]
+        self.reference = save_tiny(folder, family, **{**SIZES, **changes})
+        self.model: CausalLM = load_model(folder)
+        self.ids = token_ids(LENGTH)
+        self.expected = self.truth(self.ids)
+
+    @torch.inference_mode()
+    def truth(self, ids: Tensor) -> Tensor:
+        """Logits by transformers."""
+        return self.reference(ids[None]).logits[0]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    yield Made(tmp_path_factory.mktemp("family"), request.param)
+
+
+def near(actual: Tensor, expected: Tensor) -> None:
+    assert relative_error(actual, expected) <= 1e-4
+
+
+def test_a_prompt_at_once_and_in_chunks(made: Made) -> None:
+    model = made.model
+    near(run_one(model, model.new_kv(LENGTH), made.ids, torch.arange(LENGTH)), made.expected)
+    kv, parts = model.new_kv(LENGTH), []
+    for begin, end in ((0, 7), (7, 30), (30, 31), (31, LENGTH)):
+        parts.append(run_one(model, kv, made.ids[begin:end], torch.arange(end)))
+    near(torch.cat(parts), made.expected)
+
+
+def test_trees_behind_a_prefix_on_both_backends(made: Made) -> None:
+    """A tree over the prompt's KV: each node's logits are those of its path alone."""
+    parents = [-1, 0, 0, 1, 3, 2, 4, 6, 7, 8, 9, 10]
+    nodes = token_ids(len(parents), seed=3)
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    depths = torch.tensor([len(path) - 1 for path in paths])
+    mask = torch.zeros(len(paths), len(paths), dtype=torch.bool)
+    for node, path in enumerate(paths):
+        mask[node, path] = True
+    context = 25
+    kv = made.model.new_kv(64)
+    run_one(made.model, kv, made.ids[:context], torch.arange(context))
+    slots = torch.arange(context + len(paths))
+    logits = run_one(made.model, kv, nodes, slots, mask, context + depths)
+    for node in (5, 6, 11):
+        near(logits[node], made.truth(torch.cat([made.ids[:context], nodes[paths[node]]]))[-1])
+    for by_path in (False, True):
+        paged = PagedRun(made.model)
+        near(paged.prompt(made.ids[:10], 0), made.expected[:10])
+        near(paged.prompt(made.ids[10:context], 10), made.expected[10:context])
+        near(paged.tree(nodes, parents, context, by_path), logits)
+
+
+def test_greedy_text_is_transformers(made: Made) -> None:
+    """Behind a prompt for which longrope is long already: transformers changes over when a sequence gets there."""
+    prompt = made.ids[:18]
+    with torch.inference_mode():
+        expected = made.reference.generate(
+            prompt[None], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0]
+    kv, text = made.model.new_kv(64), prompt
+    logits = run_one(made.model, kv, prompt, torch.arange(18))
+    while len(text) < len(expected):
+        text = torch.cat((text, logits[-1:].argmax(1)))
+        logits = run_one(made.model, kv, text[-1:], torch.arange(len(text)))
+    assert text.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_larger_gemma(prefix: str, tmp_path: Path) -> None:
+    """Named as the hub does, or as transformers 5 writes it; what is no text is not read."""
+    from safetensors.torch import load_file, save_file
+
+    family, changes = FAMILIES["gemma3"]
+    reference = save_tiny(tmp_path, family, **{**SIZES, **changes})
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    save_file({**renamed, "vision_tower.patch.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    outside = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 2], "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps({**outside, "text_config": {**text, "architectures": None}}))
+    model = load_model(tmp_path)
+    ids = token_ids(20)
+    with torch.inference_mode():
+        near(run_one(model, model.new_kv(20), ids, torch.arange(20)), reference(ids[None]).logits[0])
+
+
+def test_longrope_follows_the_context_that_is_served(tmp_path: Path) -> None:
+    """Short factors where no sequence can be longer than the original context, as transformers has for short ones."""
+    family, changes = FAMILIES["phi4-mini"]
+    reference = save_tiny(tmp_path, family, **{**SIZES, **changes, "original_max_position_embeddings": 30})
+    ids = token_ids(30)
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    short = load_model(tmp_path, context_length=30)
+    near(run_one(short, short.new_kv(30), ids, torch.arange(30)), expected)
+    whole = load_model(tmp_path)
+    assert relative_error(run_one(whole, whole.new_kv(30), ids, torch.arange(30)), expected) > 1e-3
