@@ -1,0 +1,65 @@
+"""Models with experts write what transformers writes, whatever trees, chunks, prefix hits and padding there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cuda_harness import VOCAB, jobs, make_paged_engine, small_model
+from harness import make_engine, run_all, tokens
+from local_draft import LocalDraft, noise, oracle
+from threaded_engine import ThreadedEngine
+
+from outrider.models.decoder import CausalLM
+from outrider.sampling.params import SamplingParams
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+PROMPTS = [prompt for prompt, _ in jobs()]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, list[Any]]:
+    """A model, and what transformers writes behind each prompt, greedily."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("experts")
+    model = small_model(folder, request.param, **FAMILIES[request.param])
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    reference.generation_config.eos_token_id = None
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        text = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, pad_token_id=60
+        )
+        texts.append(text[0, len(prompt) :].tolist())
+    return model, texts
+
+
+@pytest.mark.parametrize("guesses", ["oracle", "random"])
+@pytest.mark.parametrize("kind", ["torch", "paged", "deterministic"])
+def test_text_is_transformers(
+    written: tuple[CausalLM, list[list[int]]], engines: list[ThreadedEngine], kind: str, guesses: str
+) -> None:
+    model, texts = written
+    if kind == "torch":
+        engine = make_engine(model, chunk_size=16)
+    else:
+        engine, _ = make_paged_engine(model, deterministic=kind == "deterministic")
+    engines.append(engine)
+    known = {tuple(prompt): prompt + text for prompt, text in zip(PROMPTS, texts, strict=True)}
+    guess = oracle(known, VOCAB) if guesses == "oracle" else noise(9, VOCAB)
+    engine.draft_connected(LocalDraft(engine, VOCAB, guess))
+    engine.start()
+    answers = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS], max_tokens=16)
+    assert tokens(answers) == texts
+    if guesses == "oracle":
+        assert sum(answer.num_accepted for answer in answers) > 0.5 * sum(map(len, texts))
+    assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
