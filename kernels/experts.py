@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.expert_tiles import MAX_EXPERTS, SWIGLU, Gating, Routes, max_tiles, tile_of
 from kernels.launch import use_triton
+from kernels.quant_weight import QuantWeight
 from kernels.reference import experts as reference
 
 __all__ = ["MAX_EXPERTS", "SWIGLU", "Gating", "Routes", "combine", "expert_linear", "route"]
@@ -57,7 +58,7 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = 
 
 def expert_linear(
     rows: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantWeight,
     routes: Routes,
     *,
     bias: Tensor | None = None,
@@ -70,7 +71,8 @@ def expert_linear(
 
     Args:
         rows: [M, I], the tokens' rows, or [M * K, I], one a pair; contiguous, of any float dtype.
-        weight: [E, O, I], contiguous, of the same dtype; [E, 2F, I] with `gating`.
+        weight: [E, O, I], contiguous, of the same dtype, or a QuantWeight whose parts have E in front; [E, 2F, I] with
+            `gating`.
         routes: of `route`.
         bias: [E, O] or None, contiguous.
         gating: the product is gate and up, and the result the gating of them, [M * K, F].
@@ -83,21 +85,26 @@ def expert_linear(
         ValueError: the shapes or dtypes do not fit.
     """
     num_tokens, num_active = routes.experts.shape
-    if weight.dim() != 3 or rows.dim() != 2 or rows.shape[1] != weight.shape[2] or rows.dtype != weight.dtype:
-        raise ValueError(f"product of {rows.dtype} {list(rows.shape)} with experts {weight.dtype} {list(weight.shape)}")
+    if isinstance(weight, QuantWeight):
+        shape, dtype = (*weight.codes.shape[:-1], weight.size), rows.dtype
+    else:
+        shape, dtype = tuple(weight.shape), weight.dtype
+    if len(shape) != 3 or rows.dim() != 2 or rows.shape[1] != shape[2] or rows.dtype != dtype:
+        raise ValueError(f"product of {rows.dtype} {list(rows.shape)} with experts {dtype} {list(shape)}")
     if rows.shape[0] not in (num_tokens, num_tokens * num_active):
         raise ValueError(f"{rows.shape[0]} rows for {num_tokens} tokens of {num_active} experts each")
-    if bias is not None and bias.shape != weight.shape[:2]:
-        raise ValueError(f"a bias of {list(bias.shape)} for experts of {list(weight.shape)}")
-    if gating is not None and weight.shape[1] % 2:
-        raise ValueError(f"{weight.shape[1]} weight rows cannot be halved into gate and up")
-    if not all(tensor.is_contiguous() for tensor in (rows, weight, *([bias] if bias is not None else []))):
+    if bias is not None and tuple(bias.shape) != shape[:2]:
+        raise ValueError(f"a bias of {list(bias.shape)} for experts of {list(shape)}")
+    if gating is not None and shape[1] % 2:
+        raise ValueError(f"{shape[1]} weight rows cannot be halved into gate and up")
+    parts = (weight.codes, weight.scales, weight.zeros) if isinstance(weight, QuantWeight) else (weight,)
+    if not all(tensor.is_contiguous() for tensor in (rows, bias, *parts) if tensor is not None):
         raise ValueError("expert_linear takes contiguous tensors")
     if not use_triton(rows):
         return reference.expert_linear(rows, weight, routes, bias, gating, interleaved)
     from kernels.jit import experts as jit
 
-    num_out = weight.shape[1] // (2 if gating else 1)
+    num_out = shape[1] // (2 if gating else 1)
     out = torch.empty(num_tokens * num_active, num_out, dtype=rows.dtype, device=rows.device)
     jit.expert_linear(rows, weight, routes, bias, gating, interleaved, out)
     return out

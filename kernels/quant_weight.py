@@ -51,6 +51,16 @@ class QuantWeight:
         """Memory of it all."""
         return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.zeros) if tensor is not None)
 
+    def to(self, device: torch.device | str) -> QuantWeight:
+        """The same on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
+
+    def of_expert(self, expert: int) -> QuantWeight:
+        """One of stacked matrices, as views."""
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return replace(self, codes=self.codes[expert], scales=self.scales[expert], zeros=zeros)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[num_out, size] in `dtype`, computed in float32 and rounded once."""
         values = self.codes.float() if self.kind == "fp8" else _values(unpacked(self.codes, self.half), self.kind)
@@ -120,6 +130,22 @@ def joined(parts: list[QuantWeight]) -> QuantWeight:
         codes=torch.cat([part.codes.view(torch.uint8) for part in parts], -2).view(parts[0].codes.dtype),
         scales=torch.cat([part.scales.to(common) for part in parts], -1),
         zeros=zeros,
+    )
+
+
+def stacked(parts: list[QuantWeight]) -> QuantWeight:
+    """Matrices of one kind, shape and group as experts: with their number in front."""
+    if any(part.zeros is not None for part in parts):
+        parts = [
+            replace(part, zeros=_or(part.zeros, torch.full_like(part.scales, 8, dtype=torch.uint8))) for part in parts
+        ]
+    common = parts[0].scales.dtype if len({part.scales.dtype for part in parts}) == 1 else torch.float32
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(
+        parts[0],
+        codes=torch.stack([part.codes.view(torch.uint8) for part in parts]).view(parts[0].codes.dtype),
+        scales=torch.stack([part.scales.to(common) for part in parts]),
+        zeros=torch.stack(zeros) if zeros else None,
     )
 
 

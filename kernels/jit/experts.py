@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from math import isinf
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.expert_tiles import Gating, Routes
+from kernels.jit.gemm import _decode_fp8, _decode_int4, _decode_mxfp4
 from kernels.launch import power_of_two, supports_pdl
+from kernels.quant_weight import QuantWeight
 
 _CHUNK = 512
 """Pairs that a program looks at together."""
@@ -116,25 +119,83 @@ def align(num_experts: int, routes: Routes) -> None:
 def _load_weights(start, row, inside, column, size, EVEN: tl.constexpr):
     places = start + row.to(tl.int64)[:, None] * size + column[None, :]
     # Weights leave L2 first: most are read once a round.
-    if EVEN:
-        return tl.load(places, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-    there = inside[:, None] & (column[None, :] < size)
+    there = inside[:, None] if EVEN else inside[:, None] & (column[None, :] < size)
     return tl.load(places, mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_factors(source, there, column, size, EVEN: tl.constexpr):
+    """Columns of pairs' rows."""
+    wanted = there[:, None] if EVEN else there[:, None] & (column[None, :] < size)
+    return tl.load(source + column[None, :], mask=wanted, other=0.0)
 
 
 @triton.jit
 def _multiply(acc, rows, weights, SWAP: tl.constexpr):
     if SWAP:
-        return tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
-    return tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+        acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _of_group(table, column, row, num_scales, GROUP: tl.constexpr, SPAN: tl.constexpr):
+    """Scales, or zeros, of weight rows in the group of `column`, float32."""
+    return tl.load(table + (column // GROUP) * num_scales + row // SPAN).to(tl.float32)
+
+
+@triton.jit
+def _add_quantized(
+    acc, left, right, start, scales, zeros, row, inside, first, size, num_scales,
+    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """acc [weight rows, pairs] plus the product of BLOCK_K columns from `first`; see kernels.jit.gemm.
+
+    `left` holds the pairs' columns, of four bits those of the low nibbles, and `right` those of the high ones. With
+    GROUP 0 rows are scaled at the end.
+    """
+    if KIND == "fp8":
+        codes = _load_weights(start, row, inside, first + tl.arange(0, BLOCK_K), size, EVEN)
+        values = _decode_fp8(codes, left, ASM)
+        if GROUP == 0:
+            acc = tl.dot(values, tl.trans(left), acc, input_precision="ieee")
+        else:
+            part = tl.dot(values, tl.trans(left), input_precision="ieee")
+            acc += part * _of_group(scales, first, row, num_scales, GROUP, SPAN)[:, None]
+    else:
+        HALF: tl.constexpr = BLOCK_K // 2
+        codes = _load_weights(start, row, inside, first // 2 + tl.arange(0, HALF), size // 2, True)
+        scale = _of_group(scales, first, row, num_scales, GROUP, SPAN)
+        other_scale = _of_group(scales, first + HALF, row, num_scales, GROUP, SPAN)
+        if KIND == "mxfp4":
+            low, high = _decode_mxfp4(codes, left, ASM)
+        elif zeros is None:
+            low, high = _decode_int4(codes, tl.full([row.shape[0]], 8.0, tl.float32)[:, None], left, ASM)
+        else:
+            low, high = _decode_int4(codes, _of_group(zeros, first, row, num_scales, GROUP, SPAN)[:, None], left, ASM)
+            if GROUP % BLOCK_K:
+                other = _of_group(zeros, first + HALF, row, num_scales, GROUP, SPAN)
+                _, high = _decode_int4(codes, other[:, None], left, ASM)
+        part = tl.dot(low, tl.trans(left), input_precision="ieee")
+        if GROUP % BLOCK_K == 0:
+            part = tl.dot(high, tl.trans(right), part, input_precision="ieee")
+            acc += part * scale[:, None]
+        else:
+            acc += part * scale[:, None]
+            acc += tl.dot(high, tl.trans(right), input_precision="ieee") * other_scale[:, None]
+    return acc
 
 
 @triton.jit
 def _expert_linear(
-    rows, weight, bias, tile_experts, places, out, num_out, size, alpha, limit, shift,
+    rows, weight, scales, zeros, bias, tile_experts, places, out, num_out, size, num_scales, num_groups,
+    alpha, limit, shift,
     PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
     SWAP: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, tiles of pairs)."""
     if PDL:
@@ -150,28 +211,54 @@ def _expert_linear(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < num_out
     NUM_ROWS = num_out * 2 if GATED else num_out
-    start = weight + expert.to(tl.int64) * NUM_ROWS * size
-    gate_row = column * 2 if INTERLEAVED else column
+    PER_CODE: tl.constexpr = 2 if KIND == "int4" or KIND == "mxfp4" else 1
+    start = weight + expert.to(tl.int64) * NUM_ROWS * (size // PER_CODE)
+    # Rows behind the last one are never stored; scales are read where they are.
+    real = tl.minimum(column, num_out - 1)
+    gate_row = real * 2 if INTERLEAVED else real
     up_row = gate_row + 1 if INTERLEAVED else gate_row + num_out
+    if KIND != "":
+        scales += expert.to(tl.int64) * num_groups * num_scales
+        if zeros is not None:
+            zeros += expert.to(tl.int64) * num_groups * num_scales
     HEIGHT: tl.constexpr = BLOCK_N if SWAP else TILE
     WIDTH: tl.constexpr = TILE if SWAP else BLOCK_N
     acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
     acc_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
     for first in tl.range(0, size, BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)
-        wanted = there[:, None] if EVEN else there[:, None] & (k[None, :] < size)
-        factors = tl.load(source + k[None, :], mask=wanted, other=0.0)
-        acc = _multiply(acc, factors, _load_weights(start, gate_row, inside, k, size, EVEN), SWAP)
-        if GATED:
-            acc_up = _multiply(acc_up, factors, _load_weights(start, up_row, inside, k, size, EVEN), SWAP)
+        if KIND == "":
+            k = first + tl.arange(0, BLOCK_K)
+            factors = _load_factors(source, there, k, size, EVEN)
+            acc = _multiply(acc, factors, _load_weights(start, gate_row, inside, k, size, EVEN), SWAP)
+            if GATED:
+                acc_up = _multiply(acc_up, factors, _load_weights(start, up_row, inside, k, size, EVEN), SWAP)
+        else:
+            k = first + tl.arange(0, BLOCK_K // PER_CODE)
+            left = _load_factors(source, there, k, size, EVEN)
+            right = left
+            if PER_CODE == 2:
+                right = _load_factors(source, there, k + BLOCK_K // 2, size, EVEN)
+            acc = _add_quantized(
+                acc, left, right, start, scales, zeros, gate_row, inside, first, size, num_scales,
+                BLOCK_K, EVEN, KIND, GROUP, SPAN, ASM,
+            )  # fmt: skip
+            if GATED:
+                acc_up = _add_quantized(
+                    acc_up, left, right, start, scales, zeros, up_row, inside, first, size, num_scales,
+                    BLOCK_K, EVEN, KIND, GROUP, SPAN, ASM,
+                )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
         acc_up = tl.trans(acc_up)
+    if KIND != "" and GROUP == 0:
+        acc *= tl.load(scales + gate_row // SPAN).to(tl.float32)[None, :]
+        if GATED:
+            acc_up *= tl.load(scales + up_row // SPAN).to(tl.float32)[None, :]
     if bias is not None:
         from_bias = bias + expert.to(tl.int64) * NUM_ROWS
-        acc += tl.load(from_bias + gate_row, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(from_bias + gate_row).to(tl.float32)[None, :]
         if GATED:
-            acc_up += tl.load(from_bias + up_row, mask=inside, other=0.0).to(tl.float32)[None, :]
+            acc_up += tl.load(from_bias + up_row).to(tl.float32)[None, :]
     if GATED:
         if LIMITED:
             acc = tl.minimum(acc, limit)
@@ -182,27 +269,37 @@ def _expert_linear(
 
 
 def expert_linear(
-    rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | None, gating: Gating | None, interleaved: bool,
-    out: Tensor,
+    rows: Tensor, weight: Tensor | QuantWeight, routes: Routes, bias: Tensor | None, gating: Gating | None,
+    interleaved: bool, out: Tensor,
 ) -> None:  # fmt: skip
     """As kernels.experts.expert_linear, into `out`."""
     num_pairs, num_out = out.shape
     size, tile = rows.shape[1], routes.tile
     pdl = supports_pdl(rows)
-    block_n, block_k, stages, warps = _cut(tile, num_out, size, routes.tile_experts.numel(), gating is not None, rows)
+    quantized = isinstance(weight, QuantWeight)
+    block_n, block_k, stages, warps = _cut(tile, gating is not None, rows, weight)
     alpha, limit, shift = (gating.alpha, gating.limit, gating.shift) if gating else (0.0, 0.0, 0.0)
     limited = gating is not None and not isinf(limit)
+    codes, scales, zeros, kind, group, span = weight, None, None, "", 0, 1
+    if isinstance(weight, QuantWeight):
+        codes, scales, zeros, kind = weight.codes, weight.scales, weight.zeros, weight.kind
+        group, span = 0 if kind == "fp8" and weight.group == size else weight.group, weight.span
     _expert_linear[(triton.cdiv(num_out, block_n), routes.tile_experts.numel())](
-        rows, weight, bias, routes.tile_experts, routes.places, out, num_out, size,
+        rows, codes, scales, zeros, bias, routes.tile_experts, routes.places, out, num_out, size,
+        1 if scales is None else scales.shape[-1], 1 if scales is None else scales.shape[-2],
         alpha, limit if limited else 0.0, shift,
         PAIRS_PER_ROW=num_pairs // rows.shape[0], TILE=tile, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
         EVEN=size % block_k == 0, GATED=gating is not None, INTERLEAVED=interleaved, LIMITED=limited,
-        SWAP=tile < 64, PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        SWAP=quantized or tile < 64, PDL=pdl, KIND=kind, GROUP=group, SPAN=span,
+        ASM=rows.is_cuda and rows.dtype == torch.bfloat16, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _cut(tile: int, num_out: int, size: int, tiles: int, gated: bool, rows: Tensor) -> tuple[int, int, int, int]:
+def _cut(tile: int, gated: bool, rows: Tensor, weight: Tensor | QuantWeight) -> tuple[int, int, int, int]:
     """BLOCK_N, BLOCK_K, stages and warps."""
+    if isinstance(weight, QuantWeight):
+        columns = 2 * weight.half if weight.half else 128 if rows.element_size() <= 2 else 32
+        return 64, columns, 3, 8 if tile >= 128 else 4
     if rows.element_size() > 2:
         return 32, 32, 2, 4
     if tile >= 64:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.expert_tiles import Gating, Routes
+from kernels.quant_weight import QuantWeight
 
 
 def choose(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -53,17 +54,24 @@ def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
 
 
 def expert_linear(
-    rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | None, gating: Gating | None, interleaved: bool
+    rows: Tensor,
+    weight: Tensor | QuantWeight,
+    routes: Routes,
+    bias: Tensor | None,
+    gating: Gating | None,
+    interleaved: bool,
 ) -> Tensor:
     """As kernels.experts.expert_linear: only experts that were woken are looked at."""
     num_pairs = routes.experts.numel()
     per_row = num_pairs // rows.shape[0]
     flat = routes.experts.flatten()
-    num_out = weight.shape[1] // (2 if gating else 1)
+    height = weight.num_out if isinstance(weight, QuantWeight) else weight.shape[1]
+    num_out = height // (2 if gating else 1)
     out = rows.new_zeros(num_pairs, num_out)
     for expert in flat[flat >= 0].unique().tolist():
         pairs = (flat == expert).nonzero().flatten()
-        product = functional.linear(rows[pairs // per_row], weight[expert], None if bias is None else bias[expert])
+        matrix = weight.of_expert(expert).dequantized(rows.dtype) if isinstance(weight, QuantWeight) else weight[expert]
+        product = functional.linear(rows[pairs // per_row], matrix, None if bias is None else bias[expert])
         out[pairs] = gate(product.float(), gating, interleaved).to(out.dtype) if gating else product
     return out
 

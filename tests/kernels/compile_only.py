@@ -37,7 +37,7 @@ def compile_only() -> list[str]:
 
     def compiled_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         compiled.append(self.__name__)
-        on_gpu = {name: True for name in ("ON_GPU", "PDL") if name in options}
+        on_gpu = {name: True for name in ("ON_GPU", "PDL", "ASM") if name in options}
         return run(self, *arguments, grid=grid, warmup=True, **(options | on_gpu))
 
     JITFunction.run = compiled_only  # type: ignore[method-assign]

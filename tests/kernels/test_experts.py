@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compile_process import compiled_by
 from torch import Tensor
 
 from kernels.expert_tiles import max_tiles, tile_of
 from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, route
+from kernels.quant_weight import QuantWeight, stacked
 from kernels.reference import experts as reference
+from outrider.layers.formats import decode, weight_tensors
+from outrider.models.quantization import Scheme
 
 GPT_OSS = Gating(1.702, 7.0, 1.0)
 # The interpreter does not multiply bfloat16.
@@ -103,6 +107,49 @@ def test_products_are_the_references(
         torch.testing.assert_close(result[real], expected[real], rtol=tolerance, atol=tolerance)
 
 
+def quantized(scheme: Scheme, count: int, num_out: int, size: int, device: str) -> QuantWeight:
+    """Random experts in a layout of checkpoints."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(count):
+        stored = weight_tensors(scheme, num_out, size, torch.device("cpu"))
+        for name, tensor in stored.items():
+            if tensor.dtype == torch.float8_e4m3fn:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            elif tensor.dtype == torch.float32:
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) * 0.2 + 0.1)
+            elif name in ("scales", "weight_scale"):
+                tensor.copy_(torch.randint(118, 124, tensor.shape, generator=generator))
+            else:
+                high = 256 if tensor.dtype == torch.uint8 else 2**31 - 1
+                tensor.copy_(torch.randint(0, high, tensor.shape, generator=generator))
+        made.append(decode(scheme, stored))
+    return stacked(made).to(device)
+
+
+SCHEMES = {
+    "fp8 channel": Scheme("fp8", "fp8"),
+    "fp8 block": Scheme("fp8-inverse", "fp8", 128, 128),
+    "mxfp4": Scheme("mxfp4-blocks", "mxfp4", 32),
+    "awq": Scheme("awq", "int4", 128, symmetric=False),
+    "int4 g32": Scheme("packed", "int4", 32, symmetric=False),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("gating", [None, GPT_OSS])
+def test_quantized_experts_are_their_dequantized_ones(device: str, name: str, gating: Gating | None) -> None:
+    size, num_out = 256, 48
+    routes = routed(9, 5, 2, device, padding=1)
+    weight = quantized(SCHEMES[name], 5, num_out * (2 if gating else 1), size, device)
+    rows = (torch.randn(9, size, device=device) * 0.1).to(HALF)
+    result = expert_linear(rows, weight, routes, gating=gating, interleaved=gating is not None)
+    wide = torch.stack([weight.of_expert(expert).dequantized(torch.float32) for expert in range(5)])
+    expected = reference.expert_linear(rows.float(), wide, routes, None, gating, gating is not None)
+    real = routes.experts.flatten() >= 0
+    torch.testing.assert_close(result[real].float(), expected[real], rtol=2e-2, atol=2e-2 * float(expected.std()))
+
+
 def test_a_layer_is_a_loop_over_its_tokens(device: str) -> None:
     """Route, gate and up, down and sum, against the plainest computation there is; padding adds nothing."""
     num_tokens, num_experts, num_active, hidden, inner = 7, 5, 2, 32, 48
@@ -166,3 +213,7 @@ def test_what_does_not_fit_is_refused() -> None:
         expert_linear(torch.zeros(3, 8), weight.transpose(1, 2).contiguous().transpose(1, 2), routes)
     with pytest.raises(ValueError, match="pairs"):
         combine(torch.zeros(5, 8), routes, torch.zeros(3, 8))
+
+
+def test_every_kernel_compiles_for_a_gpu() -> None:
+    assert set(compiled_by("compile_experts.py")) == {"_align", "_choose", "_combine", "_expert_linear"}

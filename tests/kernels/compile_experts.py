@@ -1,0 +1,53 @@
+"""Compiles the kernels of experts. Run by test_experts.py, as a process of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from compile_only import compile_only
+
+from kernels.quant_weight import QuantWeight
+
+TOKENS, EXPERTS, ACTIVE, SIZE, NUM_OUT = 8, 6, 2, 256, 96
+
+
+def main() -> None:
+    """Call every launcher; each launch is a compilation."""
+    compiled = compile_only()
+    from kernels.expert_tiles import SWIGLU, Gating, Routes
+    from kernels.jit import experts as jit
+
+    def made(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype)
+
+    def quantized(kind: str, half: int, group: int, rows: int, zeros: bool) -> QuantWeight:
+        codes = made(EXPERTS, rows, SIZE // 2 if half else SIZE, dtype=torch.uint8)
+        scales = made(EXPERTS, SIZE // group, rows)
+        return QuantWeight(kind, codes, scales, group, zeros=scales.to(torch.uint8) if zeros else None, half=half)
+
+    pairs = TOKENS * ACTIVE
+
+    def fp8(rows: int, group: int) -> QuantWeight:
+        return QuantWeight("fp8", made(EXPERTS, rows, SIZE, dtype=torch.float8_e4m3fn), made(EXPERTS, 2, rows), group)
+
+    gates = Gating(1.702, 7.0, 1.0)
+    for tile in (16, 128):
+        chosen = made(TOKENS, ACTIVE, dtype=torch.int32)
+        places = made(pairs * tile, dtype=torch.int32)
+        routes = Routes(chosen, chosen.float(), places[:pairs], places, tile)
+        jit.choose(made(TOKENS, EXPERTS, dtype=torch.float32), True, chosen[:, 0].contiguous(), routes)
+        jit.align(EXPERTS, routes)
+        jit.combine(made(pairs, SIZE), routes, made(TOKENS, SIZE), made(TOKENS, SIZE))
+        rows, bias, out = made(TOKENS, SIZE), made(EXPERTS, NUM_OUT), made(pairs, NUM_OUT)
+        gated_bias, height = made(EXPERTS, 2 * NUM_OUT), 2 * NUM_OUT
+        jit.expert_linear(rows, made(EXPERTS, NUM_OUT, SIZE), routes, bias, None, False, out)
+        jit.expert_linear(rows, made(EXPERTS, height, SIZE), routes, None, SWIGLU, False, out)
+        weights = [quantized("mxfp4", 32, 32, height, zeros=False), fp8(height, 128), fp8(height, SIZE)]
+        for weight in [*weights, quantized("int4", 64, 128, height, zeros=True)][: 4 if tile == 16 else 2]:
+            jit.expert_linear(rows, weight, routes, gated_bias, gates, True, out)
+    sys.stdout.write(" ".join(sorted(set(compiled))))
+
+
+if __name__ == "__main__":
+    main()
