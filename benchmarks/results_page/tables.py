@@ -375,7 +375,11 @@ def cases_table() -> str:
 def soak_table() -> str:
     """Long runs under mixed load."""
     blocks = []
-    for name, case in (("soak_cpu", "smollm2-135m ngram soak"), ("soak_h200", "llama-8b standalone soak")):
+    for name, case in (
+        ("soak_cpu", "smollm2-135m ngram soak"),
+        ("soak_colocated_cpu", "smollm2-135m eagle3+ngram colocated soak"),
+        ("soak_h200", "llama-8b standalone soak"),
+    ):
         one = report(name)
         counts = ("minutes", "complete", "cancelled", "preemptions", "failed")
         spells = [row.case for row in one.rows if re.search(r" spell \d+$", row.case)]
