@@ -199,7 +199,7 @@ class _Planned:
             # Zeros change no score.
             scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
             q, k, v = (functional.pad(part, (0, self._size - part.shape[-1])) for part in (q, k, v))
-        heads = torch.cat((q, k, v), 1).squeeze(0).transpose(0, 1).contiguous()
+        heads = torch.cat([part.squeeze(0).transpose(0, 1) for part in (q, k, v)], 1)
         attended = self._plan.attend(layer.layer_idx, heads, None, self._rules_of(scaling, rules))
         attended = attended.view(1, q.shape[2], q.shape[1], self._size)
         return attended if self._fits else attended[..., : self._value_size]
