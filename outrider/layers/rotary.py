@@ -22,6 +22,18 @@ class Rotary:
         self.turns = rope is not None
         """Whether rotation changes anything."""
         frequencies, self.scale = _frequencies(rope, head_dim) if rope else (torch.zeros(head_dim // 2), 1.0)
+        self._set(frequencies, device)
+
+    @classmethod
+    def of_frequencies(cls, frequencies: Tensor, scale: float, device: torch.device) -> Rotary:
+        """From radians per position of each pair, float32 [head_dim / 2] on the CPU, and a factor on cos and sin."""
+        rotary = cls(None, 2 * len(frequencies), device)
+        rotary.turns, rotary.scale = True, scale
+        rotary._set(frequencies, device)
+        return rotary
+
+    def _set(self, frequencies: Tensor, device: torch.device) -> None:
+        head_dim = 2 * len(frequencies)
         self.half_frequencies = frequencies.to(device)
         """Radians per position of each pair, float32 [head_dim / 2]."""
         self._frequencies = torch.cat([frequencies, frequencies]).to(device)

@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, read_configs, stated_dtype
-from outrider.models.transformers_modules import replace_modules
+from outrider.models.transformers_modules import leave_rotation, left_for, replace_modules, rotary_of
 from outrider.models.weights import Progress
 
 _NAME = "outrider"
@@ -93,16 +93,26 @@ class TransformersLM(LanguageModel):
     """A causal language model of transformers whose modules read and write our KV."""
 
     def __init__(
-        self, base: nn.Module, rest: nn.Module, config: TransformersConfig, dtype: torch.dtype, device: torch.device
+        self,
+        base: nn.Module,
+        rest: nn.Module,
+        config: TransformersConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        rotary: Rotary | None = None,
     ) -> None:
-        """`base` and `rest` are a PreTrainedModel without head and without decoder, see `_split`."""
+        """`base` and `rest` are a PreTrainedModel without head and without decoder, see `_split`.
+
+        `rotary` is what layers leave undone, see `leave_rotation`; None where they rotate q and k themselves.
+        """
         self.config: TransformersConfig = config
         self.dtype = dtype
         self.device = device
         self._base = base
         self._rest: Any = rest
-        self._layers = _decoder_layers(base, config.num_layers)
-        self._rotary = Rotary(None, config.head_dim, device)
+        self._rotary = rotary or Rotary(None, config.head_dim, device)
+        for number, layer in enumerate(_decoder_layers(base, config.num_layers)):
+            _watch(layer, number, config.num_layers)
 
     @torch.inference_mode()
     def forward_with_features(
@@ -110,12 +120,13 @@ class TransformersLM(LanguageModel):
     ) -> tuple[Tensor, list[Tensor]]:
         """See LanguageModel."""
         plan = attention.plan(batch, kv, self.config.num_heads, self._rotary)
-        with _attending(_Planned(plan, self.config)), self._watch(feature_layers) as seen:
+        forward = _Planned(plan, self.config, frozenset(feature_layers))
+        with _attending(forward):
             output = self._base(
                 input_ids=batch.token_ids.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False
             )
-        hidden = seen[self.config.num_layers + 1] = output[0].squeeze(0)
-        return hidden, [seen[number] for number in feature_layers]
+        hidden = forward.seen[self.config.num_layers + 1] = output[0].squeeze(0)
+        return hidden, [forward.seen[number] for number in feature_layers]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -123,29 +134,23 @@ class TransformersLM(LanguageModel):
         logits: Tensor = self._rest(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0).float()
 
-    @contextmanager
-    def _watch(self, numbers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Notes the residual stream as it enters these layers, or leaves the last one."""
-        seen: dict[int, Tensor] = {}
 
-        def entering(number: int) -> Any:
-            def note(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-                seen[number] = (args[0] if args else kwargs["hidden_states"]).squeeze(0)
+def _watch(layer: nn.Module, number: int, count: int) -> None:
+    """Note the residual stream as it enters a layer, and leaves the last of `count`, for forwards that want it."""
+    run = layer.forward
 
-            return note
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        under_way = _ATTENDS.get()
+        if not isinstance(under_way, _Planned):
+            return run(*args, **kwargs)
+        if number in under_way.wanted:
+            under_way.seen[number] = (args[0] if args else kwargs["hidden_states"]).squeeze(0)
+        output = run(*args, **kwargs)
+        if number == count - 1 and count in under_way.wanted:
+            under_way.seen[count] = (output if isinstance(output, Tensor) else output[0]).squeeze(0)
+        return output
 
-        def leaving(_: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> None:
-            seen[len(self._layers)] = (output if isinstance(output, Tensor) else output[0]).squeeze(0)
-
-        with ExitStack() as hooks:
-            for number in set(numbers):
-                if number < len(self._layers):
-                    hooks.enter_context(
-                        self._layers[number].register_forward_pre_hook(entering(number), with_kwargs=True)
-                    )
-                elif number == len(self._layers):
-                    hooks.enter_context(self._layers[-1].register_forward_hook(leaving))
-            yield seen
+    layer.forward = forward
 
 
 class _Decoded:
@@ -185,34 +190,35 @@ def _split(model: Any) -> nn.Module:
 
 
 class _Planned:
-    """Attention of one forward, by its plan."""
+    """A forward: attention by its plan, and the features that are wanted of it."""
 
-    def __init__(self, plan: AttentionPlan, config: TransformersConfig) -> None:
+    def __init__(self, plan: AttentionPlan, config: TransformersConfig, wanted: frozenset[int]) -> None:
+        self.wanted = wanted
+        self.seen: dict[int, Tensor] = {}
         self._plan = plan
         self._size = config.head_dim
         self._value_size = config.heads.value_size
         self._fits = config.heads.key_size == config.heads.value_size == config.head_dim
-        self._rules: dict[tuple[float | None, _Rules], LayerRules] = {}
+        self._rules: dict[tuple[float, _Rules], LayerRules] = {}
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, rules: _Rules) -> Tensor:
+        found = self._rules_of(scaling if scaling is not None else q.shape[-1] ** -0.5, rules)
         if not self._fits:
             # Zeros change no score.
-            scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
             q, k, v = (functional.pad(part, (0, self._size - part.shape[-1])) for part in (q, k, v))
         heads = torch.cat([part.squeeze(0).transpose(0, 1) for part in (q, k, v)], 1)
-        attended = self._plan.attend(layer.layer_idx, heads, None, self._rules_of(scaling, rules))
+        attended = self._plan.attend(layer.layer_idx, heads, None, found)
         attended = attended.view(1, q.shape[2], q.shape[1], self._size)
         return attended if self._fits else attended[..., : self._value_size]
 
-    def _rules_of(self, scaling: float | None, rules: _Rules) -> LayerRules:
+    def _rules_of(self, scaling: float, rules: _Rules) -> LayerRules:
         """Of a layer; layers of the same rules have the same object, which backends keep masks by."""
         found = self._rules.get((scaling, rules))
         if found is None:
             sinks = None if rules.sinks is None else rules.sinks.float()
             scores = ScoreRules(rules.window or 0, rules.softcap or 0.0, sinks)
-            is_usual = scaling is None or abs(scaling * self._size**0.5 - 1.0) < 1e-6
-            found = LayerRules(None if is_usual else scaling, scores)
-            self._rules[scaling, rules] = found
+            is_usual = abs(scaling * self._size**0.5 - 1.0) < 1e-6
+            found = self._rules[scaling, rules] = LayerRules(None if is_usual else scaling, scores)
         return found
 
 
@@ -227,7 +233,7 @@ def _attending(attends: _Attends) -> Iterator[None]:
 
 def describe_transformers(folder: Path) -> TransformersConfig:
     """What transformers makes of a folder's config.json. Raises ConfigError: names what cannot run."""
-    return _survey(folder)[2]
+    return _survey(folder).config
 
 
 def load_transformers(
@@ -237,16 +243,67 @@ def load_transformers(
 
     On the meta device no weight is read.
     """
-    base, rest, config = _survey(folder)
-    if device != _META:
-        rest = _load(folder, rest.config, dtype, device)
-        if progress is not None:
-            size = config.num_parameters * dtype.itemsize
-            progress(size, size)
-        with torch.inference_mode():
-            replace_modules(rest)
+    survey = _survey(folder)
+    config = survey.config
+    if device == _META:
+        return TransformersLM(survey.base, survey.rest, config, dtype, device)
+    rest = _load(folder, survey.rest.config, dtype, device)
+    if progress is not None:
+        size = config.num_parameters * dtype.itemsize
+        progress(size, size)
+    rotary = None
+    with torch.inference_mode():
+        replace_modules(rest)
         base = _split(rest)
-    return TransformersLM(base, rest, config, dtype, device)
+        if survey.leaves_rotation():
+            rotary = rotary_of(base.get_submodule("rotary_emb"), config.head_dim, device)
+    if rotary is not None:
+        leave_rotation([base.get_submodule(name) for name in survey.attentions])
+    return TransformersLM(base, rest, config, dtype, device, rotary)
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """A model on the meta device, split, and what a forward there shows of it."""
+
+    base: nn.Module
+    rest: Any
+    config: TransformersConfig
+    attentions: list[str]
+    """Names of the modules in `base` that attend, by layer."""
+
+    def leaves_rotation(self) -> bool:
+        """Whether all layers rotate q and k, and right before attention, by the one rotary embedding of the model.
+
+        The model is changed for that: its attention leaves it out from now on.
+        """
+        rotary = getattr(self.base, "rotary_emb", None)
+        if not isinstance(rotary, nn.Module):
+            return False
+        if not leave_rotation([self.base.get_submodule(name) for name in self.attentions]):
+            return False
+        cosines: list[Tensor] = []
+        calls: list[bool] = []
+        rotary.register_forward_hook(lambda module, args, output: cosines.append(output[0]))
+
+        def note(layer: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, rules: _Rules) -> Tensor:
+            calls.append(len(cosines) == 1 and left_for(q) is cosines[0] and left_for(k) is cosines[0])
+            return _unattended(q, v)
+
+        _forward_on_meta(self.base, note)
+        return all(calls)
+
+
+def _forward_on_meta(base: nn.Module, attends: _Attends) -> Tensor:
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=_META)
+    with _attending(attends), torch.inference_mode():
+        hidden: Tensor = base(input_ids=ids, position_ids=ids, use_cache=False)[0]
+    return hidden
+
+
+def _unattended(q: Tensor, v: Tensor) -> Tensor:
+    """What attention returns, without values."""
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
 def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -277,8 +334,8 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -
     return model.to(device).requires_grad_(False)
 
 
-def _survey(folder: Path) -> tuple[nn.Module, Any, TransformersConfig]:
-    """The model on the meta device, split, and what a forward there shows of it. Raises ConfigError."""
+def _survey(folder: Path) -> _Survey:
+    """Look at a model without reading weights. Raises ConfigError: names what cannot run."""
     fields, generation = read_configs(folder)
     name = (fields.get("architectures") or ["?"])[0]
     if fields.get("quantization_config"):
@@ -293,21 +350,23 @@ def _survey(folder: Path) -> tuple[nn.Module, Any, TransformersConfig]:
             "transformers: it depends on how long the longest request is"
         )
     calls: dict[int | None, tuple[LayerHeads, bool]] = {}
+    attentions: dict[int | None, nn.Module] = {}
     count = 0
 
     def note(layer: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, rules: _Rules) -> Tensor:
         nonlocal count
         count += 1
         heads = LayerHeads(q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-        calls[getattr(layer, "layer_idx", None)] = heads, getattr(layer, "is_causal", True) is not False
-        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+        number = getattr(layer, "layer_idx", None)
+        attentions[number] = layer
+        calls[number] = heads, getattr(layer, "is_causal", True) is not False
+        return _unattended(q, v)
 
     num_parameters = model.num_parameters()
     base = _split(model)
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=_META)
     try:
-        with _attending(note), torch.inference_mode():
-            hidden = base(input_ids=ids, position_ids=ids, use_cache=False)[0]
+        hidden = _forward_on_meta(base, note)
+        with torch.inference_mode():
             logits = model(inputs_embeds=hidden, use_cache=False).logits
     except Exception as error:  # as above
         raise ConfigError(
@@ -339,7 +398,8 @@ def _survey(folder: Path) -> tuple[nn.Module, Any, TransformersConfig]:
         num_parameters=num_parameters,
         heads=heads,
     )
-    return base, model, shape
+    names = {module: name for name, module in base.named_modules()}
+    return _Survey(base, model, shape, [names[attentions[number]] for number in range(num_layers)])
 
 
 def _empty(folder: Path, name: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
+from outrider.layers.rotary import Rotary, rotate
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that multiply the same rows: their matrices become one."""
@@ -61,8 +64,8 @@ class _Product(nn.Module):
         return self._product(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
 
 
-class _FusedProduct:
-    """The last input of fused products, and what came of it."""
+class _FusedProduct(threading.local):
+    """The last input of fused products, and what came of it; forwards may run on several threads at a time."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
@@ -161,3 +164,70 @@ def _agree(module: nn.Module, other: nn.Module) -> bool:
     expected, found = module(rows), other(rows)
     limit = 1e-4 if weight.dtype == torch.float32 else 3e-2
     return bool((expected - found).abs().max() <= limit * expected.abs().max())
+
+
+# Rotation is left to attention, which does it in the launch that writes k and v: the attention of a layer gets a
+# forward that calls `_leave` where it would call the rotation of its family.
+
+_ROTATION = "apply_rotary_pos_emb"
+_PAIRS = 8
+
+
+def _leave(q: Tensor, k: Tensor, cos: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    q.left_for = k.left_for = cos  # type: ignore[attr-defined]
+    return q, k
+
+
+def left_for(heads: Tensor) -> Tensor | None:
+    """The cosines by which q or k was to be turned, where that was left to attention."""
+    return getattr(heads, "left_for", None)
+
+
+def leave_rotation(attentions: Sequence[nn.Module]) -> bool:
+    """Make attention modules leave their rotation undone, where they all rotate halves of whole heads; else nothing."""
+    forwards = [type(module).forward for module in attentions]
+    if not all(isinstance(forward, FunctionType) and _rotates_halves(forward) for forward in forwards):
+        return False
+    for module, forward in zip(attentions, forwards, strict=True):
+        names = {**forward.__globals__, _ROTATION: _leave}
+        changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+        changed.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = MethodType(changed, module)
+    return True
+
+
+def _rotates_halves(forward: FunctionType) -> bool:
+    """Whether what `forward` calls to rotate [1, H, M, D] does what `rotate` does."""
+    if _ROTATION not in forward.__code__.co_names or _ROTATION not in forward.__globals__:
+        return False
+    rotary = Rotary.of_frequencies(torch.rand(_PAIRS), 1.0, torch.device("cpu"))
+    q, k = torch.randn(1, 2, 3, 2 * _PAIRS), torch.randn(1, 1, 3, 2 * _PAIRS)
+    positions = torch.tensor([0, 5, 2])
+    half = positions.float().unsqueeze(1) * rotary.half_frequencies
+    whole = torch.cat((half, half), 1).unsqueeze(0)
+    try:
+        found = forward.__globals__[_ROTATION](q, k, whole.cos(), whole.sin())
+    except Exception:  # a rotation that takes something else raises whatever it meets
+        return False
+    cos, sin = rotary.angles(positions, torch.float32)
+    wanted = [rotate(part.squeeze(0).transpose(0, 1), cos, sin).transpose(0, 1) for part in (q, k)]
+    return all(torch.allclose(one.squeeze(0), other, atol=1e-5) for one, other in zip(found, wanted, strict=True))
+
+
+def rotary_of(module: nn.Module, head_dim: int, device: torch.device) -> Rotary | None:
+    """Ours for a rotary embedding of transformers that turns whole heads; None for one that does something else."""
+    frequencies, scale = getattr(module, "inv_freq", None), getattr(module, "attention_scaling", None)
+    if not isinstance(frequencies, Tensor) or not isinstance(scale, float | int):
+        return None
+    if frequencies.shape != (head_dim // 2,):
+        return None
+    ours = Rotary.of_frequencies(frequencies.float().cpu(), float(scale), device)
+    positions = torch.tensor([0, 1, 77, 4000], device=device)
+    cos, sin = module(torch.zeros(1, device=device), positions.unsqueeze(0))
+    half = positions.float().unsqueeze(1) * ours.half_frequencies
+    whole = torch.cat((half, half), 1)
+    agree = all(
+        found.shape == (1, *whole.shape) and torch.allclose(found[0].float(), wanted * ours.scale, atol=1e-3)
+        for found, wanted in ((cos, whole.cos()), (sin, whole.sin()))
+    )
+    return ours if agree else None

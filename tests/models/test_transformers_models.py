@@ -102,9 +102,10 @@ def test_features_are_the_residual_stream_entering_each_layer(family: str, tmp_p
 
 
 ROPES: list[dict[str, Any]] = [
-    {},
+    {"head_dim": 16},
     {"tie_word_embeddings": True, "head_dim": 24},
     {
+        "head_dim": 16,
         "rope_parameters": {
             "rope_type": "llama3",
             "rope_theta": 10000.0,
@@ -112,9 +113,9 @@ ROPES: list[dict[str, Any]] = [
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 32,
-        }
+        },
     },
-    {"attention_bias": True, "mlp_bias": True},
+    {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
 ]
 
 
@@ -129,13 +130,27 @@ def test_llama_through_transformers_equals_ours(changes: dict[str, Any], tmp_pat
     check(theirs, reference)
 
 
-def test_norms_products_and_mlps_are_ours(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
+def test_norms_products_mlps_and_rotation_are_ours(tmp_path: Path) -> None:
+    save_tiny(tmp_path, head_dim=16)
     model = load_model(tmp_path, impl="transformers")
     assert isinstance(model, TransformersLM)
     names = {type(module).__name__ for module in model._base.modules()}
     assert {"_Norm", "_GatedMlp", "_FusedPart", "_Product"} <= names
     assert not {"LlamaRMSNorm", "LlamaMLP", "Linear"} & names
+    assert model._rotary.turns
+
+
+ELSEWHERE = [("Glm4", {"head_dim": 16}), ("Cohere", {}), ("HunYuanDenseV1", {"head_dim": 16}), ("SmolLM3", {})]
+
+
+@pytest.mark.parametrize(("family", "changes"), ELSEWHERE)
+def test_other_rotations_stay_where_they_are(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Of neighbours, of a part of a head, before a norm of the head, and in some layers alone."""
+    reference = save_tiny(tmp_path, family, **changes)
+    model = load_model(tmp_path, impl="transformers")
+    assert isinstance(model, TransformersLM)
+    assert not model._rotary.turns
+    check(model, reference)
 
 
 def test_a_norm_that_computes_something_else_stays(tmp_path: Path) -> None:
