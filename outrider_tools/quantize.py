@@ -86,7 +86,7 @@ def quantize(
 
 def is_quantized(name: str) -> bool:
     """Whether the tensor is the matrix of a layer's projection."""
-    return re.fullmatch(r"model\.layers\.\d+\..*_proj\.weight", name) is not None
+    return re.fullmatch(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight", name) is not None
 
 
 def _shards(
@@ -209,7 +209,7 @@ def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*\\.gate$"],
     }
 
 

@@ -2,18 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.experts import SWIGLU, combine, expert_linear, route
+from kernels.expert_tiles import Gating, Routes
+from kernels.experts import combine, expert_linear, route
+from kernels.quant_weight import QuantWeight, joined
 from outrider.attention.base import AttentionPlan
+from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
-from outrider.models.config import ExpertsConfig
+from outrider.models.config import ExpertsConfig, ModelConfig
+from outrider.models.quantization import Scheme
 
-NAMES = {"qwen": ("mlp", "gate_proj", "up_proj", "down_proj"), "mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
-"""What checkpoints call the whole, and an expert's gate, up and down matrices, by the form of ExpertsConfig."""
+NAMES = {
+    "qwen": ("mlp", "gate", ("gate_proj", "up_proj"), "down_proj"),
+    "mixtral": ("block_sparse_moe", "gate", ("w1", "w3"), "w2"),
+    "gpt-oss": ("mlp", "router", ("gate_up_proj",), "down_proj"),
+}
+"""By the form of ExpertsConfig what checkpoints call the whole, its router, and gate, up and down matrices."""
+
+
+class ExpertLinear:
+    """A matrix of each expert, [E, out, in]. Filled by a loader, then `pack` is called; for `scheme` see Linear."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        parts: Sequence[int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: Scheme | None,
+    ) -> None:
+        """`parts`: rows of matrices that lie upon each other and are apart in checkpoints."""
+        rows = sum(parts)
+        self.weight = torch.empty(num_experts, 0 if scheme else rows, in_features, dtype=dtype, device=device)
+        self.bias = torch.empty(num_experts, rows, dtype=dtype, device=device) if bias else None
+        self.quantized: QuantWeight | None = None
+        self._parts, self._scheme = list(parts), scheme
+        self._stored: list[dict[str, Tensor]] = []
+
+    def tensors(self, *names: str) -> dict[str, Tensor]:
+        """What each expert's checkpoint names call for, views of the stacked ones."""
+        parts: list[dict[str, Tensor]]
+        if self._scheme is None:
+            parts = [{"weight": view} for view in self.weight.split(self._parts, 1)]
+        else:
+            parts = self._stored = self._empty(self._scheme)
+        return {
+            f"experts.{expert}.{name}.{end}": tensor[expert]
+            for name, part in zip(names, parts, strict=True)
+            for end, tensor in part.items()
+            for expert in range(len(tensor))
+        }
+
+    def stacked_tensors(self, name: str) -> dict[str, Tensor]:
+        """The same where one tensor holds all experts, with rows and columns exchanged unless quantized."""
+        if self._scheme is None:
+            found = {f"experts.{name}": self.weight.transpose(1, 2)}
+        else:
+            self._stored = self._empty(self._scheme)
+            found = {f"experts.{name}_{end}": tensor for end, tensor in self._stored[0].items()}
+        return found if self.bias is None else found | {f"experts.{name}_bias": self.bias}
+
+    def pack(self) -> None:
+        """Make what is multiplied of what was loaded."""
+        if self._scheme is None:
+            return
+        quantized = joined([decode(self._scheme, part) for part in self._stored])
+        self._stored = []
+        if self.weight.is_cuda and self.weight.dtype != torch.float32:
+            self.quantized = quantized
+        else:
+            self.weight = quantized.dequantized(self.weight.dtype)
+
+    def __call__(self, rows: Tensor, routes: Routes, gating: Gating | None = None, interleaved: bool = False) -> Tensor:
+        """See kernels.experts.expert_linear."""
+        weight = self.weight if self.quantized is None else self.quantized
+        return expert_linear(rows, weight, routes, bias=self.bias, gating=gating, interleaved=interleaved)
+
+    def _empty(self, scheme: Scheme) -> list[dict[str, Tensor]]:
+        count, _, size = self.weight.shape
+        return [weight_tensors(scheme, rows, size, self.weight.device, count) for rows in self._parts]
 
 
 class ExpertMlp:
@@ -23,39 +98,50 @@ class ExpertMlp:
     captured in a CUDA graph.
     """
 
-    def __init__(self, config: ExpertsConfig, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = config
-        self.name = NAMES[config.form][0]
-        self.router = Linear(hidden_size, config.num_experts, False, dtype, device)
-        count, size = config.num_experts, config.size
-        self.gate_up = torch.empty(count, 2 * size, hidden_size, dtype=dtype, device=device)
-        self.down = torch.empty(count, hidden_size, size, dtype=dtype, device=device)
-        self.shared = SharedExpert(config.shared_size, hidden_size, dtype, device) if config.shared_size else None
+    def __init__(
+        self, config: ModelConfig, experts: ExpertsConfig, layer: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = experts
+        self.name, router, gate_up, down = NAMES[experts.form]
+        self._interleaved = experts.form == "gpt-oss"
+        self._gating = Gating(experts.alpha, experts.limit, experts.shift)
+        hidden, size, bias = config.hidden_size, experts.size, experts.bias
+        prefix = f"model.layers.{layer}.{self.name}"
+        # One of them speaks for all: another expert stored otherwise lacks tensors, and that is said.
+        first = f"{prefix}.experts" + ("" if self._interleaved else ".0")
+        scheme = config.scheme_of(f"{prefix}.{router}")
+        self.router = Linear(hidden, experts.num_experts, bias, dtype, device, scheme)
+        scheme = config.scheme_of(*(f"{first}.{name}" for name in gate_up))
+        parts = [2 * size // len(gate_up)] * len(gate_up)
+        self.gate_up = ExpertLinear(experts.num_experts, hidden, parts, bias, dtype, device, scheme)
+        scheme = config.scheme_of(f"{first}.{down}")
+        self.down = ExpertLinear(experts.num_experts, size, [hidden], bias, dtype, device, scheme)
+        self.shared = SharedExpert(config, experts, prefix, dtype, device) if experts.shared_size else None
 
     def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
-        """The residual stream [M, hidden] plus the experts' output for it, normed if there is a norm."""
+        """The residual stream [M, hidden] plus the experts' output for it, normed."""
         rows = stream if norm is None else norm(stream)
         routes = route(self.router.to_float32(rows), self.config.num_active, self.config.normed, plan.token_slots)
-        inside = expert_linear(rows, self.gate_up, routes, gating=SWIGLU)
+        inside = self.gate_up(rows, routes, self._gating, self._interleaved)
         if self.shared is not None:
             stream = self.shared.add_to(stream, rows)
-        return combine(expert_linear(inside, self.down, routes), routes, stream)
+        return combine(self.down(inside, routes), routes, stream)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """An expert's matrices are views of the stacked ones."""
-        size = self.config.size
-        _, gate, up, down = NAMES[self.config.form]
-        found = self.router.tensors("gate")
-        for expert in range(self.config.num_experts):
-            prefix = f"experts.{expert}"
-            found[f"{prefix}.{gate}.weight"] = self.gate_up[expert, :size]
-            found[f"{prefix}.{up}.weight"] = self.gate_up[expert, size:]
-            found[f"{prefix}.{down}.weight"] = self.down[expert]
+        """Hugging Face names below the mixture's own."""
+        _, router, gate_up, down = NAMES[self.config.form]
+        found = self.router.tensors(router)
+        if self._interleaved:
+            found |= self.gate_up.stacked_tensors(*gate_up) | self.down.stacked_tensors(down)
+        else:
+            found |= self.gate_up.tensors(*gate_up) | self.down.tensors(down)
         return found if self.shared is None else found | self.shared.checkpoint_tensors()
 
     def finish_loading(self) -> None:
         """See SelfAttention."""
         self.router.pack()
+        self.gate_up.pack()
+        self.down.pack()
         if self.shared is not None:
             self.shared.finish_loading()
 
@@ -63,11 +149,15 @@ class ExpertMlp:
 class SharedExpert:
     """A gated MLP that takes every row, times a sigmoid of the row."""
 
-    def __init__(self, size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.size = size
-        self.gate_up = Linear(hidden_size, 2 * size, False, dtype, device)
-        self.down = Linear(size, hidden_size, False, dtype, device)
-        self.share = torch.empty(1, hidden_size, dtype=dtype, device=device)
+    def __init__(
+        self, config: ModelConfig, experts: ExpertsConfig, prefix: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        hidden, self.size = config.hidden_size, experts.shared_size
+        scheme = config.scheme_of(f"{prefix}.shared_expert.gate_proj", f"{prefix}.shared_expert.up_proj")
+        self.gate_up = Linear(hidden, 2 * self.size, False, dtype, device, scheme)
+        scheme = config.scheme_of(f"{prefix}.shared_expert.down_proj")
+        self.down = Linear(self.size, hidden, False, dtype, device, scheme)
+        self.share = torch.empty(1, hidden, dtype=dtype, device=device)
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """`residual` [M, hidden] plus the output for `rows` of that shape."""
@@ -78,9 +168,8 @@ class SharedExpert:
         """gate and up as halves of one matrix."""
         found = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
         found |= self.down.tensors("down_proj")
-        return {f"shared_expert.{name}": tensor for name, tensor in found.items()} | {
-            "shared_expert_gate.weight": self.share
-        }
+        named = {f"shared_expert.{name}": tensor for name, tensor in found.items()}
+        return named | {"shared_expert_gate.weight": self.share}
 
     def finish_loading(self) -> None:
         """See SelfAttention."""

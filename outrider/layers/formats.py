@@ -34,8 +34,8 @@ class WeightFormat:
     decode: Callable[[Scheme, Mapping[str, Tensor]], QuantWeight]
 
 
-def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device) -> dict[str, Tensor]:
-    """Empty tensors of a matrix, by the ends of their names, to be filled by a loader.
+def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device, *leading: int) -> dict[str, Tensor]:
+    """Empty tensors of a matrix, by the ends of their names, to be filled by a loader; of many with `leading` sizes.
 
     Raises ConfigError: a shape that the format cannot have or no kernel takes.
     """
@@ -51,7 +51,9 @@ def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device
                 "must divide it"
             )
     shapes = FORMATS[scheme.layout].tensors(scheme, num_out, size)
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+    return {
+        name: torch.empty((*leading, *shape), dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
+    }
 
 
 def decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:

@@ -109,7 +109,8 @@ class ExpertsConfig:
     A token's row goes through the `num_active` of `num_experts` gated MLPs of `size` channels that a router's softmax
     holds likeliest; results count by that softmax, over the chosen ones alone if `normed`. With `shared_size` one more
     gated MLP takes every row, and a sigmoid says how much it counts. `layers` are those that have experts. `form` says
-    how checkpoints spell them: `qwen` or `mixtral`.
+    how checkpoints spell them: `qwen`, `mixtral` or `gpt-oss`. `bias`: router and experts have biases. `alpha`, `limit`
+    and `shift`: see kernels.expert_tiles.Gating.
     """
 
     form: str
@@ -119,6 +120,10 @@ class ExpertsConfig:
     shared_size: int
     normed: bool
     layers: frozenset[int]
+    bias: bool = False
+    alpha: float = 1.0
+    limit: float = math.inf
+    shift: float = 0.0
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], form: str) -> ExpertsConfig:
@@ -134,9 +139,13 @@ class ExpertsConfig:
                 f"experts are supported, and no more than there are can be a token's"
             )
         layers = frozenset(range(num_layers))
-        if form == "mixtral":
+        if form != "qwen":
             size = get_int(fields, "intermediate_size", minimum=1)
-            return cls(form, num_experts, num_active, size, 0, True, layers)
+            plain = cls(form, num_experts, num_active, size, 0, True, layers)
+            if form == "mixtral":
+                return plain
+            alpha, limit = get_float(fields, "swiglu_alpha", 1.702), get_float(fields, "swiglu_limit", 7.0)
+            return replace(plain, bias=True, alpha=alpha, limit=limit, shift=1.0)
         step = get_int(fields, "decoder_sparse_step", 1, minimum=1)
         dense = fields.get("mlp_only_layers") or []
         if not isinstance(dense, list):
@@ -154,7 +163,8 @@ class ExpertsConfig:
     def num_weights(self, hidden_size: int) -> int:
         """Elements of one layer's experts, of its router and of what every row goes through."""
         shared = 3 * self.shared_size + 1 if self.shared_size else 0
-        return hidden_size * (self.num_experts * (3 * self.size + 1) + shared)
+        biases = self.num_experts * (2 * self.size + hidden_size + 1) if self.bias else 0
+        return hidden_size * (self.num_experts * (3 * self.size + 1) + shared) + biases
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +279,7 @@ class ModelConfig(ModelShape):
             fused=family.fused,
             activation=_activation(fields),
             windows=_windows(fields, family, num_layers),
+            sinks=family.sinks,
             local_rope=local_rope,
             unrotated=_unrotated(fields, num_layers),
             attention_scale=_attention_scale(fields, head_dim),
@@ -316,10 +327,6 @@ class ModelConfig(ModelShape):
         return plain and self.norms == "before" and self.activation == "silu" and set(scales) == {1.0}
 
     def _check(self) -> None:
-        if self.quantization is not None and self.experts is not None:
-            raise ConfigError(
-                f"config.json: {self.architecture} with quantization_config is not supported; give 16-bit weights"
-            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"config.json: num_attention_heads {self.num_heads} must be a multiple of "

@@ -216,7 +216,7 @@ class DecoderLayer:
         experts = config.experts
         self.mlp: GatedMlp | ExpertMlp
         if experts is not None and layer in experts.layers:
-            self.mlp = ExpertMlp(experts, config.hidden_size, dtype, device)
+            self.mlp = ExpertMlp(config, experts, layer, dtype, device)
         else:
             self.mlp = GatedMlp(config, layer, dtype, device)
 

@@ -16,10 +16,10 @@ class Family:
     hidden_size / num_heads. `unread_prefix`: tensors of the checkpoint that are not the decoder's. `experts`: how its
     mixtures of experts are written (see ExpertsConfig).
 
-    `wide_qk_norm`, `norms`, `norm_offset`, `fused`: see ModelConfig. `windows`: config.json may ask for sliding
-    windows. `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is the
-    text part of a larger model, which text_config describes; other tensors are not read. `defaults`: fields that its
-    config.json may leave out.
+    `wide_qk_norm`, `norms`, `norm_offset`, `fused`, `sinks`: see ModelConfig. `windows`: config.json may ask for
+    sliding windows. `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is
+    the text part of a larger model, which text_config describes; other tensors are not read. `defaults`: fields that
+    its config.json may leave out.
     """
 
     qkv_bias: bool = False
@@ -33,6 +33,7 @@ class Family:
     norm_offset: float = 0.0
     fused: bool = False
     windows: bool = False
+    sinks: bool = False
     scaled_embedding: bool = False
     is_part: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -95,4 +96,10 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": replace(_QWEN2, experts="qwen"),
     "Qwen3MoeForCausalLM": replace(_QWEN3, experts="qwen"),
     "MixtralForCausalLM": Family(experts="mixtral", windows=True),
+    "GptOssForCausalLM": Family(
+        experts="gpt-oss",
+        windows=True,
+        sinks=True,
+        defaults={"attention_bias": True, "sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5},
+    ),
 }

@@ -12,6 +12,8 @@ from typing import Any
 
 from outrider.errors import ConfigError
 
+_LINEAR = r".*_proj|.*\.experts\.\d+\.w[123]"
+"""Matrices of attention and MLPs; Mixtral has names of its own for those of experts."""
 SUPPORTED = "fp8 (per tensor, channel or block), int4 (awq, gptq, compressed-tensors) and mxfp4"
 
 
@@ -111,19 +113,17 @@ def _fp8(config: Mapping[str, Any]) -> Quantization:
     block = config.get("weight_block_size")
     static = config.get("activation_scheme") == "static"
     if block is None:
-        return Quantization(
-            "fp8", ((".*_proj", Scheme("fp8", "fp8", 0, 0, input_scale=static)),), _not_converted(config)
-        )
+        return Quantization("fp8", ((_LINEAR, Scheme("fp8", "fp8", 0, 0, input_scale=static)),), _not_converted(config))
     rows, columns = _block(block)
     scheme = Scheme("fp8-inverse", "fp8", columns, rows, input_scale=static)
-    return Quantization("fp8", ((".*_proj", scheme),), _not_converted(config))
+    return Quantization("fp8", ((_LINEAR, scheme),), _not_converted(config))
 
 
 def _awq(config: Mapping[str, Any]) -> Quantization:
     _require(config, "bits", (4,))
     _require(config, "version", ("gemm", "GEMM", None))
     scheme = Scheme("awq", "int4", _group(config.get("group_size")), symmetric=False)
-    return Quantization("awq", ((".*_proj", scheme),), _not_converted(config))
+    return Quantization("awq", ((_LINEAR, scheme),), _not_converted(config))
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantization:
@@ -137,7 +137,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
     scheme = Scheme(
         "gptq", "int4", _group(config.get("group_size")), symmetric=False, zero_offset=0 if form == "gptq_v2" else 1
     )
-    return Quantization("gptq", ((".*_proj", scheme),), _not_converted(config))
+    return Quantization("gptq", ((_LINEAR, scheme),), _not_converted(config))
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Quantization:
@@ -154,7 +154,7 @@ def _compressed(config: Mapping[str, Any]) -> Quantization:
     for name, group in groups.items():
         scheme = _compressed_scheme(name, group, group.get("format") or config.get("format"))
         for target in group.get("targets") or ["Linear"]:
-            schemes.append((".*_proj|.*\\.gate|lm_head" if target == "Linear" else _pattern(target), scheme))
+            schemes.append((f"{_LINEAR}|.*\\.gate|lm_head" if target == "Linear" else _pattern(target), scheme))
     return Quantization("compressed-tensors", tuple(schemes), tuple(map(_pattern, config.get("ignore") or ())))
 
 

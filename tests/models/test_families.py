@@ -54,6 +54,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, **LAYERS}),
     "phi3-partial": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                     "partial_rotary_factor": 0.5}}),
+    "gpt-oss": ("GptOss", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": KINDS, **LAYERS,
+                           "num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 0.5}),
+    "mixtral-window": ("Mixtral", {"sliding_window": WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "llama-dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
 }  # fmt: skip
 

@@ -60,6 +60,62 @@ def test_every_format_is_its_dequantized_matrices(tmp_path: Path, name: str) -> 
     assert torch.equal(found, run_one(expected, expected.new_kv(8), ids, torch.arange(8)))
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*(("Qwen3Moe", name) for name in FORMATS), ("Mixtral", "fp8"), ("Qwen2Moe", "fp8-block")]
+)
+def test_experts_are_their_dequantized_matrices(tmp_path: Path, family: str, name: str) -> None:
+    source, out, plain = tmp_path / "source", tmp_path / name, tmp_path / "plain"
+    experts = {"num_local_experts": 4} if family == "Mixtral" else EXPERTS
+    shared = {"shared_expert_intermediate_size": 64} if family == "Qwen2Moe" else {}
+    save_tiny(source, family, **{**SIZES, **experts, **shared})
+    quantize(source, out, name, 32, torch.device("cpu"), 1 << 30, lambda *_: None)
+    config, stored = ModelConfig.from_folder(out), load_file(out / "model-00001.safetensors")
+    wide = load_file(source / "model.safetensors")
+    for key in filter(is_quantized, wide):
+        module = key.removesuffix(".weight")
+        scheme = config.scheme_of(module)
+        assert scheme is not None
+        parts = {end: stored[f"{module}.{end}"] for end in _ends(module, stored)}
+        parts = {
+            end: part.float() if "scale" in end and part.is_floating_point() else part for end, part in parts.items()
+        }
+        wide[key] = decode(scheme, parts).dequantized(torch.float32)
+    plain.mkdir()
+    (plain / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(wide, plain / "model.safetensors")
+    model, expected, ids = load_model(out), load_model(plain), token_ids(8)
+    found = run_one(model, model.new_kv(8), ids, torch.arange(8))
+    assert torch.equal(found, run_one(expected, expected.new_kv(8), ids, torch.arange(8)))
+
+
+def test_blocks_of_gpt_oss_are_what_transformers_unpacks(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    reference = save_tiny(tmp_path, "GptOss", **{**SIZES, **sizes})
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, parameter in reference.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, size, rows = weights.pop(name).shape
+            blocks = torch.randint(0, 256, (experts, rows, size // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 124, (experts, rows, size // 32), dtype=torch.uint8)
+            weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            with torch.no_grad():
+                parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(weights, tmp_path / "model.safetensors")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "quantization_config": quantization}))
+    model, ids = load_model(tmp_path), token_ids(20)
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert relative_error(run_one(model, model.new_kv(20), ids, torch.arange(20)), expected) <= 1e-5
+
+
 def _ends(module: str, stored: dict[str, torch.Tensor]) -> list[str]:
     return [name.removeprefix(f"{module}.") for name in stored if name.startswith(f"{module}.")]
 

@@ -19,6 +19,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True},
     "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "eos_token_id": None},
 }
 PROMPTS = [prompt for prompt, _ in jobs()]
 GREEDY = SamplingParams(temperature=0.0)
