@@ -12,7 +12,8 @@ both, `b=` requests at once, `t=` temperature, `ctx=` tokens of a prompt, `out=`
 prompts, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones), of verify where it drafts
 itself.
 Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and a draft service only
-for n-grams (`eagle3+ngram,colocated`); in lockstep, too, they always grow as much as their options allow.
+for n-grams and further models (`eagle3+ngram,colocated`); in lockstep, too, they always grow as much as their options
+allow.
 Verify stays up between cases; lockstep has a verify service of its own on the same GPU. Draft services are started
 anew for every case, several at a time, but nothing starts while a case is measured. The first `--limit` prompts are
 answered, in a batch at least two for each place; `--max-tokens` tokens each, past the end of sequence, through the

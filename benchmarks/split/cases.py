@@ -25,7 +25,7 @@ class SplitCase:
     """"plain", or the algorithms as in --speculative-algorithm, joined by "+", with "@LABEL" for another model."""
     lockstep: bool = False
     colocated: bool = False
-    """Whether verify drafts inside its own rounds; with n-grams, a draft service finds those."""
+    """Whether verify drafts inside its own rounds, with the first model; a draft service drafts with the others."""
     batch: int = 1
     temperature: float = 0.0
     context: int = 0
@@ -69,20 +69,20 @@ class SplitCase:
         return self.drafter != "plain"
 
     @property
-    def algorithms(self) -> list[str]:
-        """As --speculative-algorithm takes them."""
-        return [part.partition("@")[0].upper() for part in self.drafter.split("+")] if self.drafts else []
+    def parts(self) -> list[str]:
+        """Each drafter, with "@LABEL" for another model than its own."""
+        return self.drafter.split("+") if self.drafts else []
 
     @property
-    def models(self) -> list[str]:
-        """Labels of the draft models: the algorithm's own name where none is given."""
-        parts = [part for part in self.drafter.split("+") if part != "ngram"]
-        return [part.rpartition("@")[2] for part in parts] if self.drafts else []
+    def outside(self) -> list[str]:
+        """Parts that a draft service drafts: where verify drafts by itself, all but the first model."""
+        inside = next((part for part in self.parts if part != "ngram"), "") if self.colocated else ""
+        return [part for part in self.parts if part != inside]
 
     @property
     def has_service(self) -> bool:
         """Whether a draft service drafts."""
-        return self.drafts and (not self.colocated or "NGRAM" in self.algorithms)
+        return bool(self.outside)
 
     @property
     def mode(self) -> str:
@@ -122,20 +122,26 @@ class SplitCase:
     def verify_arguments(self, paths: dict[str, Path]) -> list[str]:
         """What its verify service is told beside what all are. Raises ConfigError."""
         mode = ["--lockstep"] if self.lockstep else []
-        return [*mode, *self._drafters(paths), *self._further()] if self.colocated else mode
+        if not self.colocated:
+            return mode
+        inside = [part for part in self.parts if part not in self.outside]
+        return [*mode, *self._drafters(inside, paths), *self._further()]
 
     def draft_options(self, paths: dict[str, Path], common: list[str]) -> DraftOptions:
         """The draft service's options; `paths` are model folders by label. Raises ConfigError."""
-        if self.colocated:
-            return parse_options(DraftOptions, [*common, "--speculative-algorithm=NGRAM"])
-        argv = [*common, *self._drafters(paths), *self._further()]
+        argv = [*common, *self._drafters(self.outside, paths)]
+        # Of a case that drafts inside rounds they are verify's.
+        argv += [] if self.colocated else self._further()
         if self.lockstep:
             argv.append("--lockstep")
         return parse_options(DraftOptions, argv)
 
-    def _drafters(self, paths: dict[str, Path]) -> list[str]:
-        argv = [f"--speculative-algorithm={','.join(self.algorithms)}"]
-        for label in self.models:
+    def _drafters(self, parts: list[str], paths: dict[str, Path]) -> list[str]:
+        argv = [f"--speculative-algorithm={','.join(part.partition('@')[0].upper() for part in parts)}"]
+        for part in parts:
+            label = part.rpartition("@")[2]
+            if part == "ngram":
+                continue
             if label not in paths:
                 raise ConfigError(f"{self.drafter}: give its folder with --draft {label}=PATH")
             argv.append(f"--speculative-draft-model-path={paths[label]}")

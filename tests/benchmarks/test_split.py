@@ -20,7 +20,7 @@ from outrider.metrics import Histogram, MetricsPage
 
 def test_a_case_says_drafters_mode_load_and_options() -> None:
     case = SplitCase.parse("eagle3@random+ngram,lockstep,steps=4,topk=2,b=16,t=0.8")
-    assert case.algorithms == ["EAGLE3", "NGRAM"] and case.models == ["random"]
+    assert case.outside == ["eagle3@random", "ngram"] and case.verify_arguments({}) == ["--lockstep"]
     assert case.title("m", "bf16") == "m eagle3@random+ngram lockstep steps=4 topk=2 b16 bf16 t0.8"
     options = case.draft_options({"random": Path("/heads/r")}, ["--device=cpu"])
     assert options.speculative_algorithm == ("EAGLE3", "NGRAM") and options.lockstep
@@ -32,8 +32,15 @@ def test_a_case_says_drafters_mode_load_and_options() -> None:
     )
     told = inside.verify_arguments({"eagle3": Path("/heads/e")})
     assert {"--lockstep", "--max-draft-tokens=31", "--speculative-num-steps=5"} <= set(told)
+    both = SplitCase.parse("eagle3+standalone@small+ngram,colocated")
+    paths = {"eagle3": Path("/heads/e"), "small": Path("/models/s")}
+    assert both.verify_arguments(paths) == [
+        "--speculative-algorithm=EAGLE3",
+        "--speculative-draft-model-path=/heads/e",
+    ]
+    assert both.draft_options(paths, []).speculative_algorithm == ("STANDALONE", "NGRAM")
     plain = SplitCase.parse("plain")
-    assert not plain.drafts and plain.models == [] and plain.title("m", "fp32") == "m plain b1 fp32 greedy"
+    assert not plain.drafts and not plain.has_service and plain.title("m", "fp32") == "m plain b1 fp32 greedy"
 
 
 def test_a_case_without_its_model_or_with_an_unknown_option_is_refused() -> None:
