@@ -1,10 +1,13 @@
-"""Modules of transformers' models in the form that is fast here: our products and norms behind torch's interface."""
+"""Modules of transformers' models in the form that is fast here: our products, norms, MLPs and attention.
+
+What replaces a module is tried beside it on random rows, and stays away if it does not compute the same. It is no
+module itself: those cost two microseconds a call.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,31 +15,65 @@ from torch import Tensor, nn
 
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
-from outrider.layers.rotary import Rotary, rotate
+from outrider.layers.rotary import Rotary
+from outrider.models.transformers_attention import DenseForward, LayerCall, attending, under_way
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that multiply the same rows: their matrices become one."""
+_ROWS = 3
+
+
+def replace_attention(
+    base: nn.Module, names: Sequence[str], num_heads: int, calls: Sequence[LayerCall], head_dim: int
+) -> Rotary | None:
+    """Replace attention modules of a loaded decoder, called `names` by layer, that do no more than ours.
+
+    They rotate halves of whole heads by the decoder's one rotary embedding. Returns ours for that embedding, and None
+    where nothing was replaced.
+    """
+    embedding = getattr(base, "rotary_emb", None)
+    rotary = _rotary(embedding, head_dim) if isinstance(embedding, nn.Module) else None
+    if rotary is None or not isinstance(embedding, nn.Module):
+        return None
+    count = 0
+    for number, name in enumerate(names):
+        module = base.get_submodule(name)
+        if calls[number].sinks is not None:
+            continue
+        better = _attention(module, number, head_dim)
+        if better is not None and _attends_alike(module, better, embedding, rotary, num_heads, calls):
+            parent, _, child = name.rpartition(".")
+            _put(base.get_submodule(parent), child, better)
+            count += 1
+    return rotary if count else None
 
 
 def replace_modules(model: Any) -> None:
-    """Replace what we have a faster form of in a loaded PreTrainedModel.
-
-    Norms and gated MLPs are known by what they compute: one of each class is tried on random rows.
-    """
+    """Replace norms, gated MLPs and linear layers of a loaded PreTrainedModel."""
     head = model.get_output_embeddings()
     agree: dict[type[nn.Module], bool] = {}
     # Parents come before their children, whose own children are left alone where they were replaced.
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
+            kind = type(child)
+            if not agree.get(kind, True):
+                continue
             better = _norm(child) or _gated_mlp(child)
-            if better is not None and type(child) not in agree:
-                agree[type(child)] = _agree(child, better)
-            if better is not None and agree[type(child)]:
-                setattr(parent, name, better)
+            if better is None:
+                continue
+            if kind not in agree:
+                agree[kind] = _agree(child, better)
+            if agree[kind]:
+                _put(parent, name, better)
         _fuse(parent)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, _Product(_linear([child]), to_float32=child is head))
+                _put(parent, name, _Product(_linear([child]), to_float32=child is head))
+
+
+def _put(parent: nn.Module, name: str, better: Callable[..., Any]) -> None:
+    delattr(parent, name)
+    object.__setattr__(parent, name, better)
 
 
 def _linear(parts: list[nn.Linear]) -> Linear:
@@ -52,14 +89,22 @@ def _linear(parts: list[nn.Linear]) -> Linear:
     return joined
 
 
-class _Product(nn.Module):
+def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear] | None:
+    """Its children of these names, if they are linear layers that have biases all or none."""
+    found = [getattr(module, name, None) for name in names]
+    linears = [child for child in found if type(child) is nn.Linear]
+    if len(linears) < len(names) or len({(child.in_features, child.bias is None) for child in linears}) > 1:
+        return None
+    return linears
+
+
+class _Product:
     """Our product where an nn.Linear was."""
 
     def __init__(self, linear: Linear, to_float32: bool = False) -> None:
-        super().__init__()
         self._product: Callable[[Tensor], Tensor] = linear.to_float32 if to_float32 else linear
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         return self._product(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
 
@@ -73,49 +118,46 @@ class _FusedProduct(threading.local):
         self.product: Tensor | None = None
 
 
-class _FusedPart(nn.Module):
+class _FusedPart:
     """Columns [first, end) of a fused product. The first part that sees new rows computes them for all."""
 
-    def __init__(self, shared: _FusedProduct, first: int, end: int, is_last: bool) -> None:
-        super().__init__()
-        self._shared = shared
+    def __init__(self, fused: _FusedProduct, first: int, end: int, is_last: bool) -> None:
+        self._fused = fused
         self._columns = slice(first, end)
         self._is_last = is_last
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        shared = self._shared
-        product = shared.product
-        if product is None or shared.rows is not rows:
-            shared.rows = rows
-            shared.product = product = shared.linear(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
+        fused = self._fused
+        product = fused.product
+        if product is None or fused.rows is not rows:
+            fused.rows = rows
+            fused.product = product = fused.linear(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
         if self._is_last:
             # Nothing may keep memory of a captured forward.
-            shared.rows = shared.product = None
+            fused.rows = fused.product = None
         return product[..., self._columns]
 
 
 def _fuse(parent: nn.Module) -> None:
     for names in _FUSED:
-        parts = [getattr(parent, name, None) for name in names]
-        linears = [part for part in parts if type(part) is nn.Linear]
-        if len(linears) != len(names) or len({(part.in_features, part.bias is None) for part in linears}) != 1:
+        linears = _linears(parent, names)
+        if linears is None:
             continue
-        shared, first = _FusedProduct(_linear(linears)), 0
+        fused, first = _FusedProduct(_linear(linears)), 0
         for name, part in zip(names, linears, strict=True):
             end = first + part.out_features
-            setattr(parent, name, _FusedPart(shared, first, end, is_last=name == names[-1]))
+            _put(parent, name, _FusedPart(fused, first, end, is_last=name == names[-1]))
             first = end
 
 
-class _Norm(nn.Module):
+class _Norm:
     """Our norm where one of transformers was."""
 
     def __init__(self, norm: RMSNorm) -> None:
-        super().__init__()
         self._norm = norm
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         """[..., size] to the same shape."""
         return self._norm(rows.flatten(0, -2)).view_as(rows)
 
@@ -132,102 +174,98 @@ def _norm(module: nn.Module) -> _Norm | None:
     return _Norm(norm)
 
 
-class _GatedMlp(nn.Module):
+class _GatedMlp:
     """silu(gate) * up, then down, where a gated MLP of transformers was."""
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
-        super().__init__()
         self._gate_up = gate_up
         self._down = down
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         """[..., hidden] to the same shape."""
         return self._down(self._gate_up.gated(rows.flatten(0, -2))).view_as(rows)
 
 
 def _gated_mlp(module: nn.Module) -> _GatedMlp | None:
     """A gated MLP in the place of what looks like one."""
-    children = dict(module.named_children())
-    names = ("gate_proj", "up_proj", "down_proj")
-    if not children.keys() >= set(names) or list(module.named_parameters(recurse=False)):
+    inner, outer = _linears(module, ("gate_proj", "up_proj")), _linears(module, ("down_proj",))
+    if inner is None or outer is None or not _has_children(module, {"gate_proj", "up_proj", "down_proj", "act_fn"}):
         return None
-    linears = [part for part in (children[name] for name in names) if type(part) is nn.Linear]
-    if len(linears) < len(names) or len(children) > len(names) + 1 or len({part.bias is None for part in linears}) > 1:
-        return None
-    return _GatedMlp(_linear(linears[:2]), _linear(linears[2:]))
+    return _GatedMlp(_linear(inner), _linear(outer))
 
 
-def _agree(module: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules make the same of three random rows, up to rounding."""
+class _Attention:
+    """Attention of a layer where a module of transformers was."""
+
+    def __init__(self, number: int, qkv: Linear, output: Linear, head_dim: int) -> None:
+        self._number = number
+        self._qkv = qkv
+        self._output = output
+        self._head_dim = head_dim
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[1, M, hidden] to the same shape; there are no attention weights to return."""
+        rows = hidden_states.squeeze(0)
+        heads = self._qkv(rows).view(rows.shape[0], -1, self._head_dim)
+        return self._output(under_way().attend_heads(self._number, heads)).unsqueeze(0), None
+
+
+def _attention(module: nn.Module, number: int, head_dim: int) -> _Attention | None:
+    """Attention in the place of what looks like it."""
+    inner, outer = _linears(module, ("q_proj", "k_proj", "v_proj")), _linears(module, ("o_proj",))
+    if inner is None or outer is None or not _has_children(module, {"q_proj", "k_proj", "v_proj", "o_proj"}):
+        return None
+    return _Attention(number, _linear(inner), _linear(outer), head_dim)
+
+
+def _has_children(module: nn.Module, names: set[str]) -> bool:
+    """Whether it has no others, and no weights of its own."""
+    return {name for name, _ in module.named_children()} <= names and not list(module.parameters(recurse=False))
+
+
+def _attends_alike(
+    module: nn.Module,
+    other: _Attention,
+    embedding: nn.Module,
+    rotary: Rotary,
+    num_heads: int,
+    calls: Sequence[LayerCall],
+) -> bool:
+    """Whether two attentions make the same of random rows."""
+    rows = _random_rows(module)
+    positions = torch.tensor([0, 3, 50], device=rows.device)
+    angles = embedding(rows, positions.unsqueeze(0))
+    with attending(DenseForward(positions, num_heads, rotary, calls)):
+        try:
+            found = module(hidden_states=rows, position_embeddings=angles, attention_mask=None)
+        except Exception:  # one that takes something else raises whatever it meets
+            return False
+        return len(found) == 2 and _close(other(rows)[0], found[0])
+
+
+def _agree(module: nn.Module, other: Callable[[Tensor], Tensor]) -> bool:
+    """Whether two modules make the same of random rows."""
+    rows = _random_rows(module)
+    return _close(other(rows), module(rows))
+
+
+def _random_rows(module: nn.Module) -> Tensor:
+    """[1, 3, hidden] for a module whose first weight takes rows of that size."""
     weight = next(module.parameters())
-    rows = torch.randn(1, 3, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-    expected, found = module(rows), other(rows)
-    limit = 1e-4 if weight.dtype == torch.float32 else 3e-2
-    return bool((expected - found).abs().max() <= limit * expected.abs().max())
+    return torch.randn(1, _ROWS, weight.shape[-1], dtype=weight.dtype, device=weight.device)
 
 
-# Rotation is left to attention, which does it in the launch that writes k and v: the attention of a layer gets a
-# forward that calls `_leave` where it would call the rotation of its family.
-
-_ROTATION = "apply_rotary_pos_emb"
-_PAIRS = 8
-
-
-def _leave(q: Tensor, k: Tensor, cos: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    q.left_for = k.left_for = cos  # type: ignore[attr-defined]
-    return q, k
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Up to rounding."""
+    limit = 1e-4 if expected.dtype == torch.float32 else 3e-2
+    return bool((found - expected).abs().max() <= limit * expected.abs().max())
 
 
-def left_for(heads: Tensor) -> Tensor | None:
-    """The cosines by which q or k was to be turned, where that was left to attention."""
-    return getattr(heads, "left_for", None)
-
-
-def leave_rotation(attentions: Sequence[nn.Module]) -> bool:
-    """Make attention modules leave their rotation undone, where they all rotate halves of whole heads; else nothing."""
-    forwards = [type(module).forward for module in attentions]
-    if not all(isinstance(forward, FunctionType) and _rotates_halves(forward) for forward in forwards):
-        return False
-    for module, forward in zip(attentions, forwards, strict=True):
-        names = {**forward.__globals__, _ROTATION: _leave}
-        changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        changed.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = MethodType(changed, module)
-    return True
-
-
-def _rotates_halves(forward: FunctionType) -> bool:
-    """Whether what `forward` calls to rotate [1, H, M, D] does what `rotate` does."""
-    if _ROTATION not in forward.__code__.co_names or _ROTATION not in forward.__globals__:
-        return False
-    rotary = Rotary.of_frequencies(torch.rand(_PAIRS), 1.0, torch.device("cpu"))
-    q, k = torch.randn(1, 2, 3, 2 * _PAIRS), torch.randn(1, 1, 3, 2 * _PAIRS)
-    positions = torch.tensor([0, 5, 2])
-    half = positions.float().unsqueeze(1) * rotary.half_frequencies
-    whole = torch.cat((half, half), 1).unsqueeze(0)
-    try:
-        found = forward.__globals__[_ROTATION](q, k, whole.cos(), whole.sin())
-    except Exception:  # a rotation that takes something else raises whatever it meets
-        return False
-    cos, sin = rotary.angles(positions, torch.float32)
-    wanted = [rotate(part.squeeze(0).transpose(0, 1), cos, sin).transpose(0, 1) for part in (q, k)]
-    return all(torch.allclose(one.squeeze(0), other, atol=1e-5) for one, other in zip(found, wanted, strict=True))
-
-
-def rotary_of(module: nn.Module, head_dim: int, device: torch.device) -> Rotary | None:
+def _rotary(embedding: nn.Module, head_dim: int) -> Rotary | None:
     """Ours for a rotary embedding of transformers that turns whole heads; None for one that does something else."""
-    frequencies, scale = getattr(module, "inv_freq", None), getattr(module, "attention_scaling", None)
+    frequencies, scale = getattr(embedding, "inv_freq", None), getattr(embedding, "attention_scaling", None)
     if not isinstance(frequencies, Tensor) or not isinstance(scale, float | int):
         return None
     if frequencies.shape != (head_dim // 2,):
         return None
-    ours = Rotary.of_frequencies(frequencies.float().cpu(), float(scale), device)
-    positions = torch.tensor([0, 1, 77, 4000], device=device)
-    cos, sin = module(torch.zeros(1, device=device), positions.unsqueeze(0))
-    half = positions.float().unsqueeze(1) * ours.half_frequencies
-    whole = torch.cat((half, half), 1)
-    agree = all(
-        found.shape == (1, *whole.shape) and torch.allclose(found[0].float(), wanted * ours.scale, atol=1e-3)
-        for found, wanted in ((cos, whole.cos()), (sin, whole.sin()))
-    )
-    return ours if agree else None
+    return Rotary.of_frequencies(frequencies.float().cpu(), float(scale), frequencies.device)

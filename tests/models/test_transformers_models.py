@@ -130,34 +130,45 @@ def test_llama_through_transformers_equals_ours(changes: dict[str, Any], tmp_pat
     check(theirs, reference)
 
 
-def test_norms_products_mlps_and_rotation_are_ours(tmp_path: Path) -> None:
+def parts(model: Any) -> set[str]:
+    """Class names of the modules of a model, and of what stands for modules."""
+    found = set()
+    for module in model._base.modules():
+        found |= {type(module).__name__} | {type(value).__name__ for value in vars(module).values()}
+    return found
+
+
+def test_norms_products_mlps_and_attention_are_ours(tmp_path: Path) -> None:
     save_tiny(tmp_path, head_dim=16)
     model = load_model(tmp_path, impl="transformers")
-    assert isinstance(model, TransformersLM)
-    names = {type(module).__name__ for module in model._base.modules()}
-    assert {"_Norm", "_GatedMlp", "_FusedPart", "_Product"} <= names
-    assert not {"LlamaRMSNorm", "LlamaMLP", "Linear"} & names
-    assert model._rotary.turns
+    assert {"_Norm", "_GatedMlp", "_Attention"} <= parts(model)
+    assert not {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention", "Linear"} & parts(model)
+    save_tiny(tmp_path, "Arcee")
+    assert {"_FusedPart", "_Product", "ArceeAttention"} <= parts(load_model(tmp_path))
 
 
-ELSEWHERE = [("Glm4", {"head_dim": 16}), ("Cohere", {}), ("HunYuanDenseV1", {"head_dim": 16}), ("SmolLM3", {})]
+ELSEWHERE = [
+    ("Glm4", {"head_dim": 16}),
+    ("Cohere", {}),
+    ("HunYuanDenseV1", {"head_dim": 16}),
+    ("SmolLM3", {"head_dim": 16, "num_hidden_layers": 4}),
+]
 
 
 @pytest.mark.parametrize(("family", "changes"), ELSEWHERE)
-def test_other_rotations_stay_where_they_are(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Of neighbours, of a part of a head, before a norm of the head, and in some layers alone."""
+def test_attention_that_does_something_else_stays(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Rotates neighbours or a part of a head, norms heads behind it, rotates in some layers alone."""
     reference = save_tiny(tmp_path, family, **changes)
     model = load_model(tmp_path, impl="transformers")
-    assert isinstance(model, TransformersLM)
-    assert not model._rotary.turns
+    assert f"{family}Attention" in parts(model)
+    assert ("_Attention" in parts(model)) == (family == "SmolLM3")
     check(model, reference)
 
 
 def test_a_norm_that_computes_something_else_stays(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "Nemotron", head_dim=16)
     model = load_model(tmp_path)
-    assert isinstance(model, TransformersLM)
-    assert "NemotronLayerNorm1P" in {type(module).__name__ for module in model._base.modules()}
+    assert "NemotronLayerNorm1P" in parts(model)
     check(model, reference)
 
 
