@@ -75,6 +75,14 @@ def test_null_rope_scaling_means_none() -> None:
     assert ModelConfig.from_fields({**VALID, "rope_scaling": None}, {}).rope.kind == "default"
 
 
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -90,6 +98,11 @@ def test_null_rope_scaling_means_none() -> None:
         ({"rms_norm_eps": "small"}, ["rms_norm_eps"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings"]),
+        ({**EXPERTS, "num_experts": None}, ["num_local_experts", "missing"]),
+        ({**EXPERTS, "num_experts_per_tok": 9}, ["num_experts_per_tok 9", "num_experts 8"]),
+        ({**EXPERTS, "num_experts": 2000}, ["num_experts 2000", "1024"]),
+        ({**EXPERTS, "moe_intermediate_size": 0}, ["moe_intermediate_size", "at least 1"]),
+        ({**EXPERTS, "mlp_only_layers": 3}, ["mlp_only_layers", "list"]),
         ({"dtype": "int8"}, ["dtype", "int8", "bfloat16"]),
         ({"eos_token_id": 100}, ["eos_token_id", "100"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id"]),

@@ -11,8 +11,12 @@ from harness import make_engine, run_all, tokens
 from local_draft import LocalDraft, noise, oracle
 from threaded_engine import ThreadedEngine
 
+from kernels.expert_tiles import Routes
+from kernels.experts import route
+from outrider.layers import experts
 from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
+from verify_service.executors.torch_executor import TorchExecutor
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,3 +68,24 @@ def test_text_is_transformers(
     if guesses == "oracle":
         assert sum(answer.num_accepted for answer in answers) > 0.5 * sum(map(len, texts))
     assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
+
+
+def test_rounds_are_measured_with_tokens_that_wake_different_experts(
+    written: tuple[CausalLM, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = written
+    woken: list[torch.Tensor] = []
+
+    def noted(*args: Any) -> Routes:
+        routes = route(*args)
+        woken.append(routes.experts)
+        return routes
+
+    monkeypatch.setattr(experts, "route", noted)
+    _, paged = make_paged_engine(model)
+    for executor in (TorchExecutor(model, 64, 4), paged):
+        woken.clear()
+        executor.measure(8, context=16)
+        real = woken[0][woken[0][:, 0] >= 0]
+        assert len(real) == 8
+        assert len(real.unique()) > 3
