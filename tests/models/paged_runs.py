@@ -36,6 +36,20 @@ class PagedRun:
 
     def tree(self, ids: Tensor, parents: list[int], context: int, by_path: bool) -> Tensor:
         """Logits of a tree behind a context; `parents` are places in it, -1 first."""
+        return self._run(self._tree_batch(ids, parents, context, by_path))
+
+    def captured_tree(self, ids: Tensor, parents: list[int], context: int, by_path: bool) -> Tensor:
+        """The same, replayed from a CUDA graph."""
+        batch = self._tree_batch(ids, parents, context, by_path)
+        self._run(batch)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._run(batch)
+        logits.zero_()
+        graph.replay()
+        return logits
+
+    def _tree_batch(self, ids: Tensor, parents: list[int], context: int, by_path: bool) -> PagedBatch:
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
@@ -45,8 +59,9 @@ class PagedRun:
             self._ints([0] * count), self._ints([0, count]), zero, zero, self._ints([context]),
         )  # fmt: skip
         buffers = TreeBuffers(count, MAX_PATH, self.model.device)
-        return self._run(buffers.batch(tokens, self._tables, _PAGE, count, 2, by_path))
+        return buffers.batch(tokens, self._tables, _PAGE, count, 2, by_path)
 
+    @torch.inference_mode()
     def _run(self, batch: PagedBatch) -> Tensor:
         return self.model.logits(self.model.forward(batch, self._kv, TritonAttention()))
 

@@ -82,7 +82,7 @@ def small_model(
     }
     config = getattr(transformers, f"{family}Config")(**sizes | changes)
     torch.manual_seed(11)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:

@@ -1,0 +1,81 @@
+"""Dense families on the GPU: Triton's kernels against transformers, graphs, and drafts in deterministic mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_harness import VOCAB, jobs, make_paged_engine, texts
+from family_table import FAMILIES, KINDS, LOCAL_AND_GLOBAL, SIZES
+from harness import run_all
+from local_draft import LocalDraft, oracle
+from paged_runs import PagedRun
+from threaded_engine import ThreadedEngine
+from tiny_models import relative_error, save_tiny, token_ids
+
+from outrider.models.decoder import CausalLM
+from outrider.models.loader import load_decoder
+
+pytestmark = pytest.mark.gpu
+
+PARENTS = [-1, 0, 0, 1, 3, 2, 4, 6, 7, 8, 9, 10]
+PATH = [0, 1, 3, 4, 6, 7, 8, 9, 10, 11]
+CONTEXT = 25
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_trees_and_graphs_equal_transformers(name: str, tmp_path: Path) -> None:
+    """In float32 within its rounding, in bfloat16 within that of its weights."""
+    family, changes = FAMILIES[name]
+    reference = save_tiny(tmp_path, family, **{**SIZES, **changes}).cuda()
+    ids, nodes = token_ids(40).cuda(), token_ids(len(PARENTS), seed=3).cuda()
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+        expected_leaf = reference(torch.cat([ids[:CONTEXT], nodes[PATH]])[None]).logits[0, -1]
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 0.08)):
+        run = PagedRun(load_decoder(tmp_path, dtype, "cuda"))
+        assert relative_error(run.prompt(ids[:10], 0), expected[:10]) <= limit
+        assert relative_error(run.prompt(ids[10:CONTEXT], 10), expected[10:CONTEXT]) <= limit
+        for by_path in (False, True):
+            eager = run.tree(nodes, PARENTS, CONTEXT, by_path)
+            assert relative_error(eager[PATH[-1]], expected_leaf) <= limit
+            captured = run.captured_tree(nodes, PARENTS, CONTEXT, by_path)
+            assert torch.equal(captured, eager)
+
+
+ENGINES = {
+    "Mistral": {"sliding_window": 9},
+    "Gemma2": {"sliding_window": 9, "attn_logit_softcapping": 5.0, "tie_word_embeddings": True},
+    "Gemma3Text": {"sliding_window": 9, "layer_types": KINDS[:2], "rope_parameters": LOCAL_AND_GLOBAL},
+    "Olmo2": {},
+}
+
+
+@pytest.fixture
+def engines() -> Iterator[list[ThreadedEngine]]:
+    made: list[ThreadedEngine] = []
+    yield made
+    for engine in made:
+        engine.stop()
+
+
+@pytest.mark.parametrize("family", ENGINES)
+def test_deterministic_answers_are_those_without_drafts(
+    small_models: Callable[..., CausalLM], engines: list[ThreadedEngine], family: str
+) -> None:
+    """With prefixes from the cache, and after preemptions."""
+    model = small_models(family, pad_token_id=0, **ENGINES[family])
+    sizes = {"deterministic": True, "max_round_tokens": 32, "max_nodes": 24}
+    plain, _ = make_paged_engine(model, **sizes)
+    engines.append(plain)
+    plain.start()
+    truth = run_all(plain, jobs(), 1, speculate=False)
+    drafted, _ = make_paged_engine(model, num_pages=28, **sizes)
+    engines.append(drafted)
+    drafted.draft_connected(LocalDraft(drafted, VOCAB, oracle(texts(truth), VOCAB)))
+    drafted.start()
+    answers = run_all(drafted, jobs(), 8)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
+    assert sum(answer.num_accepted for answer in answers) > 0
