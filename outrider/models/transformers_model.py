@@ -20,6 +20,7 @@ from outrider.attention.base import AttentionBackend, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
+from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, read_configs, stated_dtype
 from outrider.models.transformers_attention import (
@@ -33,6 +34,8 @@ from outrider.models.transformers_attention import (
 )
 from outrider.models.transformers_modules import replace_attention, replace_modules
 from outrider.models.weights import Progress
+
+log = get_logger(__name__)
 
 _META = torch.device("meta")
 _DYNAMIC_ROPE = ("dynamic", "longrope")
@@ -231,14 +234,20 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            # Refused below, by name.
+            ignore_mismatched_sizes=True,
         )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # transformers raises whatever its parts do
         raise ConfigError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
-    missing = sorted(told["missing_keys"])
-    if missing:
-        raise ConfigError(f"{folder}: tensor {missing[0]} missing from the checkpoint")
+    for tensor, stored, wanted in sorted(told["mismatched_keys"]):
+        raise ConfigError(f"{folder}: tensor {tensor} has shape {list(stored)}, config.json calls for {list(wanted)}")
+    for tensor in sorted(told["missing_keys"]):
+        raise ConfigError(f"{folder}: tensor {tensor} missing from the checkpoint")
+    unread = sorted(told["unexpected_keys"])
+    if unread:
+        log.warning("%s: config.json does not call for %s and %d more tensors", folder, unread[0], len(unread) - 1)
     return model.to(device).requires_grad_(False)
 
 

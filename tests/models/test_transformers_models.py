@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from outrider.models.config import ModelShape, check_config, foreign_shape, read
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
+from outrider_tools.cli.plan import target_elements
+from verify_service.executors.device import num_parameters
 
 WINDOW = "sliding_attention"
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -254,15 +257,19 @@ def test_what_cannot_run_is_refused_by_name_before_weights_are_read(kind: str, t
     assert text in refusal(tmp_path)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["missing", "of another shape"])
+def test_a_tensor_at_fault_is_named(fault: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     save_tiny(tmp_path, "StableLm")
-    path = tmp_path / "model.safetensors"
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(path)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    del tensors[name]
+    if fault != "missing":
+        tensors[name] = torch.zeros(4, 5)
     save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight missing"):
+    text = "missing from the checkpoint" if fault == "missing" else "has shape [4, 5], config.json calls for [48, 32]"
+    with pytest.raises(ConfigError, match=re.escape(f"tensor {name} {text}")):
         load_model(tmp_path)
 
 
@@ -290,7 +297,12 @@ def test_ours_can_be_demanded(tmp_path: Path) -> None:
         load_model(tmp_path, impl="outrider")
 
 
-ALONE = [("StableLm", {}), ("GPTNeoX", {"num_key_value_heads": 4}), ("Glm4", {"head_dim": 24})]
+ALONE = [
+    ("StableLm", {}),
+    ("Cohere", {"tie_word_embeddings": True}),
+    ("GPTNeoX", {"num_key_value_heads": 4}),
+    ("Glm4", {"head_dim": 24}),
+]
 
 
 @pytest.mark.parametrize(("family", "changes"), ALONE)
@@ -299,3 +311,4 @@ def test_config_json_alone_tells_what_transformers_does(family: str, changes: di
     shape = describe_model(tmp_path)
     told = foreign_shape(*read_configs(tmp_path))
     assert told == ModelShape(**{name: getattr(shape, name) for name in ModelShape.__slots__})
+    assert target_elements(told, tmp_path).total == num_parameters(shape)
