@@ -52,7 +52,8 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = 
     places = torch.empty(tiles * tile, dtype=torch.int32, device=logits.device)
     routes = Routes(experts, weights, tile_experts, places, tile)
     jit.choose(logits, normed, slots, routes)
-    jit.align(num_experts, routes)
+    if num_tokens > 1:
+        jit.align(num_experts, routes)
     return routes
 
 

@@ -20,11 +20,11 @@ _CHUNK = 512
 
 @triton.jit
 def _choose(
-    logits, slots, experts, weights,
+    logits, slots, experts, weights, tile_experts, places,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NUM_ACTIVE: tl.constexpr, ACTIVE: tl.constexpr,
-    NORMED: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, NORMED: tl.constexpr, LONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,)."""
+    """Grid (tokens,). LONE: there is one token, and each of its experts is a tile of one pair; nothing is to align."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -52,17 +52,23 @@ def _choose(
         chosen = tl.where(tl.load(slots + token) < 0, -1, chosen)
     tl.store(experts + token * NUM_ACTIVE + place, chosen, mask=place < NUM_ACTIVE)
     tl.store(weights + token * NUM_ACTIVE + place, powers / total, mask=place < NUM_ACTIVE)
+    if LONE:
+        tl.store(tile_experts + place, chosen, mask=place < NUM_ACTIVE)
+        lane = tl.arange(0, TILE)
+        pair = tl.where(lane[None, :] == 0, place[:, None], -1)
+        tl.store(places + place[:, None] * TILE + lane[None, :], pair, mask=(place < NUM_ACTIVE)[:, None])
 
 
 def choose(logits: Tensor, normed: bool, slots: Tensor | None, routes: Routes) -> None:
-    """Fill `experts` and `weights`."""
+    """Fill `experts` and `weights`; of a lone token all that routes hold."""
     num_tokens, num_experts = logits.shape
     num_active = routes.experts.shape[1]
     pdl = supports_pdl(logits)
     _choose[(num_tokens,)](
-        logits, slots, routes.experts, routes.weights,
+        logits, slots, routes.experts, routes.weights, routes.tile_experts, routes.places,
         NUM_EXPERTS=num_experts, EXPERTS=power_of_two(num_experts), NUM_ACTIVE=num_active,
-        ACTIVE=power_of_two(num_active), NORMED=normed, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        ACTIVE=power_of_two(num_active), TILE=routes.tile, NORMED=normed, LONE=num_tokens == 1,
+        PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
 
 
