@@ -36,7 +36,7 @@ class Routes:
         experts: int32 [M, K], each token's experts, the likeliest first; -1 for a token that is padding.
         weights: float32 [M, K], what their results count.
         tile_experts: int32 [T], the expert of each tile, in rising order where there are more tokens than one; -1 for
-            those behind the last one. T is the most that M tokens can fill.
+            those behind the last one. T is the most that M tokens can fill, and 0 where torch computes the products.
         places: int32 [T * tile], the pair at each place; -1 for an empty one.
         tile: places in a tile.
     """

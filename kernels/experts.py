@@ -40,10 +40,11 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = 
     if slots is not None and slots.shape != (num_tokens,):
         raise ValueError(f"{list(slots.shape)} slots for {num_tokens} tokens")
     tile = tile_of(num_tokens, num_active, num_experts)
-    tiles = max_tiles(num_tokens, num_active, num_experts, tile)
     if not use_triton(logits):
-        experts, weights = reference.choose(logits, num_active, normed, slots)
-        return Routes(experts, weights, *reference.align(experts, num_experts, tile, tiles), tile)
+        # Products of torch go by the experts alone.
+        nothing = torch.empty(0, dtype=torch.int32, device=logits.device)
+        return Routes(*reference.choose(logits, num_active, normed, slots), nothing, nothing, tile)
+    tiles = max_tiles(num_tokens, num_active, num_experts, tile)
     from kernels.jit import experts as jit
 
     experts = torch.empty(num_tokens, num_active, dtype=torch.int32, device=logits.device)

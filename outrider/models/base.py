@@ -22,6 +22,8 @@ class LanguageModel(ABC):
     config: ModelShape
     dtype: torch.dtype
     device: torch.device
+    has_experts = False
+    """Whether tokens choose which weights are read, and padding reads none."""
 
     def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
         """Run the batch: writes its k and v to their slots.

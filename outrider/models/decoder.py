@@ -266,6 +266,7 @@ class CausalLM(LanguageModel):
         self.config: ModelConfig = config
         self.dtype = dtype
         self.device = device
+        self.has_experts = config.experts is not None
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         # As transformers has it, in the model's dtype.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))

@@ -268,7 +268,9 @@ def build(options: VerifyOptions, path: Path, model: LanguageModel, draft: Round
         growth: RoundGrowth | None = None
         if on_gpu:
             executor = _cuda_executor(options, model, num_pages, limits, draft)
-            cost = CostModel.measured(executor.measure, executor.buckets.widths, executor.buckets.width)
+            # A round that is padded takes the time of its bucket, unless the padding leaves most weights unread.
+            padded = () if model.has_experts and not options.deterministic else (executor.buckets.width,)
+            cost = CostModel.measured(executor.measure, executor.buckets.widths, *padded)
             is_chain = draft is not None and draft.is_chain
             fixed = Growth(draft.options.max_steps, limits.max_nodes) if draft and options.lockstep else None
             growth = round_growth(executor, memory, cost, limits.max_nodes, fixed, is_chain)
