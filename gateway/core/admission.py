@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from gateway.core.request import Chat, ClientRequest, Job, RequestSampling
 from gateway.core.tool_grammar import forced_grammar, strict_grammar
 from gateway.core.tool_parser import ToolCalls
 from gateway.core.tool_prompt import chat_messages
+from gateway.core.validation import FieldNames, renamed
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.grammar.spec import Grammar
 from outrider.protocol.generation import GenerationRequest
@@ -28,9 +28,6 @@ from outrider.sampling.params import SamplingParams
 _INLINE_CHARACTERS = 4096
 """Texts up to here are rendered and tokenized in the event loop (well under a millisecond), longer ones in a thread."""
 
-FieldNames = Mapping[str, str]
-"""What a door calls the fields of the internal request, where the names differ."""
-
 
 async def admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames | None = None) -> Job:
     """The request in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
@@ -38,11 +35,7 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
     try:
         return await _admit(request, model, request_id, names)
     except InvalidRequestError as error:
-        ours = next((name for name in names if re.match(rf"{re.escape(name)}(\W|$)", error.field)), "")
-        if not ours:
-            raise
-        field = names[ours] + error.field.removeprefix(ours)
-        raise type(error)(field, error.problem, error.fix, code=error.code) from None
+        raise renamed(error, names) from None
 
 
 async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames) -> Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -41,15 +42,30 @@ _OWN_PARTS = frozenset(
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 
 
-def validate(model: type[M], data: Any, *, ignore_unknown: bool = False) -> M:
-    """`data` as `model`. Raises InvalidRequestError about the first field that is wrong.
+FieldNames = Mapping[str, str]
+"""What a door calls the fields of the internal request, where the names differ."""
+
+
+def validate(model: type[M], data: Any, *, ignore_unknown: bool = False, names: FieldNames | None = None) -> M:
+    """`data` as `model`. Raises InvalidRequestError about the first field that is wrong, by what `names` calls it.
 
     `ignore_unknown`: fields that no model knows are left out, at any depth.
     """
     try:
         return model.model_validate(data, extra="ignore" if ignore_unknown else None)
     except ValidationError as error:
-        raise explain(error.errors(include_url=False)[0], model) from None
+        raise renamed(explain(error.errors(include_url=False)[0], model), names or {}) from None
+    except InvalidRequestError as error:
+        raise renamed(error, names or {}) from None
+
+
+def renamed(error: InvalidRequestError, names: FieldNames) -> InvalidRequestError:
+    """The error about the field as a door calls it."""
+    ours = next((name for name in names if re.match(rf"{re.escape(name)}(\W|$)", error.field)), "")
+    if not ours:
+        return error
+    field = names[ours] + error.field.removeprefix(ours)
+    return type(error)(field, error.problem, error.fix, code=error.code)
 
 
 def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:

@@ -153,7 +153,8 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
             "continue_final_message": self.continue_final_message,
         } | tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
         names = {"chat.messages": "messages", "chat.tools": "tools", "chat.tool_choice": "tool_choice"}
-        return [(validate(ClientRequest, fields), self.field_names | names)]
+        names |= self.field_names
+        return [(validate(ClientRequest, fields, names=names), names)]
 
 
 ChatFinishWord = Literal["stop", "length", "tool_calls"]

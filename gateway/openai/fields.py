@@ -364,10 +364,8 @@ def prompt_requests(
             field, f"{len(several)} prompts are over the limit of {max_prompts}", f"send at most {max_prompts}"
         )
     inner = "prompt" if isinstance(several[0], str) else "prompt_token_ids"
-    return [
-        (
-            validate(ClientRequest, common | {inner: prompt}),
-            {**names, inner: field if is_one else f"{field}[{index}]"},
-        )
-        for index, prompt in enumerate(several)
-    ]
+    requests: NamedRequests = []
+    for index, prompt in enumerate(several):
+        ours = {**names, inner: field if is_one else f"{field}[{index}]"}
+        requests.append((validate(ClientRequest, common | {inner: prompt}, names=ours), ours))
+    return requests

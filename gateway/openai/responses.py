@@ -214,7 +214,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
             "grammar": self.grammar_field,
             "chat.messages": "input",
         }
-        return [(validate(ClientRequest, fields), names)]
+        return [(validate(ClientRequest, fields, names=names), names)]
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]

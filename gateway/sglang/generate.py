@@ -157,9 +157,10 @@ class GenerateBody(ServingFields, GenerationBody):
         }
         names = {
             "max_tokens": "sampling_params.max_new_tokens",
+            "min_tokens": f"sampling_params.{'min_tokens' if params.min_new_tokens is None else 'min_new_tokens'}",
             "sampling.logit_bias": "sampling_params.logit_bias",
             "grammar": params.grammar_field,
-        }
+        } | {name: f"sampling_params.{name}" for name in ("ignore_eos", "bad_words", "stop_token_ids")}
         if self.text is not None:
             return prompt_requests(self.text, "text", common, names, max_prompts)
         return prompt_requests(self.input_ids or [], "input_ids", common, names, max_prompts)

@@ -29,6 +29,8 @@ def with_addresses(options: Mapping[str, ServiceOptions], found: Addresses) -> d
     placed = dict(options)
     for name, addresses in found.items():
         changes: dict[str, Any] = {field: text for field, text in addresses.items() if hasattr(placed[name], field)}
+        if changes.get("metrics_address") == addresses.get("rest_address"):
+            changes["metrics_address"] = ""  # the page has no door of its own
         placed[name] = replace(placed[name], **changes)
     if "draft" not in found:
         nobody: dict[str, Any] = {"draft": ()}

@@ -66,11 +66,13 @@ def test_what_outrider_up_runs_is_found(
         (tmp_path / folder).mkdir()
         for name in ("gateway", "verify", "draft"):
             address = gateway if name == "gateway" else live.address(name)
-            told = {"address": address, "metrics_address": "", "rest_address": ""}
+            rest = live.address("gateway", "rest_address") if name == "gateway" else ""
+            told = {"address": address, "metrics_address": rest, "rest_address": rest}
             (tmp_path / folder / f"{name}.json").write_text(json.dumps(told))
     code, found = doctor(capsys, "--skip-models", "--running")
     assert of(found, "gateway") == [("ok", f"gateway {live.gateway_address}: serves tiny (context 256)")]
     assert [level for name in ("verify", "draft") for level, _ in of(found, name)] == ["ok", "ok"], (code, found)
+    assert "is gateway --rest-address's too" not in str(found), "the door that has the metrics' page is no second one"
     (tmp_path / "outrider-lives" / "draft.json").unlink()
     _, found = doctor(capsys, "--skip-models", "--running")
     assert of(found, "draft") == []

@@ -48,3 +48,13 @@ async def test_bad_words_are_sent_on_as_tokens_with_and_without_a_space(world: W
     ):
         assert (await world.http.post(path, json=body)).status_code == 200
         assert [list(word.ids) for word in world.verify.requests[-1].bad_words] == expected
+
+
+async def test_what_does_not_go_with_a_form_is_named_as_the_client_named_it(world: World) -> None:
+    for params, field in (
+        ({"min_new_tokens": 2}, "sampling_params.min_new_tokens"),
+        ({"min_tokens": 2}, "sampling_params.min_tokens"),
+        ({"bad_words": ["x"]}, "sampling_params.bad_words"),
+    ):
+        response = await world.http.post("/generate", json={"text": "x", "sampling_params": {"regex": "a", **params}})
+        assert response.status_code == 400 and response.json()["error"]["param"] == field

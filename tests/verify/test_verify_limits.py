@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from verify_service import main
-from verify_service.engine.build import _limits
+from verify_service.engine.build import _limits, load
 from verify_service.engine.memory import Memory
 
 
@@ -22,6 +23,20 @@ def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
     options = VerifyOptions(max_draft_tokens=600)
     with pytest.raises(ConfigError, match="max-draft-tokens"):
         _limits(options, Path("unused"), model, Memory(32, 16))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("context_length", "cache", "most"), [(257, 0, 256), (129, 128, 128)])
+def test_a_context_that_cannot_be_is_refused_before_weights_are_read(
+    tmp_path: Path, context_length: int, cache: int, most: int
+) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32,
+              "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "model.safetensors"):  # there is nothing to read in them
+        (tmp_path / name).write_text("{}")
+    options = VerifyOptions(model=str(tmp_path), context_length=context_length, max_total_tokens=cache)
+    with pytest.raises(ConfigError, match=f"--context-length: {context_length} is over {most}"):
+        load(options)
 
 
 @pytest.mark.parametrize("door", ["address", "metrics_address"])

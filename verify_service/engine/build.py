@@ -189,6 +189,7 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
     path = resolve_model(options.model)
     device = choose_device(options.device)
     config = describe_model(path, options.model_impl)
+    _check_context_length(options, min(config.max_positions, options.max_total_tokens or config.max_positions))
     told = named_draft(options, path)
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
         check_drafter(told, path)
@@ -409,6 +410,14 @@ def _max_round_tokens(options: VerifyOptions) -> int:
     return max(options.max_running_requests + options.max_draft_tokens, 1)
 
 
+def _check_context_length(options: VerifyOptions, most: int) -> None:
+    if options.context_length > most:
+        raise ConfigError(
+            f"--context-length: {options.context_length} is over {most}, which model and KV cache allow; lower it, or "
+            f"raise --max-total-tokens if that is the limit"
+        )
+
+
 def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Memory) -> EngineLimits:
     """A lone request must always fit, tree included, or preemption could not make room for it."""
     on_gpu = model.device.type == "cuda"
@@ -419,11 +428,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Me
             f"--max-total-tokens: {memory.num_pages * memory.page_size} leave no room beside "
             f"{options.max_draft_tokens} draft tokens; raise it or lower --max-draft-tokens"
         )
-    if options.context_length > most:
-        raise ConfigError(
-            f"--context-length: {options.context_length} is over {most}, which model and KV cache allow; lower it, or "
-            f"raise --max-total-tokens if that is the limit"
-        )
+    _check_context_length(options, most)
     limits = EngineLimits(
         # Output matrices are often padded past the tokenizer; what has no text is never sampled.
         vocab_size=min(model.config.vocab_size, _num_tokens(path)),
