@@ -16,6 +16,8 @@ CARD = "README.md"
 KINDS = {
     "EAGLE3": "an EAGLE-3 head (arXiv 2503.01840)",
     "EAGLE": "an EAGLE-2 head (arXiv 2406.16858)",
+    "DFLASH": "a DFLASH head (arXiv 2602.06036), which guesses a block of tokens in one forward",
+    "DSPARK": "a DSPARK head, which guesses a block of tokens in one forward, and what each does to the next",
     "NEXTN": "a multi-token prediction module in MiMo's layout",
     "STANDALONE": "a small language model that learned to speak as its target",
 }
@@ -25,6 +27,11 @@ OTHER_ENGINES = {
     "SGLang and vLLM read. It holds no embedding: they take the target's.",
     "EAGLE": "The folder has the key names of public EAGLE and EAGLE-2 heads, which SGLang reads as `EAGLE`. It holds "
     "neither embedding nor output matrix: both are the target's.",
+    **dict.fromkeys(
+        ("DFLASH", "DSPARK"),
+        "The tensors have the names of DeepSpec's heads (`Qwen3DSparkModel`), with a vocabulary of its own (`d2t`) as "
+        "in vLLM's speculators, and no embedding: it is the target's. No other engine was tried.",
+    ),
     "NEXTN": "The tensors have MiMo's names (`model.mtp_layers.0.`). Engines that serve MiMo expect them in the "
     "checkpoint of a MiMo target; beside a target of another family, as a folder of its own, Outrider alone "
     "reads them.",

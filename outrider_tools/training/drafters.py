@@ -10,16 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
+from outrider_tools.training.block import TrainableBlockHead
 from outrider_tools.training.eagle import TrainableEagleHead
 from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head, default_feature_layers
 from outrider_tools.training.learner import Learner, TrainableDrafter
 from outrider_tools.training.mtp import TrainableMtpHead
-from outrider_tools.training.options import RunOptions
+from outrider_tools.training.options import BLOCK_ALGORITHMS, RunOptions
 from outrider_tools.training.standalone import TrainableLM, small_config
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts, choose_vocabulary
@@ -51,15 +53,38 @@ def _eagle3(target: TargetModel, texts: Texts, options: RunOptions) -> Trainable
     if options.init_from is not None:
         return StoredEagle3Head(options.init_from, target.config).head(target)
     config = target.config
-    layers = options.feature_layers
-    if not layers:
-        if config.num_layers < 4:
-            raise ConfigError(f"--feature-layers: must be given for a target of {config.num_layers} layers")
-        layers = default_feature_layers(config.num_layers)
     chosen = choose_vocabulary(texts, config.vocab_size, options.draft_vocab_size, config.eos_token_ids)
+    layers = _feature_layers(options, config)
     head = TrainableEagle3Head(config, torch.from_numpy(chosen), layers, options.intermediate_size)
     head.start(target)
     return head
+
+
+def _block(target: TargetModel, texts: Texts, options: RunOptions) -> TrainableDrafter:
+    config = target.config
+    chosen = choose_vocabulary(texts, config.vocab_size, options.draft_vocab_size, config.eos_token_ids)
+    # The mask is a token that is never guessed; what it was to the target does not matter.
+    unknown = np.setdiff1d(np.arange(config.vocab_size), chosen)
+    head = TrainableBlockHead(
+        config,
+        torch.from_numpy(chosen),
+        _feature_layers(options, config),
+        block_size=options.trainer.unroll,
+        num_layers=options.layers,
+        mlp_size=options.intermediate_size or config.intermediate_size,
+        mask_token=int(unknown[-1]) if unknown.size else config.vocab_size - 1,
+        markov_rank=options.markov_rank if options.algorithm == "DSPARK" else 0,
+    )
+    head.start(target)
+    return head
+
+
+def _feature_layers(options: RunOptions, config: ModelConfig) -> tuple[int, ...]:
+    if options.feature_layers:
+        return options.feature_layers
+    if config.num_layers < 4:
+        raise ConfigError(f"--feature-layers: must be given for a target of {config.num_layers} layers")
+    return default_feature_layers(config.num_layers)
 
 
 def _standalone(target: TargetModel, texts: Texts, options: RunOptions) -> TrainableDrafter:
@@ -70,6 +95,7 @@ def _standalone(target: TargetModel, texts: Texts, options: RunOptions) -> Train
 
 MAKERS: dict[str, Callable[[TargetModel, Texts, RunOptions], TrainableDrafter]] = {
     "EAGLE3": _eagle3,
+    **dict.fromkeys(BLOCK_ALGORITHMS, _block),
     "EAGLE": lambda target, texts, options: TrainableEagleHead(target.config),
     "NEXTN": lambda target, texts, options: TrainableMtpHead(target.config),
     "STANDALONE": _standalone,
@@ -87,6 +113,9 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
         for option, value in named.items():
             if value:
                 raise ConfigError(f"{option} {value}: is for --algorithm EAGLE3 alone, not {options.algorithm}")
+    if options.algorithm in BLOCK_ALGORITHMS and options.trainer.unroll < 2:
+        raise ConfigError(f"--unroll {options.trainer.unroll}: a block has at least 2 places")
+    options = replace(options, layers=options.layers or (2 if options.algorithm in BLOCK_ALGORITHMS else 4))
     if options.init_from is None:
         return replace(options, draft_vocab_size=options.draft_vocab_size or DRAFT_VOCAB_SIZE)
     head = StoredEagle3Head(options.init_from, target).config
@@ -108,8 +137,9 @@ def export_drafter(
 ) -> int:
     """Write a drafter to `folder`, made if need be; returns the bytes of its weights.
 
-    A head's embedding (and, but for EAGLE-3, output matrix) is the target's and is left out. A language model gets the
-    target's tokenizer. Norms and matrices in `dtype`; of EAGLE-3 heads `d2t` int64, `t2d` bool.
+    A head's embedding is the target's and is left out, and so is the output matrix of an EAGLE head or MTP module. A
+    language model gets the target's tokenizer. Norms and matrices in `dtype`; of heads with a vocabulary of their own
+    `d2t` int64, `t2d` bool.
     """
     fields = module.config_fields(read_json(target_folder / "config.json"))
     # Both are ways to say it; the newer one would win over what we write.

@@ -204,8 +204,9 @@ class Learner:
         self._loss = TargetLoss(wrap, options.hit_weight)
         self._run = module.runner(target.rotary, wrap)
         self._output_rows = wrap(module.output_rows)
-        own = module.output_weight
-        self._output = target.stored_output().to(target.device, target.dtype) if own is None else own
+        self._target_output: Tensor | None = None
+        if module.output_weight is None:
+            self._target_output = target.stored_output().to(target.device, target.dtype)
         whole = torch.arange(target.config.vocab_size, device=target.device)
         ids = module.target_ids
         self._target_ids = whole if ids is None else ids
@@ -230,11 +231,15 @@ class Learner:
         target_probs = self._loss.target_probs(self._target.model, hidden, self._target_ids, self._draft_ids, counts)
         count = counts.sum(dtype=torch.float32)
         losses, rates = [], []
+        # It may be made of several parameters, anew for each step.
+        output = self._target_output if self._target_output is not None else self.module.output_weight
+        if output is None:
+            raise ValueError("a drafter that had no output matrix of its own has none of the target's")
         with self._target.autocast():
             for step, feature in enumerate(self._run(given, self._num_steps)):
                 # The target's word at place i is the drafter's at base i - lead, a step more for each before that.
                 rows = _pick_rows(feature, *places.at(self.module.lead + step))
-                loss, hits = self._loss(self._output_rows(rows), self._output, target_probs, count)
+                loss, hits = self._loss(self._output_rows(rows), output, target_probs, count)
                 if self._feature_weight:
                     loss = loss + self._feature_weight * _distance(rows, hidden, counts)
                 losses.append(loss)
@@ -242,14 +247,20 @@ class Learner:
         return torch.stack(losses), torch.stack(rates)
 
     def groups(self, options: TrainerOptions) -> list[dict[str, Any]]:
-        """Optimizer groups: `params`, a list of the module's parameters that learn; `peak`, their highest learning
-        rate; `kind`, "matrix" for 2-D weights that Muon may take, else "other". Every parameter is in one group."""
+        """Optimizer groups, with every parameter in one of them.
+
+        `params`, a list of the module's parameters that learn; `peak`, their highest learning rate; `kind`, "matrix"
+        for 2-D weights that Muon may take, else "other", embeddings among them.
+        """
         inherited, peak = self.module.inherited, options.learning_rate
         known = {id(weight) for weight in inherited}
+        tables = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
         new = [weight for weight in self.module.parameters() if id(weight) not in known]
+        matrices = [weight for weight in new if weight.dim() == 2 and id(weight) not in tables]
+        others = [weight for weight in new if weight.dim() != 2 or id(weight) in tables]
         groups = [
-            {"params": [weight for weight in new if weight.dim() == 2], "peak": peak, "kind": "matrix"},
-            {"params": [weight for weight in new if weight.dim() != 2], "peak": peak, "kind": "other"},
+            {"params": matrices, "peak": peak, "kind": "matrix"},
+            {"params": others, "peak": peak, "kind": "other"},
             {"params": inherited, "peak": peak * options.output_share, "kind": "other"},
         ]
         return [group for group in groups if group["params"]]

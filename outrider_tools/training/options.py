@@ -9,7 +9,8 @@ from typing import Any
 
 from outrider.cli.options import number, whole_number
 
-ALGORITHMS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")
+ALGORITHMS = ("EAGLE3", "EAGLE", "DFLASH", "DSPARK", "NEXTN", "STANDALONE")
+BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
 OPTIMIZERS = ("adamw", "muon")
 
 
@@ -38,7 +39,12 @@ class TrainerOptions:
     batch_tokens: int = flag(
         16384, "training", "Tokens of a step, on each GPU. Default: 16384.", type=whole_number(64, 10**7)
     )
-    unroll: int = flag(8, "training", "Steps on own features. Default: 8.", type=whole_number(1, 32))
+    unroll: int = flag(
+        8,
+        "training",
+        "Steps on own features; of DFLASH and DSPARK the places of a block. Default: 8.",
+        type=whole_number(1, 32),
+    )
     hit_weight: float = flag(
         0.0,
         "training",
@@ -128,17 +134,20 @@ class RunOptions:
     draft_vocab_size: int = flag(
         0,
         "drafter",
-        "EAGLE3: tokens that it may guess. Default: 8192, or as --init-from.",
+        "EAGLE3, DFLASH, DSPARK: tokens that it may guess. Default: 8192, or as --init-from.",
         type=whole_number(1, 10**6),
     )
     intermediate_size: int = flag(
         0,
         "drafter",
-        "EAGLE3: width of its MLP. Default: the target's, or as --init-from.",
+        "EAGLE3, DFLASH, DSPARK: width of its MLP. Default: the target's, or as --init-from.",
         type=whole_number(0, 10**6),
     )
     feature_layers: tuple[int, ...] = flag(
-        (), "drafter", "EAGLE3: layers whose input it reads, as in 2,15,27 (30's default).", type=_layers
+        (),
+        "drafter",
+        "EAGLE3, DFLASH, DSPARK: layers whose input it reads, as in 2,15,27 (30's default).",
+        type=_layers,
     )
     own_feature_weight: float | None = flag(
         None,
@@ -147,7 +156,15 @@ class RunOptions:
         type=float,
     )
     """None takes the kind's own."""
-    layers: int = flag(4, "drafter", "STANDALONE: its layers. Default: 4.", type=whole_number(1, 1000))
+    layers: int = flag(
+        0,
+        "drafter",
+        "STANDALONE, DFLASH, DSPARK: its layers. Default: 4, of a block head 2.",
+        type=whole_number(1, 1000),
+    )
+    markov_rank: int = flag(
+        32, "drafter", "DSPARK: width of its sequential part. Default: 32.", type=whole_number(1, 4096)
+    )
     hidden: int = flag(
         0,
         "drafter",
@@ -170,6 +187,14 @@ class RunOptions:
     @property
     def of_drafter(self) -> dict[str, Any]:
         """What decides which drafter is trained, by the names on the command line."""
-        own = ("draft_vocab_size", "feature_layers", "intermediate_size", "layers", "hidden", "init_from")
+        own = (
+            "draft_vocab_size",
+            "feature_layers",
+            "intermediate_size",
+            "layers",
+            "hidden",
+            "init_from",
+            "markov_rank",
+        )
         names = ("algorithm", "feature_weight", *own)
         return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}

@@ -16,6 +16,7 @@ from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.block import BlockHead
 from outrider.sampling.noise import gumbel
 from outrider_tools.training.attention import SpanAttention, Spans, check_plain
 from outrider_tools.training.options import TreeShape
@@ -96,6 +97,12 @@ class TextRollout:
         self.attention = SpanAttention(spans, keep=True)
         batch = TokenBatch(tokens, spans.positions)
         before = None if self.features is None else self.features[:-1]
+        if isinstance(model, BlockHead) and before is not None:
+            # Its context is made of features alone, and rows come of blocks.
+            k, v = model.context(before, spans.positions)
+            self.attention.kept = dict(enumerate(zip(k, v, strict=True)))
+            self.rows, self.child_features = before, None
+            return
         # Nothing is written to the cache, which tells its heads and dtype alone.
         self.rows, self.child_features = model.forward(batch, before, model.new_kv(1), self.attention)
         """What `logits` takes, and what children take as features, of every row of the text."""
@@ -124,6 +131,7 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         self._draft = draft
         self._bases = roots - draft.offset
         self._depth = 0
+        self._block_size = 0
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         """Of each layer, keys and values of the last nodes and those above them, [N, kv_heads, depth, head_dim]."""
 
@@ -141,18 +149,31 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         Args:
             tokens: int64 [N].
             owners: int64 [N], which of the roots each belongs to.
-            features: [N, feature_size], of each node's parent.
+            features: [N, feature_size], of each node's parent; below the root of a block head its state.
             parents: int64 [N], place of each node's parent in the call before; not read in the first.
 
         Returns:
             rows for `logits`, and features for the nodes' children.
         """
-        bases = self._bases[owners]
+        model, bases = self._draft.model, self._bases[owners]
+        if isinstance(model, BlockHead):
+            states = self._run_blocks(model, tokens, bases) if features is None or not self._depth else features
+            self._depth += 1
+            return model.advance(tokens, states)
         batch = TokenBatch(tokens, bases + self._depth)
         self._parents = parents
         self._hidden = torch.arange(self._draft.rows.shape[0], device=bases.device) >= bases.unsqueeze(1)
         self._depth += 1
-        return self._draft.model.forward(batch, features, self._draft.model.new_kv(1), self)
+        return model.forward(batch, features, model.new_kv(1), self)
+
+    def _run_blocks(self, model: BlockHead, tokens: Tensor, bases: Tensor) -> Tensor:
+        """States of the blocks of R roots; each sees the text's features up to its root's."""
+        size = model.block.size
+        seen = torch.arange(self._draft.rows.shape[0], device=bases.device) <= bases.unsqueeze(1)
+        self._hidden = (~seen).repeat_interleave(size, 0)
+        self._block_size = size
+        batch = TokenBatch(*model.block_tokens(tokens, bases + 1))
+        return model.forward_blocks(batch, model.new_kv(1), self)
 
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
         """See AttentionBackend."""
@@ -176,7 +197,11 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         return found.flatten(1)
 
     def _extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes' own keys and values behind those of their parents."""
+        """The nodes' own keys and values behind those of their parents; in a block those of all its places."""
+        if self._block_size:
+            blocks = (part.unflatten(0, (-1, self._block_size)).transpose(1, 2) for part in (k, v))
+            k, v = (part.repeat_interleave(self._block_size, 0) for part in blocks)
+            return k, v
         before = self._own.get(layer)
         k, v = k.unsqueeze(2), v.unsqueeze(2)
         if before is not None:

@@ -16,11 +16,12 @@ from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
 
-KINDS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")
+KINDS = ("EAGLE3", "EAGLE", "DFLASH", "DSPARK", "NEXTN", "STANDALONE")
 OPTIONS = RunOptions(
     draft_vocab_size=200,
     feature_layers=(1, 2, 3),
     layers=2,
+    markov_rank=8,
     corpus=CorpusOptions(),
     trainer=TrainerOptions(steps=12, batch_tokens=256, unroll=3, learning_rate=3e-3),
 )

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.base import ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.block import BlockHead
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import HostProposer
 from outrider_tools.training.options import TreeShape
@@ -43,19 +44,35 @@ class NaiveDraft:
         """By place in the text: tokens that ran with the target's features."""
         for place in range(self.offset, len(ids)):
             feature = None if self.features is None else self.features[place - 1]
-            self.true[place] = self.run(ids[place], feature, slots)
+            self.true[place] = self.run(ids[place], feature, slots, is_true=True)
             slots = self.true[place].slots
 
-    def run(self, token: int, feature: Tensor | None, before: list[int]) -> Node:
+    def run(self, token: int, feature: Tensor | None, before: list[int], *, is_true: bool = False) -> Node:
         """A token behind the slots of others, at the position that follows from their number."""
         slots = [*before, self.used]
         self.used += 1
+        if isinstance(self.model, BlockHead):
+            assert feature is not None
+            return self.read_block(self.model, token, feature, slots, is_true)
         batch = ForwardBatch(
             torch.tensor([token]), torch.tensor([len(before)]), [Segment(1, torch.tensor(slots, dtype=torch.int64))]
         )
         given = None if feature is None else feature[None]
         rows, found = self.model.forward(batch, given, self.kv, TorchAttention())
         return Node(slots, self.model.logits(rows)[0].clone(), None if found is None else found[0].clone())
+
+    def read_block(self, head: BlockHead, token: int, given: Tensor, slots: list[int], is_true: bool) -> Node:
+        """`given` is the target's feature, with which a block begins, or what the parent left."""
+        states, ids, size = given[None], torch.tensor([token]), head.block.size
+        if is_true:
+            place = torch.tensor([len(slots) - 1])
+            head.extend(TokenBatch(ids, place), states, torch.tensor(slots[-1:]), self.kv, TorchAttention())
+            seen = torch.tensor([*slots, *range(self.kv.num_slots - size, self.kv.num_slots)])
+            segment = Segment(size, seen, torch.ones(size, size, dtype=torch.bool))
+            batch = ForwardBatch(*head.block_tokens(ids, place + 1), [segment])
+            states = head.forward_blocks(batch, self.kv, TorchAttention())
+        rows, left = head.advance(ids, states)
+        return Node(slots, head.logits(rows)[0].clone(), left[0].clone())
 
     def children(self, node: Node, count: int) -> list[tuple[int, float]]:
         """Token ids and edge scores, best first, as services rank them."""

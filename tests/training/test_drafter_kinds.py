@@ -12,12 +12,15 @@ from training_world import random_texts, run_ahead, states
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
-from outrider.models.drafters.kinds import algorithm_of
+from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, algorithm_of
 from outrider_tools.training import trainer as trainer_module
 from outrider_tools.training.drafters import export_drafter, make_learner
+from outrider_tools.training.evaluate import read_text
 from outrider_tools.training.generate import answer_questions
 from outrider_tools.training.learner import TrainableHead
 from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.rollout import NodeRollout
 from outrider_tools.training.standalone import TrainableLM, small_config
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
@@ -64,6 +67,29 @@ def test_exported_heads_run_ahead_as_the_trained_module_does(
             rows, own = model.forward(batch, own[-1:], kv, TorchAttention())
 
 
+@pytest.mark.parametrize("kind", BLOCK_ALGORITHMS)
+@torch.no_grad()
+def test_exported_block_heads_guess_as_the_trained_module_does(
+    target: TargetModel, texts: Texts, tmp_path: Path, kind: str
+) -> None:
+    learner = train_drafter(target, texts, kind)
+    model = loaded_drafter(target, learner, kind, tmp_path)
+    assert algorithm_of(tmp_path) == kind
+    assert isinstance(model, BlockHead) and model.block.num_guesses == 3
+    ids = torch.from_numpy(random_texts(target, 1, 4, 16).sequence(0)).long()
+    steps = run_ahead(target, learner.module, ids, 3)
+    output = learner.module.output_weight
+    assert output is not None
+    draft = read_text(target.model, model, ids)
+    roots = torch.arange(1, len(ids) - 4)
+    branches = NodeRollout(draft, roots)
+    features, owners = branches.root_features, torch.arange(len(roots))
+    for step in range(3):
+        rows, features = branches.run(ids[roots + step], owners, features, owners)
+        expected = steps[step][roots - 1] @ output.t()
+        torch.testing.assert_close(model.logits(rows), expected, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_an_exported_language_model_gives_the_trained_modules_logits(
     target: TargetModel, texts: Texts, tmp_path: Path
@@ -83,7 +109,7 @@ def test_an_exported_language_model_gives_the_trained_modules_logits(
     torch.testing.assert_close(model.logits(rows), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ("EAGLE", "NEXTN", "STANDALONE"))
+@pytest.mark.parametrize("kind", ("EAGLE", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE"))
 def test_every_kind_learns(target: TargetModel, texts: Texts, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "LOG_EVERY", 5)
     options = replace(OPTIONS, algorithm=kind, trainer=replace(OPTIONS.trainer, steps=40, warmup_share=0.1))
@@ -94,7 +120,7 @@ def test_every_kind_learns(target: TargetModel, texts: Texts, kind: str, monkeyp
     assert all(last > first + 0.1 for first, last in zip(points[0].rates, points[-1].rates, strict=True))
 
 
-@pytest.mark.parametrize("kind", ("EAGLE", "NEXTN", "STANDALONE"))
+@pytest.mark.parametrize("kind", ("EAGLE", "DSPARK", "NEXTN", "STANDALONE"))
 def test_a_resumed_training_of_every_kind_equals_an_uninterrupted_one(
     target: TargetModel, texts: Texts, tmp_path: Path, kind: str
 ) -> None:
