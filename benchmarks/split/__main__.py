@@ -8,9 +8,9 @@ python -m benchmarks.split --model /models/llama-8b --prompts mt_bench.jsonl --v
 
 A case is `plain`, or drafters as in --speculative-algorithm in small letters, joined by `+`, and `@LABEL` after one
 that takes another model than the one given as --draft NAME=PATH. Behind it, after commas: `lockstep`, `colocated` or
-both, `b=` requests at once, `t=` temperature, `ctx=` tokens of a prompt, `out=` tokens of an answer, `n=`
-prompts, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones), of verify where it drafts
-itself.
+both, `json` for answers of a schema, `b=` requests at once, `t=` temperature, `ctx=` tokens of a prompt, `out=` tokens
+of an answer, `n=` prompts, and options of the draft service (`steps`, `topk`, `nodes` for the speculative ones), of
+verify where it drafts itself.
 Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and a draft service only
 for n-grams and further models (`eagle3+ngram,colocated`); in lockstep, too, they always grow as much as their options
 allow.

@@ -26,6 +26,8 @@ class SplitCase:
     lockstep: bool = False
     colocated: bool = False
     """Whether verify drafts inside its own rounds, with the first model; a draft service drafts with the others."""
+    json: bool = False
+    """Whether answers are JSON of a schema."""
     batch: int = 1
     temperature: float = 0.0
     context: int = 0
@@ -45,8 +47,8 @@ class SplitCase:
         for word in words:
             name, equals, value = word.partition("=")
             if not equals:
-                if name not in ("lockstep", "colocated"):
-                    raise ConfigError(f"{text}: {name!r} is neither lockstep, nor colocated, nor name=value")
+                if name not in ("lockstep", "colocated", "json"):
+                    raise ConfigError(f"{text}: {name!r} is neither lockstep, colocated, json, nor name=value")
                 case = replace(case, **{name: True})
             elif name == "b":
                 case = replace(case, batch=int(value))
@@ -93,9 +95,9 @@ class SplitCase:
         return " ".join(words) or "split"
 
     @property
-    def load(self) -> tuple[int, float, int, int, int]:
+    def load(self) -> tuple[int, float, int, int, int, bool]:
         """Cases of the same one answer the same prompts under the same load."""
-        return self.batch, self.temperature, self.context, self.num_tokens, self.num_prompts
+        return self.batch, self.temperature, self.context, self.num_tokens, self.num_prompts, self.json
 
     @property
     def target(self) -> str:
@@ -115,7 +117,7 @@ class SplitCase:
         context = f"ctx{self.context // 1024}k" if self.context else ""
         length = f"out{self.num_tokens}" if self.num_tokens else ""
         prompts = f"n{self.num_prompts}" if self.num_prompts else ""
-        load = [f"b{self.batch}", context, length, prompts]
+        load = [f"b{self.batch}", context, length, prompts, "json" * self.json]
         words = [model, self.drafter, self.mode, *options, *load, dtype, self.decoding]
         return " ".join(word for word in words if word)
 

@@ -35,6 +35,15 @@ class CaseAnswers:
         return sum(map(len, self.texts))
 
 
+_SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["title", "points"], "properties": {
+    "title": {"type": "string", "maxLength": 80},
+    "points": {"type": "array", "minItems": 6, "maxItems": 6, "items": {
+        "type": "object", "additionalProperties": false, "required": ["name", "detail", "weight"], "properties": {
+            "name": {"type": "string", "maxLength": 40}, "detail": {"type": "string", "maxLength": 160},
+            "weight": {"type": "integer", "minimum": 0, "maximum": 100}}}}}}"""
+"""Of the answers of cases with JSON."""
+
+
 def read_prompts(path: Path) -> list[str]:
     """First turns of a file of questions: a JSON object with "turns" or "prompt" a line."""
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
@@ -61,11 +70,12 @@ def prompts_for(case: SplitCase, questions: list[str], least: int, tokenizer: To
 
 def request(prompt: str, seed: int, max_tokens: int, case: SplitCase) -> gateway_pb2.GatewayServiceGenerateRequest:
     """A user turn."""
+    grammar = common_pb2.Grammar(json_schema=_SCHEMA) if case.json else None
     return gateway_pb2.GatewayServiceGenerateRequest(
         chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
-        sampling=common_pb2.SamplingParams(temperature=case.temperature, seed=seed),
+        sampling=common_pb2.SamplingParams(temperature=case.temperature, seed=seed, grammar=grammar),
         max_tokens=max_tokens,
-        ignore_eos=True,
+        ignore_eos=not case.json,
         speculation=gateway_pb2.SPECULATION_ON if case.drafts else gateway_pb2.SPECULATION_OFF,
     )
 

@@ -17,6 +17,7 @@ from tiny_grammar import CHOICE, END, REGEX, VOCAB, text_of
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.heads import StandaloneDraft
 from outrider.protocol.generation import FinishReason
 from verify_service.engine.round import Entry, Growth
 from verify_service.executors.cuda import CudaExecutor, CudaRound
@@ -60,7 +61,10 @@ def start(model: CausalLM, vocabulary: GrammarVocabulary, engines: list[Threaded
             engine = make_engine(model, 256 if kind == "cpu" else 24, vocabulary=vocabulary, chunk_size=16)
         else:
             limits = {"deterministic": kind == "deterministic", "spin": kind == "spinning"}
-            engine, executor = make_paged_engine(model, vocabulary=vocabulary, **limits)
+            draft = StandaloneDraft(model, "") if kind == "inside" else None
+            engine, executor = make_paged_engine(
+                model, vocabulary=vocabulary, draft=draft, growth=Growth(3, 16), **limits
+            )
             if kind == "spinning":
                 last_for_looks(executor)
         engines.append(engine)
@@ -93,6 +97,8 @@ QUICK = [
     ("paged", "mixed"),
     ("deterministic", "right"),
     ("spinning", "mixed"),
+    ("inside", "none"),
+    ("inside", "mixed"),
 ]
 SLOW = [(kind, name) for kind in ("paged", "deterministic") for name in DRAFTS if (kind, name) not in QUICK]
 
@@ -108,7 +114,9 @@ def test_tokens_are_the_same_with_any_draft(start: Start, truth: list[Answer], k
         assert accepted > 0.5 * sum(len(answer.token_ids) for answer in constrained)
     if name in ("wrong", "random", "mixed"):
         assert engine.drafts.dropped["grammar"] > 0
-    if name == "none":
+    if kind == "inside":
+        assert accepted > 20
+    elif name == "none":
         assert accepted == 0 and engine.drafts.dropped["grammar"] == 0
     if kind == "crowded":
         assert engine.scheduler.num_preemptions > 0

@@ -19,7 +19,7 @@ from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.device import choose_device, choose_dtype
-from outrider.drafting.model.round_drafter import MAX_CHOSEN
+from outrider.drafting.model.round_trees import MAX_CHOSEN
 from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import introduce
 from outrider.errors import ConfigError

@@ -226,6 +226,9 @@ class VerifyEngine:
             self._gaps.mark("draft wait")
         self.scheduler.take(plan)
         self._gaps.mark("take")
+        if self._growth is not None:
+            self._growth.fetch(entries, self.grammars.allowed)
+            self._gaps.mark("fetch")
         entries = self.grammars.mask(entries)
         if self._growth is None:
             return Batch(entries, wait_seconds, num_ready)

@@ -81,7 +81,7 @@ class VerifyReporter:
 
 def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> RoundReport:
     """A round as it travels."""
-    grown = [pair for pair in zip(entries, updates, strict=True) if pair[0].max_grown]
+    grown = [pair for pair in zip(entries, updates, strict=True) if pair[0].nodes.scores]
     return RoundReport(
         num_nodes=sum(len(entry.nodes) for entry in entries),
         num_prefilled=sum(entry.num_extend for entry in entries if entry.prefills),

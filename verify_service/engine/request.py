@@ -105,6 +105,11 @@ class Request:
         return self.priority, self.arrival
 
     @property
+    def is_masked(self) -> bool:
+        """Whether the host works out masks for its root and its nodes, from all tokens before them."""
+        return self.grammar is not None or self.bad_words is not None
+
+    @property
     def committed_len(self) -> int:
         """Tokens agreed."""
         return len(self.tokens)

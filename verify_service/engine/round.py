@@ -41,7 +41,8 @@ class Nodes:
         places = {old: new for new, old in enumerate(kept)}
         parents = [places[parent] if (parent := self.parents[old]) >= 0 else -1 for old in kept]
         token_ids, depths = [self.token_ids[old] for old in kept], [self.depths[old] for old in kept]
-        return Nodes(token_ids, parents, depths, [self.slots[old] for old in kept])
+        slots = [self.slots[old] for old in kept if old < len(self.slots)]
+        return Nodes(token_ids, parents, depths, slots, [self.scores[old] for old in kept] if self.scores else ())
 
 
 _NO_NODES = Nodes()

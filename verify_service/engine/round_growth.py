@@ -9,13 +9,20 @@ import numpy as np
 
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Result, TakenTrees, count_given, follow
+from verify_service.engine.round import Entry, Growth, Nodes, Result, TakenTrees, count_given, follow
 from verify_service.speculation.growth_policy import GrowthPolicy, OwnPath
 
 _LEAST_SHARE = 8
 """Least limit on the nodes of one request among many, if its tree has as many."""
 _SHARE_FACTOR = 4
 """Limit on the nodes of one request among many, as a multiple of an even share."""
+
+
+_MASKED_NODES = 32
+"""Nodes of a round that the host masks while the device waits: some 15 us each, of a round of some 5 ms."""
+
+Allowed = Callable[[Sequence[Entry], Sequence[Nodes]], Sequence[Nodes]]
+"""Of each entry's nodes, those that it may have."""
 
 
 class GrownTreesOf(Protocol):
@@ -34,6 +41,12 @@ class GrownTreesOf(Protocol):
 
     def has_tree(self, request: Request) -> bool:
         """Whether a tree was grown for the request's root."""
+
+    def take_in(self, entry: Entry, max_nodes: int) -> Nodes:
+        """An entry's nodes and the best of those that have grown for it, for which the device is waited for."""
+
+    def mark(self, entry: Entry) -> None:
+        """Note for a traced request where its nodes come from."""
 
 
 class RoundGrowth:
@@ -62,27 +75,48 @@ class RoundGrowth:
         """Nodes that have grown for the next round."""
         return 0 if self._grown is None else self._trees.num_grown
 
+    def fetch(self, entries: Sequence[Entry], allowed: Allowed) -> None:
+        """Give entries whose nodes the host masks the trees that were grown for them, and `allowed` of their nodes.
+
+        The round waits for the device, so this is for rounds where all entries are such; in others they go without.
+        """
+        decoded = [entry for entry in entries if entry.samples]
+        if not self.num_grown or not all(entry.request.is_masked for entry in decoded):
+            return
+        takers = [entry for entry in decoded if self._has_tree(entry)]
+        share = min(_MASKED_NODES, self.room(entries)) // max(len(takers), 1)
+        joined = [self._trees.take_in(entry, max(share - len(entry.nodes), 0)) for entry in takers]
+        for entry, nodes in zip(takers, allowed(takers, joined), strict=True):
+            if self._memory.reserve(entry.request, entry.request.cached_len + entry.num_extend + len(nodes)):
+                entry.nodes = nodes
+                self._trees.mark(entry)
+
     def take(self, entries: Sequence[Entry]) -> TakenTrees | None:
         """Let entries of a planned round have the trees that were grown for them, as far as there are pages.
 
-        They come beside the nodes that entries have of a draft service; what both have found is there once.
+        They come beside the nodes that entries have of a draft service; what both have found is there once. Entries
+        with masks have theirs by now.
         """
         grown, num_given = self._grown, sum(len(entry.nodes) for entry in entries)
-        num_nodes = min(self._trees.num_grown, self.room(entries) - num_given)
-        if grown is None or num_nodes <= 0:
+        num_nodes = max(min(self._trees.num_grown, self.room(entries) - num_given), 0)
+        if grown is None or not self._trees.num_grown:
             return None
         self._trees.limit(num_nodes)
         decoded = [entry for entry in entries if entry.samples]
         share = min(num_nodes, max(_SHARE_FACTOR * num_nodes // max(len(decoded), 1), _LEAST_SHARE))
         num_taken = 0
         for entry in decoded:
-            if not self._trees.has_tree(entry.request) or entry.request.draft_room <= 0:
+            if entry.masks or not share or not self._has_tree(entry):
                 continue
             # Nodes are worth no preemption: without pages the round goes without them.
             if self._memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + share):
                 entry.max_grown = share
                 num_taken += share
-        return TakenTrees(*grown, min(num_nodes, num_taken)) if num_taken else None
+        has_fetched = any(entry.nodes.scores for entry in decoded)
+        return TakenTrees(*grown, min(num_nodes, num_taken)) if num_taken or has_fetched else None
+
+    def _has_tree(self, entry: Entry) -> bool:
+        return self._trees.has_tree(entry.request) and entry.request.draft_room > 0
 
     def room(self, entries: Sequence[Entry]) -> int:
         """Nodes that a round of these entries has room for."""
@@ -107,7 +141,7 @@ class RoundGrowth:
             nodes, tokens = entry.nodes, result.token_ids[: result.num_accepted]
             first = count_given(nodes, tokens)
             num_given += first
-            own = follow(nodes.parents, nodes.token_ids, tokens)[first:] if entry.max_grown else []
+            own = follow(nodes.parents, nodes.token_ids, tokens)[first:] if nodes.scores else []
             if own:
                 ranks = np.searchsorted(scores, [-nodes.scores[node] for node in own])
                 paths.append(OwnPath(first, ranks.tolist()))

@@ -23,7 +23,7 @@ from outrider.drafting.model.round_drafter import (
     RoundExecutor,
     RoundShape,
 )
-from outrider.drafting.model.round_trees import RoundTrees, RowTree
+from outrider.drafting.model.round_trees import GrownNodes, RoundTrees, RowTree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
@@ -158,6 +158,8 @@ class RoundDrafts:
         self._costs: dict[int, GrowthCost] = {}
         self._behind: Sequence[Entry] = ()
         """Entries of the round in the making whose requests the drafter lacks tokens of."""
+        self._is_fetched = False
+        """Whether the host takes the nodes that grow behind that round, to mask them: no request goes without masks."""
         self._is_deep = False
         """Whether that round has nodes deeper than trees grow here."""
 
@@ -195,6 +197,24 @@ class RoundDrafts:
         self._drafted.pop(request, None)
         self._growing.discard(request)
 
+    def take_in(self, entry: Entry, max_nodes: int) -> Nodes:
+        """An entry's nodes and the best of those that have grown for it, for which the device is waited for."""
+        grown = self.trees.fetched(self._rows.row(entry.request), max_nodes)
+        return _joined(entry.nodes, grown, min(entry.request.draft_room, MAX_DEPTH))
+
+    def mark(self, entry: Entry) -> None:
+        """Note for a traced request where its nodes come from, of which those grew here that have no slots."""
+        nodes, first = entry.nodes, len(entry.nodes.slots)
+        if entry.request.params.trace:
+            drafters, given, names = entry.marks or NO_MARKS
+            # What a grown node hangs below has grown, too, whoever else found it.
+            edges = [
+                score - (nodes.scores[parent] if parent >= 0 else 0.0)
+                for score, parent in zip(nodes.scores[first:], nodes.parents[first:], strict=True)
+            ]
+            own = [len(names)] * len(edges)
+            entry.marks = Marks([*drafters, *own], [*given, *edges], [*names, self._options.name])
+
     def tell(self, entries: Sequence[Entry], growth: Growth | None) -> None:
         """Lay out which trees the round of these entries takes, and whose are to be grown behind it."""
         self._note_growth()
@@ -202,6 +222,7 @@ class RoundDrafts:
             self._behind = ()
             self.trees.tell(())
             return
+        self._is_fetched = all(entry.request.is_masked for entry in entries if entry.samples)
         wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
         self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
         late = self._late(self._behind)
@@ -226,6 +247,8 @@ class RoundDrafts:
         self._catch_up()
         if growth is not None and self._growing:
             self.drafter.grow(self._shape(bucket, is_deep=self._is_deep), growth.num_steps, growth.num_nodes)
+            if self._is_fetched:
+                self.trees.fetch(self.drafter.grown)
             self.num_grown = growth.num_nodes
 
     def _guarded(self, action: Callable[[], None]) -> None:
@@ -286,20 +309,12 @@ class RoundDrafts:
 
     def read(self, row: int, entry: Entry) -> None:
         """Note which nodes a finished round verified for an entry, in row `row`, beside those that it was given."""
-        found, num_given = self.trees.read(row, entry.num_extend), len(entry.nodes)
+        found = self.trees.read(row, entry.num_extend)
         depths: list[int] = []
         for parent in found.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
         entry.nodes = Nodes(found.token_ids, found.parents, depths, entry.nodes.slots, found.scores)
-        if entry.request.params.trace:
-            drafters, given, names = entry.marks or NO_MARKS
-            # What a grown node hangs below has grown, too, whoever else found it.
-            edges = [
-                score - (found.scores[parent] if parent >= 0 else 0.0)
-                for score, parent in zip(found.scores[num_given:], found.parents[num_given:], strict=True)
-            ]
-            own = [len(names)] * len(edges)
-            entry.marks = Marks([*drafters, *own], [*given, *edges], [*names, self._options.name])
+        self.mark(entry)
 
     def merge(self, base: RoundTokens) -> RoundTokens:
         """The round's tokens with its trees, on the device; may be captured."""
@@ -318,8 +333,7 @@ class RoundDrafts:
         return (
             entry.samples
             and not request.params.disable_speculation
-            and request.grammar is None
-            and request.bad_words is None
+            and request.is_masked == self._is_fetched
             and most <= self._max_positions
         )
 
@@ -364,3 +378,25 @@ class RoundDrafts:
         self._behind = []
         if chunks:
             self.drafter.compute_context(chunks, feature_slots)
+
+
+def _joined(given: Nodes, grown: GrownNodes, max_depth: int) -> Nodes:
+    """Nodes that an entry has, and behind them those that grew and are no deeper than `max_depth`, each node once."""
+    token_ids, parents, depths = list(given.token_ids), list(given.parents), list(given.depths)
+    scores = [1.0] * len(token_ids)
+    there = {pair: node for node, pair in enumerate(zip(parents, token_ids, strict=True))}
+    places = {-1: -1}
+    for number, (token, parent, score) in enumerate(zip(*grown, strict=True)):
+        above = places.get(parent)
+        depth = 1 if above is None or above < 0 else depths[above] + 1
+        if above is None or depth > max_depth:
+            continue
+        node = places[number] = there.get((above, token), len(token_ids))
+        if node < len(given):
+            scores[node] = score
+            continue
+        token_ids.append(token)
+        parents.append(above)
+        depths.append(depth)
+        scores.append(score)
+    return Nodes(token_ids, parents, depths, given.slots, scores)

@@ -26,13 +26,12 @@ from outrider.device import num_processors, put
 from outrider.drafting.model.burst import BurstShape, StepBucket
 from outrider.drafting.model.cuda_forward import ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import DeviceMemory
+from outrider.drafting.model.round_trees import MAX_CHOSEN
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import Proposer
 
-MAX_CHOSEN = 256
-"""Largest number of nodes, over all requests, that a round is given."""
 _LEAST_WIDTH = 16
 """Least number of nodes in a step: up to 32 cost hardly more than one."""
 MAX_COMMITTED = 32

@@ -10,9 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.frontier_state import BASE, NUM_FIELDS, PARENT, ROW, SLOT, TOKEN
 from kernels.round_trees import merge_trees
 from kernels.round_trees_state import GrownTrees, MergeLimits
 from kernels.sampling_state import RoundTokens
+
+MAX_CHOSEN = 256
+"""Largest number of nodes, over all requests, that a round is given."""
 
 
 class RowTree(NamedTuple):
@@ -25,7 +29,7 @@ class RowTree(NamedTuple):
 
 
 class GrownNodes(NamedTuple):
-    """Nodes that a round verified for one row, parents first: those that it was given, then the likeliest first."""
+    """Nodes for one row of a round, parents first: those that it was given if any, then the likeliest first."""
 
     token_ids: list[int]
     parents: list[int]
@@ -55,6 +59,8 @@ class RoundTrees:
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
+        self._fetched = torch.zeros(1 + NUM_FIELDS, MAX_CHOSEN, dtype=torch.int32, pin_memory=pinned)
+        self._fetched_at = torch.cuda.Event() if pinned else None
         self._positions, self._rows = ints(max_tokens), ints(max_tokens)
         self._root, self._table_rows = ints(max_rows), ints(max_rows)
         self.tell(())
@@ -116,6 +122,27 @@ class RoundTrees:
         seen = GrownTrees(grown.order[:num_tokens], grown.pool, grown.table_rows)
         merge_trees(base, seen, limits, out, self._scores[:num_tokens])
         return out
+
+    def fetch(self, grown: GrownTrees) -> None:
+        """Queue the copy of all nodes that were chosen, before a round has taken them."""
+        self._fetched[0].copy_(grown.order, non_blocking=True)
+        self._fetched[1:].copy_(grown.pool.entries, non_blocking=True)
+        if self._fetched_at is not None:
+            self._fetched_at.record()
+
+    def fetched(self, table_row: int, max_nodes: int) -> GrownNodes:
+        """The best nodes that were fetched for a row of the tables; waits for them."""
+        if self._fetched_at is not None:
+            self._fetched_at.synchronize()
+        order, entries = self._fetched[0].numpy(), self._fetched[1:].numpy()
+        mine = (np.flatnonzero((order >= 0) & (entries[ROW] == table_row)))[:max_nodes]
+        token_ids, slots, above = (entries[field, mine].tolist() for field in (TOKEN, SLOT, PARENT))
+        places = {slot: place for place, slot in enumerate(slots) if slot >= 0}
+        return GrownNodes(
+            token_ids,
+            [places[slot] if slot >= 0 else -1 for slot in above],
+            entries[BASE, mine].view(np.float32).tolist(),
+        )
 
     def to_host(self) -> None:
         """Queue the copy of the merged round; may be captured."""
