@@ -73,7 +73,8 @@ def request(prompt: str, seed: int, max_tokens: int, case: SplitCase) -> gateway
     grammar = common_pb2.Grammar(json_schema=_SCHEMA) if case.json else None
     return gateway_pb2.GatewayServiceGenerateRequest(
         chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content=prompt)]),
-        sampling=common_pb2.SamplingParams(temperature=case.temperature, seed=seed, grammar=grammar),
+        sampling=common_pb2.SamplingParams(temperature=case.temperature, seed=seed),
+        grammar=grammar,
         max_tokens=max_tokens,
         ignore_eos=not case.json,
         speculation=gateway_pb2.SPECULATION_ON if case.drafts else gateway_pb2.SPECULATION_OFF,
