@@ -9,6 +9,8 @@ from benchmarks.chaos.cases import CASES
 from benchmarks.engine.cost import Point, round_times
 from benchmarks.results_page.reports import ROOT, Cells, ResultFile, report, table, targets
 from benchmarks.results_page.split_tables import (
+    ACCEPT_COLUMNS,
+    ACCEPT_NGRAM,
     ALL_80,
     COLOCATED,
     COLOCATED_COLUMNS,
@@ -480,6 +482,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "split_6": lambda: split_table("split_now_h200x2", SIX),
     "split_targets": split_targets,
     "colocated": lambda: split_table("split_colocated_h200", COLOCATED, COLOCATED_COLUMNS),
+    "accept_ngram": lambda: split_table("accept_ngram_cpu", ACCEPT_NGRAM, ACCEPT_COLUMNS),
     "placement": lambda: split_table("split_placement_h200", PLACEMENT, PLACEMENT_COLUMNS),
     "naive": lambda: split_table("split_naive_eagle_h200", NAIVE, COLOCATED_COLUMNS),
     "timeline": timeline_table,

@@ -261,7 +261,7 @@ class Simulation:
         trees = self.scene.speculate
         for owner, name, ms in (
             (engine.scheduler, "plan", lambda: costs.gap + costs.gap_row * max(len(running) - 1, 0)),
-            (engine.scheduler, "choose", lambda _: costs.gap_trees * trees),
+            (engine.scheduler, "choose", lambda *_: costs.gap_trees * trees),
             (engine.scheduler, "take", lambda plan: costs.gap_node * plan.choice.num_nodes),
             (engine._postprocessor, "_send_commits", lambda _: costs.tell_commit * len(running)),
             (engine.drafts, "learn", lambda: costs.settle + costs.settle_row * len(running)),

@@ -13,7 +13,7 @@ from benchmarks.common import Cost
 from benchmarks.serving.soak import Rest, judge
 from benchmarks.split.cases import SplitCase
 from benchmarks.split.figures import Measured, compare, table, work_out
-from benchmarks.split.load import CaseAnswers, prompts_for, read_prompts
+from benchmarks.split.load import CaseAnswers, prompts_for, read_prompts, request
 from outrider.errors import ConfigError
 from outrider.metrics import Histogram, MetricsPage
 
@@ -39,6 +39,11 @@ def test_a_case_says_drafters_mode_load_and_options() -> None:
         "--speculative-draft-model-path=/heads/e",
     ]
     assert both.draft_options(paths, []).speculative_algorithm == ("STANDALONE", "NGRAM")
+    assert not inside.has_service
+    both = SplitCase.parse("eagle3+ngram,colocated,json")
+    assert both.title("m", "bf16") == "m eagle3+ngram colocated b1 json bf16 greedy" and both.has_service
+    assert both.draft_options({}, ["--device=cpu"]).speculative_algorithm == ("NGRAM",)
+    assert request("x", 1, 8, both).grammar.json_schema and not request("x", 1, 8, both).ignore_eos
     plain = SplitCase.parse("plain")
     assert not plain.drafts and not plain.has_service and plain.title("m", "fp32") == "m plain b1 fp32 greedy"
 
