@@ -9,10 +9,14 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from kernels.compile_workers import prepare
+
 _patch_lock = threading.Lock()
 _load_lock = threading.RLock()
 _init_locks = tuple(threading.RLock() for _ in range(64))
 """Threads wait for each other only if they are about to make the same kernel ready, or one that shares its lock."""
+_VARIANT = ("self", "key", "signature", "device", "constexprs", "options", "attrs", "warmup")
+"""What Triton's method that compiles a variant of a kernel takes."""
 _compile_locks: dict[tuple[int, str], threading.Lock] = {}
 """By function and variant."""
 
@@ -46,7 +50,7 @@ def _is_known(kernel: Any, build: Any, function: Any) -> bool:
     loads = "_load_module_from_path" in load.__code__.co_names
     readies = "_init_handles" in run.fget.__code__.co_names and "_init_handles" in vars(kernel)
     compiles = vars(function).get("_do_compile")
-    if compiles is None or compiles.__code__.co_varnames[:4] != ("self", "key", "signature", "device"):
+    if compiles is None or compiles.__code__.co_varnames[:8] != _VARIANT:
         return False
     caches = {"device_caches", "compile"} <= set(compiles.__code__.co_names)
     return loads and readies and caches and hasattr(build, "_load_module_from_path")
@@ -89,7 +93,10 @@ def _compile_once(function: Any) -> None:
     def compile_locked(self: Any, key: str, signature: Any, device: Any, *rest: Any) -> Any:
         with _compile_locks.setdefault((id(self), key), threading.Lock()):
             found = self.device_caches[device][0].get(key)
-            return compile_variant(self, key, signature, device, *rest) if found is None else found
+            if found is not None:
+                return found
+            prepare(self, device, signature, *rest)
+            return compile_variant(self, key, signature, device, *rest)
 
     function._do_compile = compile_locked
 

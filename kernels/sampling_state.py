@@ -9,8 +9,8 @@ from torch import Tensor
 
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, ACCEPT_SINGLE, ACCEPT_ACC = range(8)
 """Columns of `SamplingTables.float_params`."""
-SEED_LOW, SEED_HIGH, CHOICE_INDEX, TOP_K, NUM_LOGPROBS, FLAGS, MIN_LENGTH = range(7)
-"""Columns of `SamplingTables.int_params`; one more is free."""
+SEED_LOW, SEED_HIGH, CHOICE_INDEX, TOP_K, NUM_LOGPROBS, FLAGS, MIN_LENGTH, LAST_TOKEN = range(8)
+"""Columns of `SamplingTables.int_params`."""
 PENALIZED, BIASED, MASKED, GOES_ON = 1, 2, 4, 8
 """Bits of the column FLAGS."""
 IN_PROMPT = 1 << 30
@@ -44,7 +44,7 @@ class RoundTokens:
     """The tokens of a decode round, int32. The tokens of row b are first[b] .. first[b + 1] - 1."""
 
     token_ids: Tensor
-    """[M]"""
+    """[M]; -1 for the token that the request's last round sampled, which `expand_tree` enters."""
     positions: Tensor
     """[M], absolute. The token sampled at token i is the one at positions[i] + 1."""
     parents: Tensor
@@ -69,7 +69,8 @@ class SamplingTables:
     """float32 [R, 8]: temperature, top_p, min_p, presence, frequency and repetition penalty, accept thresholds."""
     int_params: Tensor
     """int32 [R, 8]: seed (low word, high word), choice index, top_k (0: all), logprobs wanted (-1: none), flags,
-    and the first position at which a token may end the answer, read where the flag GOES_ON is set."""
+    the first position at which a token may end the answer, read where the flag GOES_ON is set, and the token that was
+    committed last, written by `walk`."""
     counts: Tensor
     """int32 [R, V]: how often the token is in the output, plus IN_PROMPT and ENDS_ANSWER. Read where the flag
     PENALIZED or GOES_ON is set."""

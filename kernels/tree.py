@@ -20,8 +20,9 @@ def expand_tree(
     slots: Tensor,
     mask: Tensor,
     path: Tensor,
+    int_params: Tensor | None = None,
 ) -> None:
-    """Fill slots, mask and path of a round. One launch. All tensors are int32.
+    """Fill slots, mask and path of a round, and token ids that are missing. One launch. All tensors are int32.
 
     Args:
         tokens: the round, of M tokens; parents come before children. A token's position is one more than its parent's;
@@ -34,6 +35,7 @@ def expand_tree(
             first[b] + j of its row. 0 for padding.
         path: [M, D], filled with the place within its row of the token's ancestor at position cached_len[b] + k, for
             k up to the token itself; -1 behind it and for padding.
+        int_params: [R, 8], see SamplingTables, if any: the LAST_TOKEN of a row takes the place of its token ids of -1.
 
     Raises:
         ValueError: outputs that cannot hold it.
@@ -45,9 +47,9 @@ def expand_tree(
     if use_triton(tokens.parents):
         from kernels.jit import tree as jit
 
-        jit.expand_tree(tokens, page_tables, page_size, slots, mask, path)
+        jit.expand_tree(tokens, page_tables, page_size, slots, mask, path, int_params)
     else:
-        reference.expand_tree(tokens, page_tables, page_size, slots, mask, path)
+        reference.expand_tree(tokens, page_tables, page_size, slots, mask, path, int_params)
 
 
 def walk(
@@ -62,9 +64,10 @@ def walk(
 ) -> None:
     """Go from each row's root to the child that holds the sampled token, as long as there is one; writes `out`.
 
-    The token sampled where the walk stops is the bonus token. A walk that would commit more than D tokens (`out`) stops
-    at D. Committed tokens of requests with the flag PENALIZED are added to `tables.counts`. A row whose walk
-    comes to unusable logits, or to a token outside the vocabulary, commits nothing and leaves the counts as they were.
+    The token sampled where the walk stops is the bonus token. It becomes the row's LAST_TOKEN. A walk that would commit
+    more than D tokens (`out`) stops at D. Committed tokens of requests with the flag PENALIZED are added to
+    `tables.counts`. A row whose walk comes to unusable logits, or to a token outside the vocabulary, commits nothing
+    and leaves the counts as they were.
 
     Args:
         tokens: the round, B rows.

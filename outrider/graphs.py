@@ -9,8 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads
 from outrider.logs import get_logger
+
+__all__ = ["COMPILE_THREADS", "GraphPool", "compile_aside"]
 
 log = get_logger(__name__)
 
@@ -48,7 +51,7 @@ class GraphPool(Generic[Shape]):
         """Capture every shape. Each is run once first, so that kernels are compiled and libraries initialised.
 
         What `body` finds must be empty, so that those runs change nothing. `together`: it may be run by several
-        threads, which compiles on all cores.
+        threads, which compiles on all cores within `compile_aside`.
         """
         start = time.perf_counter()
         if together:

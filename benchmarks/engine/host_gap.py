@@ -83,6 +83,8 @@ def accepted(entry: Entry, luck: random.Random) -> list[int]:
 class FakeDevice:
     """An executor that notes when it had nothing to do. Stops the engine after so many rounds."""
 
+    launches_ahead = False
+
     def __init__(self, round_seconds: float, num_rounds: int) -> None:
         self.engine: VerifyEngine | None = None
         self.draft: PacedDraft | None = None

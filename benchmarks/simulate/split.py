@@ -91,6 +91,8 @@ class Round:
 class Device:
     """Runs rounds: see Executor. The target says what the language does behind the request's prompt."""
 
+    launches_ahead = False
+
     def __init__(self, actor: Actor, scene: Scene) -> None:
         self._actor, self._scene = actor, scene
         self._ends: float | None = None

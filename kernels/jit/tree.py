@@ -13,7 +13,7 @@ from kernels.sampling_state import ILLEGAL_TOKEN, RoundTokens, SampleBuffers, Sa
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_tree(
-    parents, rows, first, cached_len, table_rows, page_tables, positions, slots, mask, path,
+    token_ids, parents, rows, first, cached_len, table_rows, page_tables, positions, slots, mask, path, int_params,
     num_tokens, table_stride,
     PAGE: tl.constexpr, WORDS: tl.constexpr, WORDS_PAD: tl.constexpr, DEPTH: tl.constexpr, DEPTH_PAD: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -25,6 +25,10 @@ def _expand_tree(
     begin = tl.load(first + row, mask=real, other=0)
     cached = tl.load(cached_len + row, mask=real, other=0)
     table_row = tl.load(table_rows + row, mask=real, other=0)
+    if int_params is not None:
+        unknown = real & (tl.load(token_ids + token, mask=inside, other=0) < 0)
+        last = tl.load(int_params + table_row * 8 + 7, mask=unknown, other=0)
+        tl.store(token_ids + token, last, mask=unknown)
     depth = tl.load(positions + token, mask=real, other=-1) - cached
     logical = cached + token - begin
     page = tl.load(page_tables + table_row.to(tl.int64) * table_stride + logical // PAGE, mask=real, other=0)
@@ -48,13 +52,19 @@ def _expand_tree(
 
 
 def expand_tree(
-    tokens: RoundTokens, page_tables: Tensor, page_size: int, slots: Tensor, mask: Tensor, path: Tensor
+    tokens: RoundTokens,
+    page_tables: Tensor,
+    page_size: int,
+    slots: Tensor,
+    mask: Tensor,
+    path: Tensor,
+    int_params: Tensor | None,
 ) -> None:
     """As kernels.tree.expand_tree."""
     num_tokens, block = tokens.parents.shape[0], 8
     _expand_tree[(triton.cdiv(num_tokens, block),)](
-        tokens.parents, tokens.rows, tokens.first, tokens.cached_len, tokens.table_rows, page_tables, tokens.positions,
-        slots, mask, path, num_tokens, page_tables.stride(0),
+        tokens.token_ids, tokens.parents, tokens.rows, tokens.first, tokens.cached_len, tokens.table_rows, page_tables,
+        tokens.positions, slots, mask, path, int_params, num_tokens, page_tables.stride(0),
         PAGE=page_size, WORDS=mask.shape[1], WORDS_PAD=power_of_two(mask.shape[1]),
         DEPTH=path.shape[1], DEPTH_PAD=power_of_two(path.shape[1]), TOKENS=block, num_warps=4,
     )  # fmt: skip
@@ -160,6 +170,8 @@ def _walk(
     inside = depths < max_depth
     tl.store(tokens + wide_row * tokens_stride + depths, tl.where(committed, path_tokens, -1), mask=inside)
     tl.store(accepted + wide_row * accepted_stride + depths, tl.where(depths < count - 1, path, -1), mask=inside)
+    last = tl.sum(tl.where(depths == count - 1, path_tokens, 0), axis=0)
+    tl.store(ints + 7, last, mask=count > 0)
     if (tl.load(ints + 5) & 1) != 0:
         tl.atomic_add(counts + table_row * vocab_size + path_tokens, 1, mask=committed, sem="relaxed")
 

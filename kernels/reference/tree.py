@@ -11,7 +11,13 @@ from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables, W
 
 
 def expand_tree(
-    tokens: RoundTokens, page_tables: Tensor, page_size: int, slots: Tensor, mask: Tensor, path: Tensor
+    tokens: RoundTokens,
+    page_tables: Tensor,
+    page_size: int,
+    slots: Tensor,
+    mask: Tensor,
+    path: Tensor,
+    int_params: Tensor | None = None,
 ) -> None:
     """As kernels.tree.expand_tree."""
     slots.fill_(-1)
@@ -21,6 +27,8 @@ def expand_tree(
         if row < 0:
             continue
         begin, cached = int(tokens.first[row]), int(tokens.cached_len[row])
+        if int_params is not None and int(tokens.token_ids[token]) < 0:
+            tokens.token_ids[token] = int_params[tokens.table_rows[row], state.LAST_TOKEN]
         logical = cached + token - begin
         slots[token] = page_tables[tokens.table_rows[row], logical // page_size] * page_size + logical % page_size
         ancestor = token
@@ -74,6 +82,8 @@ def walk(
         out.num_tokens[row] = len(committed)
         out.tokens[row, : len(committed)] = torch.tensor(committed, dtype=torch.int32)
         out.accepted[row, : len(accepted)] = torch.tensor(accepted, dtype=torch.int32)
+        if committed:
+            tables.int_params[table_row, state.LAST_TOKEN] = committed[-1]
         if int(tables.int_params[table_row, state.FLAGS]) & state.PENALIZED:
             for token in committed:
                 tables.counts[table_row, token] += 1

@@ -88,13 +88,17 @@ class TreeBuffers:
         max_row_tokens: int,
         num_splits: int,
         by_path: bool,
+        int_params: Tensor | None = None,
     ) -> PagedBatch:
-        """Expand the trees, on the device, into a batch. `by_path`: attend so that the tree's shape does not matter."""
+        """Expand the trees, on the device, into a batch. `by_path`: attend so that the tree's shape does not matter.
+
+        `int_params`: see `expand_tree`.
+        """
         num_tokens = tokens.token_ids.shape[0]
         words = -(-max_row_tokens // 32)
         slots, path = self._slots[:num_tokens], self._path[:num_tokens]
         mask = self._mask[: num_tokens * words].view(num_tokens, words)
-        expand_tree(tokens, page_tables, page_size, max_row_tokens, slots, mask, path)
+        expand_tree(tokens, page_tables, page_size, max_row_tokens, slots, mask, path, int_params)
         return PagedBatch(
             token_ids=tokens.token_ids,
             positions=tokens.positions,

@@ -31,6 +31,8 @@ from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import AcceptRule
 from outrider.sampling.params import ANY_END, AnswerEnd, SamplingParams
 
+__all__ = ["DeviceSampler", "LogprobOutputs", "failure", "read_logprobs"]
+
 
 def failure(error: int) -> InternalError:
     """What a row's `error` of `DeviceSampler.commit`, not 0, means. Such a row commits nothing."""
@@ -98,6 +100,11 @@ class DeviceSampler:
             dense[list(params.logit_bias)] = list(params.logit_bias.values())
             put(dense, device, into=tables.bias[row])
 
+    @property
+    def int_params(self) -> Tensor:
+        """See SamplingTables."""
+        return self._tables.int_params
+
     def set_masks(self, runs: Sequence[tuple[int, Sequence[NDArray[np.int32]]]]) -> None:
         """Masks of a round's tokens, for requests that have some: runs of rows, each with its first token, in order.
 
@@ -137,18 +144,11 @@ class DeviceSampler:
         view = LogprobOutputs(listed.logprobs[:num_rows, :], listed.top_ids[:num_rows], listed.top_logprobs[:num_rows])
         logprobs(logits, size, tokens, tables, out, view)
 
-    def read_logprobs(self, row: int, token_ids: Sequence[int], num_logprobs: int) -> list[TokenLogprobs]:
-        """Those of the tokens that a row committed in the last round. Waits for the device."""
-        listed, count = self._logprobs, len(token_ids)
-        own = listed.logprobs[row, :count].tolist()
-        ids = listed.top_ids[row, :count, :num_logprobs].tolist()
-        values = listed.top_logprobs[row, :count, :num_logprobs].tolist()
-        return [
-            TokenLogprobs(
-                own[i], [(token, value) for token, value in zip(ids[i], values[i], strict=True) if token >= 0]
-            )
-            for i in range(count)
-        ]
+    def copy_logprobs(self, num_rows: int) -> LogprobOutputs:
+        """Queue a copy to the host of those of the round that was queued last: later ones write to the same memory."""
+        listed = self._logprobs
+        parts = (listed.logprobs, listed.top_ids, listed.top_logprobs)
+        return LogprobOutputs(*(part[:num_rows].to("cpu", non_blocking=True, copy=True) for part in parts))
 
     def _history(self, tokens: Sequence[int], prompt_len: int, end: AnswerEnd) -> NDArray[np.int32]:
         ids = np.asarray(tokens, np.int64)
@@ -156,3 +156,15 @@ class DeviceSampler:
         counts[ids[:prompt_len]] |= IN_PROMPT
         counts[[token for token in end.token_ids if token < self._vocab_size]] |= ENDS_ANSWER
         return counts
+
+
+def read_logprobs(listed: LogprobOutputs, row: int, token_ids: Sequence[int], num_logprobs: int) -> list[TokenLogprobs]:
+    """Those of the tokens that a row committed in a round, from a copy that is done."""
+    count = len(token_ids)
+    own = listed.logprobs[row, :count].tolist()
+    ids = listed.top_ids[row, :count, :num_logprobs].tolist()
+    values = listed.top_logprobs[row, :count, :num_logprobs].tolist()
+    return [
+        TokenLogprobs(own[i], [(token, value) for token, value in zip(ids[i], values[i], strict=True) if token >= 0])
+        for i in range(count)
+    ]

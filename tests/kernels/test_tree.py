@@ -8,7 +8,7 @@ from rounds import Round, chain, make_round, random_tree
 
 from kernels.launch import triton_on_cpu
 from kernels.reference.tree import expand_tree as expected_tree
-from kernels.tree import MAX_PATH
+from kernels.tree import MAX_PATH, expand_tree
 
 
 def check(made: Round) -> None:
@@ -58,6 +58,19 @@ def test_too_few_words_are_refused(device: str) -> None:
     made.max_row_tokens = 33
     with pytest.raises(ValueError, match="33 tokens"):
         made.expand()
+
+
+def test_missing_token_ids_are_the_last_ones_of_their_requests(device: str) -> None:
+    made = make_round([[-1], [-1, 0], [-1]], [5, 2, 9], device=device, padding=2, state_rows=[4, 0, 2], num_states=5)
+    tokens = made.tokens()
+    tokens.token_ids.copy_(torch.tensor([-1, 7, 8, -1, 0, 0]))
+    int_params = torch.arange(40, dtype=torch.int32, device=device).view(5, 8)
+    tables = (made.page_tables, made.page_size, made.max_row_tokens, made.slots, made.mask, made.path)
+    expand_tree(tokens, *tables, int_params)
+    assert tokens.token_ids.tolist() == [39, 7, 8, 23, 0, 0]
+    tokens.token_ids.fill_(-1)
+    expected_tree(tokens, made.page_tables, made.page_size, *tables[3:], int_params)
+    assert tokens.token_ids.tolist() == [39, 7, 7, 23, -1, -1]
 
 
 @pytest.mark.gpu

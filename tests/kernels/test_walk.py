@@ -15,7 +15,7 @@ from sampling_cases import Case, Round, make_round, random_logits
 
 from kernels.reference.tree import walk as reference_walk
 from kernels.sampling import sample_rows
-from kernels.sampling_state import ILLEGAL_TOKEN, SampleBuffers, WalkOutputs
+from kernels.sampling_state import ILLEGAL_TOKEN, LAST_TOKEN, SampleBuffers, WalkOutputs
 from kernels.tree import walk
 from outrider.sampling.lossy import AcceptRule, choose, walk_tree
 from outrider.sampling.params import SamplingParams
@@ -87,6 +87,8 @@ def check(trial: Round, logits: torch.Tensor, max_depth: int) -> None:
         assert out.tokens[row].tolist() == tokens + [-1] * (max_depth - len(tokens))
         indices = [trial.index(row, node) for node in accepted]
         assert out.accepted[row].tolist() == indices + [-1] * (max_depth - len(indices))
+        if tokens:
+            assert int(trial.tables.int_params[int(trial.tokens.table_rows[row]), LAST_TOKEN]) == tokens[-1]
         if case.params.penalized:
             added = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=trial.vocab_size)
             counts[int(trial.tokens.table_rows[row])] += added.to(counts)

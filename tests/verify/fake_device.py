@@ -53,6 +53,8 @@ class FakeRound:
 class FakeDevice:
     """Accepts nodes as far as they count up, and notes what it is asked to do."""
 
+    launches_ahead = False
+
     def __init__(self, spin: bool = False) -> None:
         """`spin`: its engine never sleeps while requests run."""
         self.spin = spin

@@ -44,6 +44,8 @@ class Finished:
 class Scripted:
     """An executor that says token 7 to everything."""
 
+    launches_ahead = False
+
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
         self._before = before
 

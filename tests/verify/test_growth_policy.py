@@ -97,6 +97,31 @@ def test_what_is_fixed_is_grown_always_within_the_sizes() -> None:
     assert set(play(make(fixed=Growth(3, 100)), 0.0, 50)) == {Growth(3, 63)}
 
 
+def test_nothing_is_planned_while_it_rests() -> None:
+    policy, num_rests, pending = make(), 0, None
+    for _ in range(4000):
+        if pending is not None:
+            policy.note(pending, 1, [])
+        rests, long = policy.rests(1), policy.rests(1, 64)
+        assert rests or not long
+        pending = policy.plan(1)
+        assert pending is None or not rests
+        num_rests += long
+    assert num_rests > 3400
+
+
+def test_a_drafter_that_is_useless_to_one_request_is_not_tried_at_first_with_more() -> None:
+    policy = make()
+    play(policy, 0.0, 100)
+    assert policy.plan(8) is None
+    grown = [policy.plan(8) for _ in range(MAX_PROBE_ROUNDS)]
+    assert 0 < sum(growth is not None for growth in grown) <= PROBE_LENGTH
+    # One that is of use to one request is tried with more.
+    good = make()
+    play(good, 0.8, 100)
+    assert good.plan(8) is not None
+
+
 @pytest.mark.parametrize(("num_rows", "sizes"), [(1, (1,)), (8, (8,)), (16, (12,))])
 def test_a_chain_takes_a_node_of_each_request_as_far_as_they_go(num_rows: int, sizes: tuple[int, ...]) -> None:
     buckets = Buckets(28, 16)

@@ -113,6 +113,47 @@ def test_tokens_are_those_of_plain_decoding(
         assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
 
 
+class Sleepy:
+    """Has something grown in 6 of 16 rounds."""
+
+    def __init__(self) -> None:
+        self.num_planned = 0
+        self.num_learned = 0
+
+    def plan(self, num_rows: int) -> Growth | None:
+        self.num_planned += 1
+        return Growth(3, 16) if self.num_planned % 16 >= 10 else None
+
+    def rests(self, num_rows: int, num_rounds: int = 1) -> bool:
+        return self.num_planned % 16 + min(num_rounds, 3) < 10
+
+    def note(self, growth: Growth, num_rows: int, paths: object, num_given: int = 0) -> None:
+        self.num_learned += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "num_pages", "deterministic"),
+    [("standalone", 4, 256, False), ("features", 4, 24, False), ("features", 2, 256, True)],
+)
+def test_a_drafter_that_rested_goes_on_where_it_is(
+    model: CausalLM, truth: list[Answer], made: Made, name: str, width: int, num_pages: int, deterministic: bool
+) -> None:
+    engine, executor = make_paged_engine(
+        model, draft=DRAFTS[name](model), num_pages=num_pages, deterministic=deterministic, growth=Growth(3, 16)
+    )
+    made.append((engine, executor))
+    assert engine._growth is not None
+    policy = engine._growth._policy = Sleepy()  # type: ignore[assignment]
+    engine.start()
+    answers = run_all(engine, jobs(), width)
+    check_same(answers, truth)
+    # Half of the rounds did nothing for it, and the others took what grew.
+    bare = sum(count for bucket, count in executor._uses.items() if bucket.is_bare)
+    assert bare > 0.2 * executor._uses.total()
+    assert policy.num_learned > 10
+    assert sum(answer.num_accepted for answer in answers) > 20
+
+
 def test_cancelled_requests_give_back_rows_and_pages(model: CausalLM, made: Made) -> None:
     source = random.Random(2)
     engine = start(made, model, StandaloneDraft(model, ""), num_pages=48, growth=Growth(3, 12))

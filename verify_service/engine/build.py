@@ -24,6 +24,7 @@ from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import introduce
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarVocabulary
+from outrider.graphs import compile_aside
 from outrider.host.garbage import disable_automatic_collection
 from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
@@ -305,7 +306,7 @@ def _cuda_executor(
     )
     if draft is not None:
         executor.draft_inside(draft.model, draft.options)
-    with ConsoleProgress() as progress:
+    with ConsoleProgress() as progress, compile_aside():
         executor.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
         if executor.drafts is not None:
             is_chain = draft is not None and draft.is_chain

@@ -42,6 +42,10 @@ _CALM_SECONDS = 0.25
 _SLEEP_SHARE = 0.75
 """Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
 
+_AHEAD_SHARE = 0.5
+"""Part of a round's expected time after which the next one is launched, if it need not wait for this one's end: what
+has come by then is part of it."""
+
 _DRAFT_WORK_SHARE = 0.1
 """Part of a round's expected time that a colocated draft may take before it for work that no round waits for."""
 
@@ -124,6 +128,8 @@ class VerifyEngine:
         self._postprocessor = RoundPostprocessor(
             self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes, growth
         )
+        self._ahead: tuple[Batch, Pending] | None = None
+        """The round behind the one that runs, if it was launched."""
         self._ended_at: float | None = None
         self._worked_at = float("-inf")
         cost.prepare(limits.max_running + limits.max_nodes + 1)
@@ -183,19 +189,27 @@ class VerifyEngine:
         """One round: schedule it, launch it, finish the one before and receive while it runs, commit its tokens.
 
         Messages are received behind the launch, so that the device has work meanwhile; without a round to run, `_idle`
-        waits for them.
+        waits for them. Where the next round needs nothing of this one but its roots, which the device knows, it is
+        launched before this one is over:
+
+            host      | n-1's updates, messages | launch n+1 | ... read n | n's updates, messages | launch n+2 | ...
+            device    |            round n                 |            round n+1                            | ...
         """
-        batch = self._schedule()
-        if not batch.entries:
-            return self._idle()
-        start = time.monotonic()
-        pending = self._executor.launch(batch.entries, batch.growth)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._ended_at is not None:
+            (batch, pending), start = ahead, self._ended_at
+        else:
+            batch = self._schedule()
+            if not batch.entries:
+                return self._idle()
+            start = time.monotonic()
+            pending = self._executor.launch(batch.entries, batch.growth)
         self.drafts.on_launch(start)
         phases = self._gaps.end()
         self._postprocessor.process()
         num_tokens = sum(entry.num_tokens for entry in batch.entries) + (batch.taken.num_nodes if batch.taken else 0)
         prefills = any(entry.prefills for entry in batch.entries)
-        self._receive_beside(pending, batch.entries, start)
+        self._receive_beside(pending, batch, start)
         results = pending.wait()
         end = time.monotonic()
         self._gaps.begin(end)
@@ -234,6 +248,19 @@ class VerifyEngine:
             return Batch(entries, wait_seconds, num_ready)
         taken = self._growth.take(entries)
         return Batch(entries, wait_seconds, num_ready, self._growth.plan(entries), taken)
+
+    def _launch_ahead(self, batch: Batch) -> None:
+        """Launch the round behind the one that runs this batch, unless it is better laid out when that one is over.
+
+        What comes in from now on is in time for the round after it.
+        """
+        if self._stopping or self._ahead is not None or self.features.preparing or batch.growth is not None:
+            return
+        entries = self.scheduler.plan_ahead(batch.entries)
+        if not entries or (self._growth is not None and not self._growth.rests(entries)):
+            return
+        growth = None if self._growth is None else self._growth.plan(entries)
+        self._ahead = Batch(entries, 0.0, 0, growth), self._executor.launch(entries, growth)
 
     def _wait_for_drafts(self, entries: list[Entry], plan: NodePlan) -> tuple[list[Entry], NodePlan, float]:
         """Wait for nodes of drafts as long as that pays.
@@ -284,9 +311,17 @@ class VerifyEngine:
         while self._actions and any(state.expects for state in awaited):
             self._actions.popleft()()
 
-    def _receive_beside(self, pending: Pending, entries: Sequence[Entry], launched_at: float) -> None:
-        """Receive and do all that needs no results of the round, piece by piece, until it has ended."""
+    def _receive_beside(self, pending: Pending, batch: Batch, launched_at: float) -> None:
+        """Receive and do all that needs no results of the round, piece by piece, until it has ended.
+
+        The next one is launched meanwhile if it can be, not before this one is half over.
+        """
+        entries = batch.entries
         sleep_until = launched_at
+        ahead_at = math.inf
+        if self._executor.launches_ahead:
+            num_tokens = sum(entry.num_tokens for entry in entries)
+            ahead_at = launched_at + _AHEAD_SHARE * self.budget.cost.seconds(num_tokens)
         if self.limits.spin:
             # The rest of what `_maintain` does waits until all that came was taken, which may be after this round.
             self.scheduler.admit()
@@ -314,6 +349,9 @@ class VerifyEngine:
             if self._actions or self._receive(None):
                 self._actions.popleft()()
                 is_maintained = False
+            elif now >= ahead_at:
+                self._launch_ahead(batch)
+                ahead_at = math.inf
             elif sleep_until > now and self._receive(sleep_until - now):
                 continue
             elif not is_maintained:
@@ -322,6 +360,8 @@ class VerifyEngine:
                 self._garbage.collect_young()
             elif not self.grammars.work(entries):
                 self._warmer.run(entries)
+        if ahead_at < math.inf:
+            self._launch_ahead(batch)
 
     def _receive_behind(self, num_entries: int) -> None:
         """Receive what came until the round's end: where a device waits, no more of it is done than must be."""
@@ -349,7 +389,7 @@ class VerifyEngine:
         """Commit what may be committed of a result; None if the request was cancelled while the round ran."""
         request = entry.request
         if request.finished:
-            return None
+            return None  # also one that the round before ended with a stop token
         tokens: Sequence[int] = ()
         finish = None
         if result.prompt_logprobs is not None:

@@ -52,7 +52,7 @@ _NO_NODES = Nodes()
 class Entry:
     """One request's part of a round.
 
-    `num_extend` committed tokens from `cached_len` on are computed. When they reach the root (`samples`), the nodes
+    `num_extend` committed tokens from `start` on are computed. When they reach the root (`samples`), the nodes
     below it are verified and tokens are sampled.
     """
 
@@ -62,6 +62,10 @@ class Entry:
     """Those that grew on the device are known when the round has ended."""
     max_grown: int = 0
     """Nodes that it may take beside them of the tree that grew for it on the device; the pages are there."""
+    is_ahead: bool = False
+    """Whether the round before is still under way: the root is the one token that it commits."""
+    start: int = field(init=False)
+    """Position of the first token that is computed: where the request's valid KV ends when the round begins."""
     samples: bool = field(init=False)
     """Whether the chunk reaches the root."""
     marks: Marks | None = None
@@ -72,7 +76,9 @@ class Entry:
     """Why what is sampled does not count, and the request fails."""
 
     def __post_init__(self) -> None:
-        self.samples = self.request.cached_len + self.num_extend == len(self.request.tokens)
+        request = self.request
+        self.start = request.cached_len + self.is_ahead
+        self.samples = self.start + self.num_extend == len(request.tokens) + self.is_ahead
 
     @property
     def prefills(self) -> bool:
@@ -85,7 +91,7 @@ class Entry:
         request = self.request
         if request.params.num_prompt_logprobs is None:
             return range(0)
-        first, end = request.cached_len, request.cached_len + self.num_extend
+        first, end = self.start, self.start + self.num_extend
         return range(max(first, request.num_scored), min(end, request.prompt_len - 1))
 
     @property
@@ -169,7 +175,14 @@ class Pending(Protocol):
 
 
 class Executor(Protocol):
-    """Runs a round's forward, sampling walk and KV compaction. The engine has one round under way at a time."""
+    """Runs a round's forward, sampling walk and KV compaction. Rounds run in the order of their launches."""
+
+    @property
+    def launches_ahead(self) -> bool:
+        """Whether a round may be launched before the one before was waited for; then there are two under way.
+
+        Such a round has roots alone, those of its entries that `is_ahead` are what the device has just sampled.
+        """
 
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Pending:
         """Queue a round, and the growth of trees behind it; returns before it has run.
@@ -187,8 +200,8 @@ class Executor(Protocol):
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages, perhaps while a round with it is under way.
 
-        Whatever is kept for it may be reused by the next launch. A preempted request comes back with `cached_len` at
-        what the radix cache had.
+        Whatever is kept for it may be reused by the next launch, behind all that was launched before. A preempted
+        request comes back with `cached_len` at what the radix cache had.
         """
 
 

@@ -16,6 +16,8 @@ _LEAST_SHARE = 8
 """Least limit on the nodes of one request among many, if its tree has as many."""
 _SHARE_FACTOR = 4
 """Limit on the nodes of one request among many, as a multiple of an even share."""
+WARM_ROUNDS = 64
+"""Rounds before a trial that work for the drafter again, though nothing grows: it has the newest tokens' features."""
 
 
 _MASKED_NODES = 32
@@ -47,6 +49,9 @@ class GrownTreesOf(Protocol):
 
     def mark(self, entry: Entry) -> None:
         """Note for a traced request where its nodes come from."""
+
+    def rest(self, rests: bool) -> None:
+        """Whether the next round, behind which nothing grows, is to do nothing for what would grow later."""
 
 
 class RoundGrowth:
@@ -84,12 +89,17 @@ class RoundGrowth:
         if not self.num_grown or not all(entry.request.is_masked for entry in decoded):
             return
         takers = [entry for entry in decoded if self._has_tree(entry)]
-        share = min(_MASKED_NODES, self.room(entries)) // max(len(takers), 1)
+        room = self.room(entries) - sum(len(entry.nodes) for entry in decoded if not self._has_tree(entry))
+        share = min(_MASKED_NODES, room) // max(len(takers), 1)
         joined = [self._trees.take_in(entry, max(share - len(entry.nodes), 0)) for entry in takers]
         for entry, nodes in zip(takers, allowed(takers, joined), strict=True):
             if self._memory.reserve(entry.request, entry.request.cached_len + entry.num_extend + len(nodes)):
                 entry.nodes = nodes
                 self._trees.mark(entry)
+
+    def rests(self, entries: Sequence[Entry]) -> bool:
+        """Whether a round of these entries has no trees to take and is to have none grown behind it."""
+        return not self.num_grown and (self._trees.failed or self._policy.rests(self._rows_of(len(entries))))
 
     def take(self, entries: Sequence[Entry]) -> TakenTrees | None:
         """Let entries of a planned round have the trees that were grown for them, as far as there are pages.
@@ -129,6 +139,7 @@ class RoundGrowth:
         num_rows = self._rows_of(num_roots) if num_roots else 0
         growth = self._policy.plan(num_rows) if num_rows and not self._trees.failed else None
         self._grown = None if growth is None else (growth, num_rows)
+        self._trees.rest(growth is None and (self._trees.failed or self._policy.rests(num_rows, WARM_ROUNDS)))
         return growth
 
     def learn(self, taken: TakenTrees, entries: Sequence[Entry], results: Sequence[Result]) -> None:

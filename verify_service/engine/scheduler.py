@@ -177,6 +177,28 @@ class Scheduler:
             entries.append(Entry(request, 1))
         return entries if len(entries) <= self._limits.max_round_tokens else []
 
+    def plan_ahead(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The round behind one of these entries that is under way; nothing where that one must be read first.
+
+        It can be laid out if every request that runs commits one token in that one and goes on, for all that is known:
+        those at their limit are left out, and one that ends with a stop token is found in a round too many, which
+        nobody is told of. It writes behind the KV of committed tokens alone, in pages that the cache has not taken and
+        that nobody has used before it is over.
+        """
+        ahead: list[Entry] = []
+        planned = {
+            entry.request for entry in entries if entry.num_tokens == 1 and entry.samples and not entry.max_grown
+        }
+        for request in self.running:
+            if request not in planned or request.is_masked or self._drafts.may_have_nodes(request):
+                return []
+            if request.draft_room <= 0:
+                continue
+            if not self._memory.reserve(request, request.cached_len + 2):
+                return []
+            ahead.append(Entry(request, 1, is_ahead=True))
+        return ahead if len(ahead) <= self._limits.max_round_tokens else []
+
     def _any_round(self) -> list[Entry]:
         entries: list[Entry] = []
         chunk, num_tokens, index = self._limits.chunk_size, 0, 0

@@ -22,7 +22,7 @@ from outrider.graphs import GraphPool
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.drafters.base import DraftModel
-from outrider.sampling.device import DeviceSampler, failure
+from outrider.sampling.device import DeviceSampler, LogprobOutputs, failure, read_logprobs
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result
@@ -35,6 +35,7 @@ from verify_service.executors.round_buffers import (
     Buckets,
     NoRows,
     RequestRows,
+    RoundAnswers,
     RoundInput,
     RoundOutput,
 )
@@ -102,6 +103,7 @@ class CudaExecutor(FeatureExecutor):
         self._dry_run_input = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
         self._no_rows = NoRows(self.rows.spare)
         self._output = RoundOutput(rows, device)
+        self._dry_run_answers = self._output.to_host(rows)
         self._trees = TreeBuffers(tokens, MAX_PATH, device)
         # Other backends plan prompts on the host, by their lengths: nothing to capture, and nothing gained by padding.
         padded = isinstance(attention, TritonAttention)
@@ -153,9 +155,10 @@ class CudaExecutor(FeatureExecutor):
             return
         self.capture_prefill()
         if self.limits.use_graphs:
-            buckets = [
-                bucket for bucket in self.buckets.all() if bucket.only or bucket.rows <= self.limits.max_graph_rows
-            ]
+            all_buckets = self.buckets.all()
+            if self.drafts is not None:
+                all_buckets += sorted({self.buckets.bare(bucket.rows) for bucket in all_buckets}, reverse=True)
+            buckets = [bucket for bucket in all_buckets if bucket.only or bucket.rows <= self.limits.max_graph_rows]
             self._input.clear()
             self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
 
@@ -164,7 +167,7 @@ class CudaExecutor(FeatureExecutor):
         """Capture and time what is drafted behind rounds; `node_counts`: see GrowthPolicy."""
         if self.drafts is not None and self._on_gpu and self.limits.use_graphs:
             self._input.clear()
-            self.drafts.capture(self.graphs.captured(), node_counts)
+            self.drafts.capture([bucket for bucket in self.graphs.captured() if not bucket.is_bare], node_counts)
 
     @torch.inference_mode()
     def capture_prefill(self) -> None:
@@ -177,6 +180,8 @@ class CudaExecutor(FeatureExecutor):
         decode = [entry for entry in entries if self._decodes(entry)]
         prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self._decodes(entry)]
         done: torch.cuda.Event | None = None
+        answers: RoundAnswers | None = None
+        listed: LogprobOutputs | None = None
         if self._staging is not None:
             self._staging.join()
         if decode:
@@ -186,12 +191,19 @@ class CudaExecutor(FeatureExecutor):
                 decode.sort(key=lambda entry: not entry.masks)
             num_grown = min(drafts.num_grown, sum(entry.max_grown for entry in decode)) if drafts else 0
             bucket = self._bucket(decode, num_grown)
+            if drafts and drafts.rests and not num_grown and bucket == self.buckets.fit(1, bucket.rows):
+                bucket = self.buckets.bare(bucket.rows)
             self._uses[bucket] += 1
             self._input.fill(decode, self.rows, bucket)
             if drafts:
                 drafts.tell(decode, growth)
+                if bucket.is_bare:
+                    drafts.note_bare(decode)
             self._sampler.set_masks(mask_runs(decode))
             self.graphs.run(bucket)
+            answers = self._output.to_host(len(decode))
+            wanted = any(entry.request.params.sampling.num_logprobs is not None for entry in decode)
+            listed = self._sampler.copy_logprobs(len(decode)) if wanted else None
             done = self._mark()
             if drafts:
                 drafts.draft(bucket, growth)
@@ -203,14 +215,19 @@ class CudaExecutor(FeatureExecutor):
             # With decoding going on, nobody waits for a chunk but the next round's graph, and who wants its logits.
             done = self._mark() if scores or done is None else done
         complete = self._mark() if self._features is not None and decode and prefill else done
-        return CudaRound(self, entries, decode, done, complete, scores, clean=not prefill)
+        return CudaRound(self, entries, decode, answers, listed, done, complete, scores, clean=not prefill)
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor: all but the copies and the graph."""
         decode = [entry for entry in entries if self._decodes(entry)]
         if decode:
-            self._output.read(len(decode))
+            self._dry_run_answers.read()
             self._dry_run_input.fill(decode, self._no_rows, self._bucket(decode))
+
+    @property
+    def launches_ahead(self) -> bool:
+        """See Executor. A plan of the host's would be made anew while it is in use."""
+        return not self._attention.plans_on_host
 
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""
@@ -283,9 +300,11 @@ class CudaExecutor(FeatureExecutor):
     def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
         return round_.complete if isinstance(round_, CudaRound) else None
 
-    def read(self, decode: Sequence[Entry], clean: bool) -> tuple[list[Result], RoundTimes]:
+    def read(
+        self, decode: Sequence[Entry], answers: RoundAnswers, listed: LogprobOutputs | None, clean: bool
+    ) -> tuple[list[Result], RoundTimes]:
         """Results of finished decode entries, and the device's times."""
-        begin, end, drafted = self._output.clock
+        begin, end, drafted = answers.clock
         last = self._last_end
         drafting = (drafted - last) * 1e-9 if last is not None and drafted > last else None
         gap = None if self._last_end is None else (begin - max(self._last_end, drafted)) * 1e-9
@@ -295,14 +314,14 @@ class CudaExecutor(FeatureExecutor):
                 if entry.max_grown:
                     self.drafts.read(row, entry)
         results = []
-        for row, (entry, answer) in enumerate(zip(decode, self._output.read(len(decode)), strict=True)):
+        for row, (entry, answer) in enumerate(zip(decode, answers.read(), strict=True)):
             num_tokens, error = answer[:2]
             if error:
                 results.append(Result(error=failure(error)))
                 continue
             token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.params.sampling.num_logprobs
-            listed = () if wanted is None else self._sampler.read_logprobs(row, token_ids, wanted)
-            results.append(Result(token_ids, listed))
+            logprobs = () if wanted is None or listed is None else read_logprobs(listed, row, token_ids, wanted)
+            results.append(Result(token_ids, logprobs))
         return results, RoundTimes((end - begin) * 1e-9, gap, drafting)
 
     def _decodes(self, entry: Entry) -> bool:
@@ -325,18 +344,19 @@ class CudaExecutor(FeatureExecutor):
         self._attention.prepare(bucket.tokens, self._input.lengths(bucket), self.rows.page_tables)
 
     def _body(self, bucket: Bucket) -> None:
-        """The whole of a round on the device, copies included."""
-        self._input.to_device()
+        """The whole of a round on the device, between the copies of what goes into it and what comes out."""
         self._output.stamp(0)
-        drafts, tokens = self.drafts, self._input.tokens(bucket)
+        tokens = self._input.tokens(bucket)
+        drafts, store = (None, None) if bucket.is_bare else (self.drafts, self._features)
         if drafts is not None:
             tokens = drafts.merge(tokens)
         tables = self.rows.page_tables
         self.rows.update(self._input.updates)
         splits = self._num_splits(bucket)
         fixed = self.limits.deterministic
-        batch = self._trees.batch(tokens, tables, self.page_size, bucket.max_row_tokens, splits, by_path=fixed)
-        store = self._features
+        batch = self._trees.batch(
+            tokens, tables, self.page_size, bucket.max_row_tokens, splits, fixed, self._sampler.int_params
+        )
         layers = store.inputs if store is not None else ()
         hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
         if store is not None:
@@ -348,7 +368,6 @@ class CudaExecutor(FeatureExecutor):
         if store is not None:
             store.compact(tokens, accepted, num_tokens, tables, self.page_size)
         self._output.stamp(1)
-        self._output.to_host(bucket)
         if drafts is not None:
             drafts.trees.to_host()
 
@@ -399,6 +418,8 @@ class CudaRound:
         executor: CudaExecutor,
         entries: Sequence[Entry],
         decode: Sequence[Entry],
+        answers: RoundAnswers | None,
+        listed: LogprobOutputs | None,
         event: torch.cuda.Event | None,
         complete: torch.cuda.Event | None,
         scores: Mapping[Entry, PromptScores],
@@ -407,6 +428,8 @@ class CudaRound:
         self._executor = executor
         self._entries = entries
         self._decode = decode
+        self._answers = answers
+        self._listed = listed
         self._event = event
         self.complete = complete
         """When prefill is done, too; known where features are stored."""
@@ -428,8 +451,8 @@ class CudaRound:
         if self._event is not None:
             self._event.synchronize()
         found: dict[Entry, Result] = {}
-        if self._decode:
-            results, times = self._executor.read(self._decode, self._clean)
+        if self._answers is not None:
+            results, times = self._executor.read(self._decode, self._answers, self._listed, self._clean)
             self.gpu_seconds, self.gap_seconds, self.drafting_seconds = times
             if self._decode == self._entries:
                 return results

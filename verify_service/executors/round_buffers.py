@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from struct import Struct
@@ -39,6 +39,8 @@ class Bucket(NamedTuple):
     rows: int
     only: bool = False
     """There is no other bucket, so rows may be empty."""
+    is_bare: bool = False
+    """Nothing is done for a drafter inside rounds: no trees are taken, no features stored."""
 
     @property
     def max_row_tokens(self) -> int:
@@ -65,10 +67,23 @@ class _Lists:
     table_rows: list[int] = field(default_factory=list)
 
 
+class _HostInput:
+    """The fields of a round in pinned memory, and how many updates of page tables were written to it."""
+
+    def __init__(self, size: int, spans: Mapping[str, slice], pinned: bool) -> None:
+        self.memory = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        flat: NDArray[np.int32] = self.memory.numpy()
+        self.bytes = flat.data
+        self.fields = {name: flat[span] for name, span in spans.items()}
+        self.updates = self.fields["updates"].reshape(-1, 3)
+        self.num_updates = len(self.updates)
+
+
 class RoundInput:
     """The int32 fields of `RoundTokens`, and entries of page tables that the round adds, in one piece of memory.
 
-    Laid out for the largest bucket, in pinned memory for the host to write and on the device.
+    Laid out for the largest bucket, on the device and twice in pinned memory, for the host to write in turn: the device
+    may not have read what was written last.
     """
 
     _NAMES = ("token_ids", "positions", "parents", "rows", "first", "cached_len", "root", "table_rows", "updates")
@@ -77,39 +92,36 @@ class RoundInput:
         self._spare_row = spare_row
         sizes = (max_tokens,) * 4 + (max_rows + 1,) + (max_rows,) * 3 + (3 * (max_rows + max_tokens),)
         bounds = np.cumsum([0, *sizes]).tolist()
-        self._pinned = torch.zeros(bounds[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(bounds[-1], dtype=torch.int32, device=device)
-        flat = self._pinned.numpy()
-        self._bytes = flat.data
         self._starts = dict(zip(self._NAMES, bounds, strict=False))
         spans = {name: slice(*bounds[i : i + 2]) for i, name in enumerate(self._NAMES)}
-        self._host: dict[str, NDArray[np.int32]] = {name: flat[span] for name, span in spans.items()}
         self._fields = {name: self._device[span] for name, span in spans.items()}
-        self._updates = self._host["updates"].reshape(-1, 3)
-        self._num_updates = max_rows + max_tokens
+        self._host, self._other = (_HostInput(bounds[-1], spans, device.type == "cuda") for _ in range(2))
         self._largest = Bucket(max_tokens, max_rows)
         self.clear()
 
     def clear(self) -> None:
         """Describe a round without tokens, whatever bucket it is run in."""
-        self._write(_Lists(), self._largest)
-        self._write_updates([])
+        self._send(_Lists(), self._largest, [])
 
     def fill(self, entries: Sequence[Entry], rows: RequestRows | NoRows, bucket: Bucket) -> None:
-        """Describe a round of these entries; fields are written as far as the bucket reads them."""
+        """Describe a round of these entries; fields are written as far as the bucket reads them.
+
+        The round before the last one must be over.
+        """
         lists = _Lists()
         token_ids, positions, parents, first = lists.token_ids, lists.positions, lists.parents, lists.first
         updates: list[tuple[int, int, int]] = []
         for row, entry in enumerate(entries):
             request, extend, nodes = entry.request, entry.num_extend, entry.nodes
-            cached = request.cached_len
+            cached = entry.start
             last = len(token_ids) + extend - 1
             table_row = rows.row(request)
             if pages := rows.new_pages(request):
                 updates += pages
             # What nearly all entries are; the other way takes a third longer for it.
             if extend == 1:
-                token_ids.append(request.tokens[cached])
+                token_ids.append(-1 if entry.is_ahead else request.tokens[cached])
                 positions.append(cached)
                 parents.append(-1)
             else:
@@ -127,8 +139,7 @@ class RoundInput:
             lists.cached_lens.append(cached)
             lists.roots.append(last if entry.samples else -1)
             lists.table_rows.append(table_row)
-        self._write(lists, bucket)
-        self._write_updates(updates)
+        self._send(lists, bucket, updates)
 
     def fill_chain(self, token_ids: list[int], cached_len: int, bucket: Bucket) -> None:
         """Describe a round of one request, in the row that belongs to nobody, for measurements."""
@@ -136,11 +147,11 @@ class RoundInput:
         count = range(num_tokens)
         positions, parents = [cached_len + i for i in count], [i - 1 for i in count]
         chain = (token_ids, positions, parents, [0] * num_tokens)
-        self._write(_Lists(*chain, [0, num_tokens], [cached_len], [0], [self._spare_row]), bucket)
-        self._write_updates([])
+        self._send(_Lists(*chain, [0, num_tokens], [cached_len], [0], [self._spare_row]), bucket, [])
 
-    def _write(self, lists: _Lists, bucket: Bucket) -> None:
-        """Padded to the bucket: few calls, for each takes as long as a request."""
+    def _send(self, lists: _Lists, bucket: Bucket, updates: Sequence[tuple[int, int, int]]) -> None:
+        """Queue the copy to the device. Padded to the bucket: few calls, for each takes as long as a request."""
+        self._host, self._other = self._other, self._host
         num_tokens, num_rows = bucket.tokens, bucket.rows
         self._put("token_ids", num_tokens, lists.token_ids, 0)
         self._put("positions", num_tokens, lists.positions, 0)
@@ -150,22 +161,21 @@ class RoundInput:
         self._put("cached_len", num_rows, lists.cached_lens, 0)
         self._put("root", num_rows, lists.roots, -1)
         self._put("table_rows", num_rows, lists.table_rows, self._spare_row)
+        self._write_updates(updates)
+        self._device.copy_(self._host.memory, non_blocking=True)
 
     def _put(self, name: str, size: int, values: list[int], rest: int) -> None:
         """Begin a field with these, and `rest` up to `size`; numpy takes twice as long for a list."""
         put = _int32s(size).pack_into
-        put(self._bytes, 4 * self._starts[name], *values, *[rest] * (size - len(values)))
+        put(self._host.bytes, 4 * self._starts[name], *values, *[rest] * (size - len(values)))
 
     def _write_updates(self, updates: Sequence[tuple[int, int, int]]) -> None:
+        host = self._host
         if updates:
-            self._updates[: len(updates)] = updates
-        if len(updates) < self._num_updates:
-            self._updates[len(updates) : self._num_updates, 0] = -1
-        self._num_updates = len(updates)
-
-    def to_device(self) -> None:
-        """Copy everything; may be captured."""
-        self._device.copy_(self._pinned, non_blocking=True)
+            host.updates[: len(updates)] = updates
+        if len(updates) < host.num_updates:
+            host.updates[len(updates) : host.num_updates, 0] = -1
+        host.num_updates = len(updates)
 
     def tokens(self, bucket: Bucket) -> RoundTokens:
         """The fields on the device, cut to the bucket."""
@@ -176,8 +186,10 @@ class RoundInput:
         return RoundTokens(**{name: fields[name][: sizes.get(name, num_tokens)] for name in names})
 
     def lengths(self, bucket: Bucket) -> HostLengths:
-        """The bucket's lengths in host memory; the next round overwrites them."""
-        return HostLengths(self._host["first"][: bucket.rows + 1], self._host["cached_len"][: bucket.rows])
+        """The bucket's lengths in host memory; later rounds overwrite them."""
+        return HostLengths(
+            self._host.fields["first"][: bucket.rows + 1], self._host.fields["cached_len"][: bucket.rows]
+        )
 
     @property
     def updates(self) -> Tensor:
@@ -197,11 +209,10 @@ class RoundOutput:
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._width = 2 + 2 * NUM_COMMITTED
         size = self._CLOCK + max_rows * self._width
-        self._pinned = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._times = self._device[: self._CLOCK].view(torch.int64)
         self._rows = self._device[self._CLOCK :].view(max_rows, self._width)
-        self._host = self._pinned.numpy()
+        self._used = {rows: self._device[: self._CLOCK + rows * self._width] for rows in range(max_rows + 1)}
 
     def fields(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """num_tokens [B], error [B], tokens [B, NUM_COMMITTED], accepted [B, NUM_COMMITTED]."""
@@ -212,14 +223,22 @@ class RoundOutput:
         """Note the device's time: 0 for the begin, 1 for the end, 2 for the end of what is drafted behind it."""
         stamp(self._times, index)
 
-    def to_host(self, bucket: Bucket) -> None:
-        """Copy the bucket's rows; may be captured."""
-        end = self._CLOCK + bucket.rows * self._width
-        self._pinned[:end].copy_(self._device[:end], non_blocking=True)
+    def to_host(self, num_rows: int) -> RoundAnswers:
+        """Queue a copy of the first rows: the next round overwrites them."""
+        return RoundAnswers(self._used[num_rows].to("cpu", non_blocking=True, copy=True), self._CLOCK, self._width)
 
-    def read(self, num_rows: int) -> list[list[int]]:
-        """Rows [number of tokens, error, tokens ...], once the copy is done; longer than they need be."""
-        rows = self._host[self._CLOCK : self._CLOCK + num_rows * self._width].reshape(num_rows, self._width)
+
+class RoundAnswers:
+    """A round's output on the host, once its copy is done."""
+
+    def __init__(self, copied: Tensor, clock: int, width: int) -> None:
+        self._copied = copied
+        self._clock = clock
+        self._width = width
+
+    def read(self) -> list[list[int]]:
+        """Rows [number of tokens, error, tokens ...]; longer than they need be."""
+        rows: NDArray[np.int32] = self._copied.numpy()[self._clock :].reshape(-1, self._width)
         read: list[list[int]] = rows[:, : 2 + _USUAL_COMMITTED].tolist()
         for row, answer in enumerate(read):
             if answer[0] > _USUAL_COMMITTED:
@@ -229,7 +248,7 @@ class RoundOutput:
     @property
     def clock(self) -> tuple[int, int, int]:
         """Nanoseconds at the round's begin and end, and at the end of the drafting before it."""
-        begin, end, drafted = self._host[: self._CLOCK].view(np.int64).tolist()
+        begin, end, drafted = self._copied.numpy()[: self._clock].view(np.int64).tolist()
         return begin, end, drafted
 
 
@@ -357,6 +376,10 @@ class Buckets:
         rows = self.rows[bisect_left(self.rows, num_rows)]
         tokens = self.tokens[bisect_left(self.tokens, max(num_tokens, min(rows, self.tokens[-1])))]
         return Bucket(tokens, rows, self._only)
+
+    def bare(self, rows: int) -> Bucket:
+        """The smallest one of so many rows, without what a drafter inside rounds needs."""
+        return self.fit(1, rows)._replace(is_bare=True)
 
     def width(self, num_tokens: int) -> int:
         """Tokens that a round of `num_tokens` is padded to."""

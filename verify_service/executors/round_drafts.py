@@ -155,6 +155,12 @@ class RoundDrafts:
         """Requests whose trees grew behind the last round."""
         self._has_kv: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
         """[num_pages], whether the drafter has KV of all of a page's tokens."""
+        self.rests = False
+        """Whether the round in the making is to do nothing for the drafter."""
+        self._lacks_features: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
+        """[num_pages], whether rounds that did nothing for it computed some of a page's tokens."""
+        self._spare_slot = num_pages * page_size
+        """Slot of the features of no token."""
         self._costs: dict[int, GrowthCost] = {}
         self._behind: Sequence[Entry] = ()
         """Entries of the round in the making whose requests the drafter lacks tokens of."""
@@ -191,6 +197,7 @@ class RoundDrafts:
     def paged(self, pages: Sequence[int]) -> None:
         """See RowListener."""
         self._has_kv[list(pages)] = False
+        self._lacks_features[list(pages)] = False
 
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages."""
@@ -236,6 +243,20 @@ class RoundDrafts:
             if is_drafted:
                 self._growing.add(request)
         self.trees.tell(rows, self.num_grown)
+
+    def rest(self, rests: bool) -> None:
+        """Whether the next round, behind which nothing is drafted, is to do nothing for the drafter.
+
+        The drafter will go without the features of its tokens, as if they told nothing.
+        """
+        self.rests = rests
+
+    def note_bare(self, entries: Sequence[Entry]) -> None:
+        """Note which pages a round writes to that stores no features."""
+        size = self._page_size
+        for entry in entries:
+            first, last = entry.start // size, (entry.start + entry.num_tokens - 1) // size
+            self._lacks_features[entry.request.pages[first : last + 1]] = True
 
     def draft(self, bucket: Bucket, growth: Growth | None) -> None:
         """Queue the drafting behind the round that `tell` was for. A drafter that fails is switched off."""
@@ -373,7 +394,7 @@ class RoundDrafts:
                 at = np.arange(begin - lag, end - lag, dtype=np.int32)
                 slots = pages[at // size] * size + at % size
                 chunks.append(PromptChunk(self._rows.row(request), request.tokens[begin:end], begin - lag, slots))
-                feature_slots += slots.tolist()
+                feature_slots += np.where(self._lacks_features[pages[at // size]], self._spare_slot, slots).tolist()
             self._set_drafted(request, max(end, self._drafted[request]))
         self._behind = []
         if chunks:

@@ -100,6 +100,11 @@ class TorchExecutor(FeatureExecutor):
         self._attention = TorchAttention()
         self._slots: dict[Request, torch.Tensor] = {}
 
+    @property
+    def launches_ahead(self) -> bool:
+        """See Executor: there is no device to keep busy, and a token behind an answer's end takes its time."""
+        return False
+
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> TorchRound:
         """A round that `wait` will run: there is no device to work on it meanwhile, and nothing to gain by starting."""
         parts = [_Part(entry, self._slots_of(entry.request)) for entry in entries]

@@ -293,6 +293,11 @@ class Drafts:
         spec = self._requests.get(request)
         return spec is not None and spec.replica is not None
 
+    def may_have_nodes(self, request: Request) -> bool:
+        """Whether a draft grows the request's tree that is not in doubt, or the tree has nodes."""
+        spec = self._requests.get(request)
+        return spec is not None and (spec.mirror.has_nodes or (spec.replica is not None and not spec.backoff.in_doubt))
+
     def take_answer_seconds(self) -> list[float]:
         """Seconds of the answers to commits since this was asked last."""
         taken: list[float] = []

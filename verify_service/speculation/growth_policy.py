@@ -141,6 +141,15 @@ class GrowthPolicy:
         steps, size = table.choice
         return Growth(steps, sizes[size]) if steps else None
 
+    def rests(self, num_rows: int, num_rounds: int = 1) -> bool:
+        """Whether `plan` would give None so many times, without a look at what was learned. Changes nothing."""
+        if not self._sizes(num_rows):
+            return True
+        table = self._tables.get(num_rows)
+        if self._fixed is not None or table is None or table.choice[0] or table.num_new >= _LOOK_EVERY:
+            return False
+        return table.num_rounds > TRIAL_ROUNDS + 1 and table.since_probe + num_rounds < table.probe_every
+
     def note(self, growth: Growth, num_rows: int, paths: Sequence[OwnPath], num_given: int = 0) -> None:
         """Learn from a round that verified a growth.
 
@@ -162,7 +171,12 @@ class GrowthPolicy:
         sizes = self._sizes(num_rows)
         found = self._tables.get(num_rows)
         if found is None or len(found.sizes) != len(sizes):
+            useless = [table for rows, table in self._tables.items() if table.is_useless(rows)]
             found = self._tables[num_rows] = _Table(self._max_steps, sizes)
+            if useless:
+                # What is useless in some rounds is so in all: it is tried now and then, and not at first.
+                found.num_rounds, found.choice = TRIAL_ROUNDS + 2, (0, 0)
+                found.probe_every = max(table.probe_every for table in useless)
         return found
 
     def _best(self, table: _Table, num_rows: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from outrider.drafting.model.drafter import BRANCHING, LONE_BRANCHING, MAX_BURST
 from outrider.drafting.model.runner import BurstRunner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
+from outrider.graphs import compile_aside
 from outrider.logs import get_logger
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, memory_room
 from outrider.models.drafters.base import DraftModel, offered_projection
@@ -76,7 +77,7 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
         shape = replace(shape, num_pages=_num_pages(options, shape, _gpu_tokens(options, model, shape)))
         try:
             runner = CudaRunner(model, shape, TritonAttention(), runner_options)
-            with ConsoleProgress() as progress:
+            with ConsoleProgress() as progress, compile_aside():
                 runner.capture(lambda done, total: progress("capturing draft steps", done, total))
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(model.device)[0]
