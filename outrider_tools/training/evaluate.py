@@ -132,7 +132,7 @@ def _force(draft: TextRollout, ranking: CandidateRanker, roots: Tensor, found: T
 def _hits(draft: TextRollout, ranking: CandidateRanker, rows: Tensor, places: Tensor) -> Tensor:
     """Whether the best token after each place [N] is the text's."""
     guesses = [ranking.best(logits, places[part] + 1) for part, logits in draft.logits(rows)]
-    return torch.cat(guesses) == draft.following(places + 1)
+    return (torch.cat(guesses) == draft.following(places + 1)) & ~draft.is_over(rows)
 
 
 def _check(target: CausalLM, model: DraftModel) -> None:

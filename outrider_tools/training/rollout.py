@@ -112,6 +112,12 @@ class TextRollout:
         last = self.token_ids.shape[0] - 1
         return torch.where(places <= last, self.token_ids[places.clamp(max=last)], -1)
 
+    def is_over(self, rows: Tensor) -> Tensor:
+        """bool [N]: of which rows no guesses are made."""
+        if isinstance(self.model, BlockHead):
+            return self.model.is_over(rows)
+        return torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
+
     def logits(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """float32 logits of `rows`, some at a time, with their places."""
         size = max(1, CHUNK_LOGITS // self.model.vocab_size)
@@ -290,7 +296,7 @@ def _candidates(
     edges, ids = [], []
     for place, logits in draft.logits(rows):
         found = ranking.edges(logits, positions[place]).topk(min(branching, logits.shape[1]), 1)
-        edges.append(found.values)
+        edges.append(found.values.masked_fill_(draft.is_over(rows[place]).unsqueeze(1), float("-inf")))
         ids.append(ranking.target_id(found.indices))
     return torch.cat(edges), torch.cat(ids)
 

@@ -73,20 +73,30 @@ def check(
     rows = plain_block(tensors, tensors["embed_tokens.weight"], raw_features(tokens, length), tokens[-1], seen)
     held = request.held()
     for path, score in held.items():
+        assert path in old or len(path) <= BLOCK
         logits = plain_logits(tensors, tensors["lm_head.weight"], rows, [tokens[-1], *path[:-1]], kind)[-1]
         wanted = old.get(path, edge(head, logits, sampling, length + len(path), path[-1]))
         assert score == pytest.approx(wanted, abs=2e-3), path
     return len(held.keys() - old.keys())
 
 
+@pytest.mark.parametrize("ahead", ["auto", "always"])
+@pytest.mark.parametrize("runner", ["torch", "cuda"])
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, seed=5)], ids=["greedy", "sampled"])
-def test_a_tree_is_read_from_one_block_after_each_commit(tmp_path: Path, kind: str, sampling: SamplingParams) -> None:
-    head, tensors = make_head(tmp_path, kind)
-    service, draw = Service(head), random.Random(4)
+def test_a_tree_is_read_from_one_block_after_each_commit(
+    tmp_path: Path, kind: str, sampling: SamplingParams, runner: str, ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ahead, children of a new root are first those of the block before, to which its own block adds."""
+    # The kernels' references where there is no GPU.
+    on_gpu = runner == "cuda" and torch.cuda.is_available()
+    head, tensors = make_head(tmp_path, kind, device=torch.device("cuda" if on_gpu else "cpu"))
+    monkeypatch.setattr("test_growth_with_model.CREDIT", 24 if ahead == "auto" else 64)
+    service, draw = Service(head, 128, kind=runner, draft_ahead=ahead), random.Random(4)
     request = service.open(0, [draw.randrange(VOCAB) for _ in range(12)], sampling)
     other = service.open(1, [draw.randrange(VOCAB) for _ in range(5)], sampling)
     sent = {0: 0, 1: 0}
     old: dict[int, Held] = {0: {}, 1: {}}
+    num_new = 0
     for number in range(8):
         for one in (request, other):
             send_features(service, one, sent[one.number], len(one.tokens) - 1, 2 * HIDDEN)
@@ -95,12 +105,17 @@ def test_a_tree_is_read_from_one_block_after_each_commit(tmp_path: Path, kind: s
         assert not service.requests.declines
         for one in (request, other):
             whole = torch.arange(len(one.tokens) - 1)
-            assert check(head, tensors, kind, one, sampling, whole, old[one.number]) > 5
+            num_new += (found := check(head, tensors, kind, one, sampling, whole, old[one.number]))
+            assert found or (ahead == "always" and old[one.number])
             assert max(map(len, one.held())) <= BLOCK + 3
             paths = sorted(path for path in one.held() if len(path) <= 3)
             committed = [draw.randrange(VOCAB) for _ in range(9)] if number == 4 else list(draw.choice(paths))
             old[one.number] = survivors(one.held(), committed)
             service.commit(one, committed)
+            if ahead == "always":
+                service.settle()
+                old[one.number] = one.held()
+    assert num_new > 100
 
 
 def test_a_window_and_sinks_bound_what_a_block_sees(tmp_path: Path) -> None:

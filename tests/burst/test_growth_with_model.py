@@ -10,13 +10,15 @@ import pytest
 from growth_rig import GREEDY, Peer, Verify, shape
 
 from outrider.attention.torch_backend import TorchAttention
+from outrider.attention.triton_backend import TritonAttention
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import BurstResult
+from outrider.drafting.model.cuda_runner import CudaRunner
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.entries import BurstCollector
 from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.runner import RunnerOptions
+from outrider.drafting.model.runner import BurstRunner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.drafting.requests import Requests
 from outrider.models.drafters.base import DraftModel
@@ -30,13 +32,24 @@ CREDIT = 24
 class Service:
     """Requests of a real model."""
 
-    def __init__(self, model: DraftModel, region: int = 64, branching: int = 4, **options: Any) -> None:
-        runner = TorchRunner(
+    def __init__(
+        self, model: DraftModel, region: int = 64, branching: int = 4, kind: str = "torch", **options: Any
+    ) -> None:
+        make: Any = TorchRunner if kind == "torch" else CudaRunner
+        runner: BurstRunner = make(
             model,
-            shape(max_context=128, branching=branching, feature_size=model.feature_size, region=region),
-            TorchAttention(),
+            shape(
+                max_context=128,
+                branching=branching,
+                feature_size=model.feature_size,
+                region=region,
+                has_blocks=model.state_size > 0,
+            ),
+            TorchAttention() if kind == "torch" else TritonAttention(),
             RunnerOptions(),
         )
+        if isinstance(runner, CudaRunner):
+            runner.capture()
         told = DraftOptions(max_positions=100, min_path_probability=0.0, **options)
         self.requests = Requests(ModelDrafter(runner, ("standalone",), Needs()), told)
         self.peer = Peer()

@@ -139,6 +139,7 @@ class BatchManager:
             context.features.add(*part, since=context.end - 1)
             # Where nothing waits for them, no burst is cut short.
             waits = not (context.root_run or context.root_in_burst) or self.kv_manager.num_extendable(context)
+            waits = waits or context.is_root_stale
             (self._changed if waits else self._deferred)[tree.handle] = context
 
     def release_closed(self) -> None:
@@ -277,7 +278,7 @@ class BatchManager:
             self._refuse(tree, Refusal(DeclineReason.OVERLOADED, f"{self._shape.num_rows} requests are open"))
             return
         row = self._free_rows.pop()
-        context = DraftContext(tree, row, self._shape.lag, features, options.lockstep_steps)
+        context = DraftContext(tree, row, self._shape.lag, features, options.lockstep_steps, options.renews_roots)
         self._contexts[tree.handle] = self.rows[row] = context
         self._forest.set_root(row, author.tokens[-1], context.root, author.root)
         try:

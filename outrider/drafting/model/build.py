@@ -104,6 +104,8 @@ def _check_options(options: DraftOptions, model: DraftModel, on_gpu: bool) -> No
             "--speculative-algorithm: DFLASH and DSPARK draft on a CPU; choose --device cpu for the draft "
             "(--draft-device cpu of outrider up)"
         )
+    if on_gpu and options.speculative_draft_window_size:
+        raise ConfigError("--speculative-draft-window-size: is for drafts on a CPU; leave it out, or give --device cpu")
     if on_gpu and model.head_dim not in _HEAD_DIMS:
         raise ConfigError(
             f"--speculative-draft-model-path: head_dim {model.head_dim} does not run on a GPU; supported are "
@@ -127,6 +129,7 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
         num_pages=1,
         max_context=max(min(options.max_positions, model.max_positions), 1),
         feature_size=model.feature_size,
+        has_blocks=model.state_size > 0,
     )
 
 
@@ -153,7 +156,7 @@ def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> 
     """Context tokens in what --mem-fraction-static leaves beside weights, tree regions, features and logits."""
     per_token = _token_bytes(model)
     slots = shape.num_rows * shape.region
-    beside = slots * (per_token + model.feature_size * model.dtype.itemsize)
+    beside = slots * (per_token + max(model.feature_size, model.state_size) * model.dtype.itemsize)
     beside += 3 * shape.max_width * model.vocab_size * 4 + DRAFT_WORK_BYTES
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)

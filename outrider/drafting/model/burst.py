@@ -171,6 +171,9 @@ class BurstShape:
     lone_branching: int = 0
     """Candidates of a node in bursts of one request; 0 for as many as in others."""
 
+    has_blocks: bool = False
+    """Whether a root's forward guesses a block of tokens, so that steps below it cost little."""
+
     @property
     def most_branching(self) -> int:
         """Candidates of a node in any burst, at most."""
@@ -214,11 +217,13 @@ class StepBucket(NamedTuple):
     """Candidates of a node."""
     short: bool = False
     """Whether it is for a lone request with a short context."""
+    fresh: bool = False
+    """Whether it takes features that came; told apart for block heads alone."""
 
     @property
     def sizes(self) -> StepBucket:
         """The shape of what it reads and writes."""
-        return self._replace(short=False)
+        return self._replace(short=False, fresh=False)
 
     @property
     def num_candidates(self) -> int:
@@ -234,12 +239,13 @@ class StepBucket(NamedTuple):
 class StepBuckets:
     """The shapes of captured steps; a burst takes the smallest that holds it."""
 
-    def __init__(self, shape: BurstShape, short_context: int = 0) -> None:
-        """`short_context`: tokens of a context that is short; with 0 none is."""
+    def __init__(self, shape: BurstShape, short_context: int = 0, *, has_fresh: bool = False) -> None:
+        """`short_context`: tokens of a context that is short; with 0 none is. `has_fresh`: see StepBucket."""
         self.widths = width_buckets(WIDTHS, shape.max_width)
         self.rows = row_buckets(shape.num_rows)
         self._shape = shape
         self._short_context = short_context
+        self._has_fresh = has_fresh
 
     def fit(self, width: int, num_rows: int, longest: int | None = None) -> StepBucket:
         """The bucket of a burst, with at least a node for each row if there is such a width.
@@ -262,4 +268,7 @@ class StepBuckets:
     def all(self) -> list[StepBucket]:
         """All buckets, largest first, so that the first capture sizes the shared memory pool."""
         lengths = (None, 0) if self._short_context else (None,)
-        return sorted({self.fit(*each) for each in product(self.widths, self.rows, lengths)}, reverse=True)
+        found = {self.fit(*each) for each in product(self.widths, self.rows, lengths)}
+        if self._has_fresh:
+            found |= {bucket._replace(fresh=True) for bucket in found}
+        return sorted(found, reverse=True)

@@ -37,6 +37,8 @@ class DraftContext:
     features: PendingFeatures
     steps_left: int = 0
     """Lockstep: steps of its tree that are still to be run."""
+    renews_root: bool = False
+    """Whether a root that was run before its features came is run again with them."""
     root: int = field(init=False)
     """Position of the root."""
     end: int = field(init=False)
@@ -90,6 +92,13 @@ class DraftContext:
         if root:
             indices.append(len(self.uncached))
         return indices, bisect_left(indices, num_with_features)
+
+    @property
+    def is_root_stale(self) -> bool:
+        """Whether the root is to be run again: it was run without the target's feature, which is here by now."""
+        return (
+            self.renews_root and self.root_run and not self.root_final and self.num_with_features > len(self.uncached)
+        )
 
     @property
     def kv_len(self) -> int:

@@ -227,7 +227,7 @@ class ContextForward:
 
     def _compute(self, layout: PromptLayout, words: Tensor, shape: PromptShape, features: Tensor | None) -> None:
         batch = layout.batch(words, shape, self._memory.plan.page_tables, self._page_size)
-        self._model.forward(batch, features, self._memory.kv, self._attention)
+        self._model.extend(batch, features, batch.slots, self._memory.kv, self._attention)
 
     def _warm_up(self, counts: Sequence[int]) -> None:
         """A forward of rows with so many tokens each, which are written nowhere."""

@@ -13,6 +13,7 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.prompts import PromptChunk
 from outrider.cuda_ipc import ImportedMemory
 from outrider.device import share_l1
+from outrider.drafting.model.block_steps import BlockSteps
 from outrider.drafting.model.buffers import RerootInput
 from outrider.drafting.model.burst import BurstShape, Reroots, StepBucket
 from outrider.drafting.model.cuda_forward import ContextForward, DraftSteps
@@ -21,6 +22,7 @@ from outrider.drafting.model.features import MemoryMapper
 from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.block import BlockHead
 from outrider.sampling.proposer import Proposer
 
 _FEATURES = (1, 3, 17, 48, 100)
@@ -38,7 +40,9 @@ class CudaRunner(BurstRunner):
         super().__init__(model, shape, attention, options)
         device = model.device
         self._on_gpu = device.type == "cuda"
-        self._steps = DraftSteps(
+        self._has_blocks = isinstance(model, BlockHead)
+        make: type[DraftSteps] = BlockSteps if self._has_blocks else DraftSteps
+        self._steps = make(
             model,
             self.memory,
             attention,
@@ -134,8 +138,7 @@ class CudaRunner(BurstRunner):
             self.memory.take_features(reroots.features)
             self._reroot_input.to_device(reroots, more.bucket.rows)
             self._reroots.run(more.bucket.sizes)
-        for _ in range(num_steps):
-            self.graphs.run(more.bucket)
+        self._run_steps(more.bucket, num_steps, fresh=reroots is not None and bool(reroots.features))
         self._output.to_host(more.copy, more.bucket, num_steps, done)
         self._mark(more)
         self._launched.append(more)
@@ -159,9 +162,13 @@ class CudaRunner(BurstRunner):
         self.memory.take_features(burst.features)
         self._input.to_device(pending.copy, len(burst.rows))
         self._begins.run(bucket.sizes)
-        for _ in range(burst.num_steps):
-            self.graphs.run(bucket)
+        self._run_steps(bucket, burst.num_steps, fresh=bool(burst.features))
         self._output.to_host(pending.copy, bucket, burst.num_steps)
+
+    def _run_steps(self, bucket: StepBucket, count: int, *, fresh: bool) -> None:
+        """`fresh`: features came with these steps, which the first of them takes."""
+        for number in range(count):
+            self.graphs.run(bucket._replace(fresh=self._has_blocks and fresh and not number))
 
     def _begin(self, bucket: StepBucket) -> None:
         """Write rows and seeds of a burst into the pool; may be captured."""

@@ -34,7 +34,9 @@ class DeviceMemory:
         self._shape = shape
         self._num_context = -(-shape.max_context // size)
         num_region = -(-(shape.region + model.num_scratch) // size)
-        self.kv = model.new_kv((shape.num_pages + shape.num_rows * num_region) * size)
+        # One more for what a model with scratch writes of padding.
+        num_slots = (shape.num_pages + shape.num_rows * num_region) * size
+        self.kv = model.new_kv(num_slots + (model.num_scratch > 0))
         self._first_region = shape.num_pages * size
         self._region_stride = num_region * size
         self._host = np.zeros((shape.num_rows + 1, self._num_context + num_region), np.int32)
@@ -53,9 +55,10 @@ class DeviceMemory:
         )
         self.features: Tensor | None = None
         """Features or states of tree slots, a row of zeros, and features of a burst: see kernels.frontier_state."""
-        self._first_given = masks[0] * shape.region + 1
+        self.first_given = masks[0] * shape.region + 1
+        """Row of the feature store of a burst's first feature."""
         if shape.feature_size:
-            store = (self._first_given + shape.max_seeds, max(shape.feature_size, model.state_size))
+            store = (self.first_given + shape.max_seeds, max(shape.feature_size, model.state_size))
             self.features = torch.zeros(store, dtype=model.dtype, device=device)
 
     @property
@@ -120,7 +123,7 @@ class DeviceMemory:
         """
         if self.features is None:
             raise ValueError("features for a model that takes none")
-        return self.features[self._first_given : self._first_given + count, : self._shape.feature_size]
+        return self.features[self.first_given : self.first_given + count, : self._shape.feature_size]
 
     def take_features(self, parts: Sequence[object]) -> None:
         """Queue the copy of a burst's features. Raises ValueError for what does not fit."""
@@ -129,13 +132,13 @@ class DeviceMemory:
         if self.features is None:
             raise ValueError("features for a model that takes none")
         rows = [as_tensor(part) for part in parts]
-        end = self._first_given + sum(len(part) for part in rows)
+        end = self.first_given + sum(len(part) for part in rows)
         if end > self.features.shape[0]:
             raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
         size = self._shape.feature_size
         if rows[0].shape[1:] != (size,):
             raise ValueError(f"features of {list(rows[0].shape)} for a model that takes {size}")
-        join_rows(rows, self.features[self._first_given : end, :size])
+        join_rows(rows, self.features[self.first_given : end, :size])
 
     def _move_pairs(self) -> Ints:
         """[N, 2] KV slots from and to which KV moves."""

@@ -65,6 +65,9 @@ class GrowthOptions:
     """Steps of a burst at most with those by which it goes on while nothing waits for its end, past commits that it can
     be told of; 0: it never does."""
 
+    renews_roots: bool = False
+    """Whether a root that was run before its features came is run again with them: a block head's."""
+
     @property
     def takes_in(self) -> bool:
         """Whether what other growers append becomes entries: that would end bursts which go on past commits."""
@@ -85,17 +88,21 @@ class GrowthOptions:
         alone = options.draft_ahead == "never" or (options.draft_ahead == "auto" and not on_gpu)
         in_turns = alone and not options.lockstep
         steps = _LOCKSTEP_STEPS if options.lockstep else _TURN_STEPS if in_turns else 0
-        goes_on = on_gpu and not steps
+        goes_on = on_gpu and not steps and not shape.has_blocks
         return cls(
             max_positions=min(max_positions, options.max_positions, shape.max_context + shape.lag),
             steady_steps=min(_STEADY_STEPS, shape.max_steps),
-            fresh_steps=min(_TURN_STEPS if in_turns else _FIRST_STEPS if goes_on else _FRESH_STEPS, shape.max_steps),
+            fresh_steps=min(
+                _TURN_STEPS if in_turns or shape.has_blocks else _FIRST_STEPS if goes_on else _FRESH_STEPS,
+                shape.max_steps,
+            ),
             prompt_chunk=512 if on_gpu else 128,
             lockstep_steps=(options.speculative_num_steps or steps) if steps else 0,
             lockstep_width=_TURN_WIDTH if in_turns else options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
             withholds=options.lockstep,
             min_chance=_TURN_MIN_CHANCE if in_turns else 0.0,
             most_steps=min(MAX_BURST_STEPS, shape.max_steps) if goes_on else 0,
+            renews_roots=shape.has_blocks and not steps,
         )
 
 

@@ -69,6 +69,8 @@ class BurstGrowth(Grower):
         self._options = options
         capacity = max(8192, 512 * shape.num_rows, 4 * shape.most_entries)
         self._forest = DraftForest(shape, limits.path_score, capacity)
+        # A root that is run again brings candidates that are there.
+        self._forest.has_foreign_nodes = options.renews_roots
         self._batch_manager = BatchManager(runner, self._forest, self, options)
         self._kv_manager = self._batch_manager.kv_manager
         self._planner = Planner(self._forest, self._batch_manager.rows, self._kv_manager, shape, options)

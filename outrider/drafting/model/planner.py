@@ -89,7 +89,7 @@ def take_forced(
     root_slots = forest.entries.slots[forest.roots].tolist()
     num_free = forest.slots.num_free.tolist()
     for context in contexts:
-        indices, num_with_features = context.to_run(root=not context.root_run)
+        indices, num_with_features = context.to_run(root=not context.root_run or context.is_root_stale)
         if cuts and len(indices) > limit <= num_with_features:
             indices, num_with_features = indices[:limit], limit
         places = [slot for slot, _ in context.uncached] + [root_slots[context.row]]
@@ -246,8 +246,10 @@ class Planner:
         """Whether the root, or uncached tokens with the target's features, are to be run and can be.
 
         A root that was run with the draft's own feature is not run again while it is the root: its children are there
-        already, and running it would take the place of a whole burst.
+        already, and running it would take the place of a whole burst. A block head's is: its block is new.
         """
+        if context.is_root_stale:
+            return True
         if context.root_run:
             return bool(context.to_run(root=False)[0])
         if not context.lag:

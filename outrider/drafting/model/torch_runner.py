@@ -107,6 +107,8 @@ class TorchRunner(BurstRunner):
             elif attention is not None:
                 hidden = self._run_nodes(burst, frontier, nodes, used, attention)
             tokens, scores = self._propose_for(burst, nodes, hidden, branching)
+            if head is not None:
+                scores[head.is_over(hidden)] = -torch.inf
             count, found = len(nodes), tokens.numpy()
             frontier.add(nodes, number * width, found.tolist(), scores.tolist())
             line[:count] = [node.place for node in nodes]

@@ -72,7 +72,7 @@ class DraftModel(ABC):
     def extend(
         self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend
     ) -> None:
-        """Compute KV of M context tokens; `slots` int64 [M] are those that `batch` says."""
+        """Compute KV of M context tokens; `slots` [M] are those that `batch` says, negative for padding."""
         self.forward(batch, features, kv, attention)
 
     def project(self, features: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ class BlockHead(DraftHead):
     to logits the first of these rows and, with DSPARK, `markov_rank` values that follow from the node's own token;
               the output matrix is lm_head and markov_w2 side by side, and so adds what both say
 
-    So a node below the root costs a row of logits and no forward. Behind its block a path's rows are zeros, by which
-    all tokens are as likely.
+    So a node below the root costs a row of logits and no forward. Behind its block a path's rows are zeros, of which
+    no guesses are made.
     """
 
     def __init__(
@@ -114,8 +114,9 @@ class BlockHead(DraftHead):
     def extend(
         self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend
     ) -> None:
-        """See DraftModel. Takes no forward."""
+        """See DraftModel. Takes no forward; what has a negative slot goes to the cache's last one."""
         k, v = self.context(required(features), batch.positions)
+        slots = torch.where(slots < 0, kv.num_slots - 1, slots).long()
         kv.k.index_copy_(1, slots, k)
         kv.v.index_copy_(1, slots, v)
 
@@ -152,9 +153,12 @@ class BlockHead(DraftHead):
         memory = states[:, self.block.num_guesses * self._hidden :]
         if self._markov is not None:
             said, memory = self._markov(tokens, rows, memory)
-            said = said * rows.any(1, keepdim=True)
             rows = torch.cat((rows, said), 1)
         return rows, torch.cat((left, torch.zeros_like(states[:, : self._hidden]), memory), 1)
+
+    def is_over(self, rows: Tensor) -> Tensor:
+        """bool [M]: whether rows that `advance` returned are of nodes behind their block, which have no guesses."""
+        return ~rows[:, : self._hidden].any(1)
 
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend

@@ -19,9 +19,9 @@ Whole = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 CPU = torch.device("cpu")
 
 
-def load(algorithm: str, dtype: torch.dtype = torch.float32, **options: str) -> DraftModel:
+def load(algorithm: str, dtype: torch.dtype = torch.float32, device: torch.device = CPU, **options: str) -> DraftModel:
     found = DraftOptions(speculative_algorithm=(algorithm,), **options)  # type: ignore[arg-type]
-    return load_draft_model(found, CPU, dtype)
+    return load_draft_model(found, device, dtype)
 
 
 def run_chain(model: DraftModel, ids: Tensor, features: Tensor, steps: int) -> tuple[Tensor, list[int]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_heads import EPS, FIELDS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, Maker, Tensors, rms
+from tiny_heads import EPS, FIELDS, HEADS, HIDDEN, KV_HEADS, VOCAB, Maker, Tensors, rms
 from torch import Tensor
 from torch.nn import functional
 
 RANK, BLOCK, LAYERS, MASK = 6, 5, 2, 90
+HEAD_DIM = 16
+"""The least that kernels run with."""
 
 QWEN3 = {**FIELDS, "model_type": "qwen3", "num_hidden_layers": LAYERS, "head_dim": HEAD_DIM, "block_size": BLOCK}
 ZLAB_FIELDS: dict[str, Any] = {
@@ -36,6 +38,9 @@ def backbone() -> Tensors:
     for number in range(LAYERS):
         prefix = f"layers.{number}"
         found |= make.layer(prefix, HIDDEN)
+        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            found[f"{prefix}.self_attn.{name}_proj.weight"] = make.matrix(heads * HEAD_DIM, HIDDEN)
+        found[f"{prefix}.self_attn.o_proj.weight"] = make.matrix(HIDDEN, HEADS * HEAD_DIM)
         found[f"{prefix}.input_layernorm.weight"] = make.norm(HIDDEN)
         found[f"{prefix}.self_attn.q_norm.weight"] = make.norm(HEAD_DIM)
         found[f"{prefix}.self_attn.k_norm.weight"] = make.norm(HEAD_DIM)
