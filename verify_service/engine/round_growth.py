@@ -89,9 +89,9 @@ class RoundGrowth:
         if not self.num_grown or not all(entry.request.is_masked for entry in decoded):
             return
         takers = [entry for entry in decoded if self._has_tree(entry)]
-        room = self.room(entries) - sum(len(entry.nodes) for entry in decoded if not self._has_tree(entry))
-        share = min(_MASKED_NODES, room) // max(len(takers), 1)
-        joined = [self._trees.take_in(entry, max(share - len(entry.nodes), 0)) for entry in takers]
+        room = min(_MASKED_NODES, self.room(entries)) - sum(len(entry.nodes) for entry in entries)
+        share = max(room, 0) // max(len(takers), 1)
+        joined = [self._trees.take_in(entry, share) for entry in takers]
         for entry, nodes in zip(takers, allowed(takers, joined), strict=True):
             if self._memory.reserve(entry.request, entry.request.cached_len + entry.num_extend + len(nodes)):
                 entry.nodes = nodes
