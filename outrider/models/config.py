@@ -186,6 +186,11 @@ class ModelShape:
     tie_embeddings: bool
     dtype: str
 
+    @property
+    def has_plain_attention(self) -> bool:
+        """Whether every layer sees all positions, with one rotary embedding, and scores as they are."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(ModelShape):
@@ -314,7 +319,7 @@ class ModelConfig(ModelShape):
 
     @property
     def has_plain_attention(self) -> bool:
-        """Whether every layer sees all positions, with one rotary embedding, and scores as they are."""
+        """See ModelShape."""
         plain = not (any(self.windows) or self.unrotated or self.attention_softcap or self.sinks)
         return plain and self.attention_scale is None
 

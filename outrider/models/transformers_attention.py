@@ -110,7 +110,7 @@ class PlannedForward(Attends):
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """See Attends."""
-        # Layers that ask for the same get the same object, which backends keep masks by.
+        # Made once a forward for all layers that ask for the same.
         rules = self._told.get(call)
         if rules is None:
             rules = self._told[call] = call.rules(self._size, self._still)

@@ -46,6 +46,12 @@ class TransformersConfig(ModelShape):
     """A model of transformers from outside. `head_dim` is a power of two, behind which heads are zeros."""
 
     num_parameters: int
+    calls_are_plain: bool
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """See ModelShape."""
+        return self.calls_are_plain
 
 
 class TransformersLM(LanguageModel):
@@ -286,6 +292,7 @@ def _survey(folder: Path) -> _Survey:
     if len(set(notes.sizes.values())) > 1 or not notes.is_causal:
         raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways or differ in their heads")
     num_heads, num_kv_heads, key_size, value_size = notes.sizes[0]
+    head_dim = padded_head_dim(max(key_size, value_size))
     shape = TransformersConfig(
         architecture=str(name),
         vocab_size=logits.shape[-1],
@@ -293,12 +300,13 @@ def _survey(folder: Path) -> _Survey:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=padded_head_dim(max(key_size, value_size)),
+        head_dim=head_dim,
         max_positions=int(config.max_position_embeddings),
         eos_token_ids=eos_token_ids(fields, generation),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         dtype=stated_dtype(fields),
         num_parameters=num_parameters,
+        calls_are_plain=all(call.sinks is None and call.rules(head_dim).is_plain for call in notes.calls.values()),
     )
     names = {module: name for name, module in base.named_modules()}
     return _Survey(
@@ -307,7 +315,7 @@ def _survey(folder: Path) -> _Survey:
         shape,
         attentions=[names[notes.modules[number]] for number in range(num_layers)],
         calls=[notes.calls[number] for number in range(num_layers)],
-        is_whole=key_size == value_size == shape.head_dim,
+        is_whole=key_size == value_size == head_dim,
     )
 
 

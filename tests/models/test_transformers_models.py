@@ -21,6 +21,7 @@ from outrider.models.decoder import CausalLM
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
 from outrider_tools.cli.plan import target_elements
+from verify_service.engine.build import attention_backend
 from verify_service.executors.device import num_parameters
 
 WINDOW = "sliding_attention"
@@ -312,3 +313,15 @@ def test_config_json_alone_tells_what_transformers_does(family: str, changes: di
     told = foreign_shape(*read_configs(tmp_path))
     assert told == ModelShape(**{name: getattr(shape, name) for name in ModelShape.__slots__})
     assert target_elements(told, tmp_path).total == num_parameters(shape)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Cohere2", {"sliding_window": 6}), ("Glm", {"head_dim": 24})],
+)
+def test_flashinfer_is_refused_for_windows_and_heads_that_are_filled_up(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family, **changes)
+    with pytest.raises(ConfigError, match="--attention-backend: flashinfer has no windows"):
+        attention_backend("flashinfer", load_model(tmp_path), 16)

@@ -30,7 +30,6 @@ from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES
-from outrider.models.config import ModelConfig
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
 from outrider.models.drafters.loader import load_draft_model
@@ -371,7 +370,7 @@ def attention_backend(name: str, model: LanguageModel, page_size: int, determini
     if deterministic:
         raise ConfigError("--attention-backend: flashinfer has no deterministic mode; choose triton")
     config = model.config
-    if isinstance(config, ModelConfig) and not config.has_plain_attention:
+    if not config.has_plain_attention:
         raise ConfigError(
             f"--attention-backend: flashinfer has no windows, caps, sinks and scales, which {config.architecture} "
             "has; choose triton"
