@@ -18,11 +18,15 @@ class Rotary:
     Without `rope` all angles are 0: q and k come rotated.
     """
 
-    def __init__(self, rope: RopeConfig | None, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, rope: RopeConfig | None, head_dim: int, device: torch.device, padded_dim: int | None = None
+    ) -> None:
+        """`padded_dim`: what heads have with the zeros behind each of their halves, if there are any."""
         self.turns = rope is not None
         """Whether rotation changes anything."""
         frequencies, self.scale = _frequencies(rope, head_dim) if rope else (torch.zeros(head_dim // 2), 1.0)
-        self._set(frequencies, device)
+        zeros = 0 if padded_dim is None else (padded_dim - head_dim) // 2
+        self._set(functional.pad(frequencies, (0, zeros)), device)
 
     @classmethod
     def of_frequencies(cls, frequencies: Tensor, scale: float, device: torch.device) -> Rotary:

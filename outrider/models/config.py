@@ -209,6 +209,7 @@ class ModelConfig(ModelShape):
         sinks: every head has a score that takes part in its softmax and has no value.
         embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and MLP add to the
             residual stream, and on logits.
+        unpadded_head_dim: head_dim in the checkpoint, where zeros stand behind each half of a head; else 0.
     """
 
     intermediate_size: int
@@ -235,6 +236,7 @@ class ModelConfig(ModelShape):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    unpadded_head_dim: int = 0
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -310,6 +312,23 @@ class ModelConfig(ModelShape):
     def window_of(self, layer: int) -> int:
         """How many positions a layer sees, 0 for all."""
         return self.windows[layer] if self.windows else 0
+
+    @property
+    def weight_head_dim(self) -> int:
+        """Channels of a head in the checkpoint."""
+        return self.unpadded_head_dim or self.head_dim
+
+    def with_padded_heads(self) -> ModelConfig:
+        """The same where head_dim is one that our kernels take: heads of other sizes get zeros."""
+        padded = padded_head_dim(self.head_dim)
+        if padded == self.head_dim:
+            return self
+        if self.qk_norm:
+            raise ConfigError(
+                f"config.json: head_dim {self.head_dim} with norms of heads does not run on a GPU; choose --device cpu"
+            )
+        scale = self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+        return replace(self, head_dim=padded, unpadded_head_dim=self.head_dim, attention_scale=scale)
 
     def limited_to(self, context_length: int) -> ModelConfig:
         """The same for sequences up to so many tokens."""

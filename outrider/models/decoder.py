@@ -67,9 +67,10 @@ class SelfAttention:
     ) -> None:
         self.layer = layer
         self._fused = config.fused
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_size = config.num_heads * config.head_dim
-        self.kv_size = config.num_kv_heads * config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.weight_head_dim
+        self._padding = (config.head_dim - self.head_dim) // 2
+        self.q_size = self.num_heads * self.head_dim
+        self.kv_size = self.num_kv_heads * self.head_dim
         # q, k and v are one matrix: heads in that order, so that q and k are rotated (and normed) as one tensor.
         name, num_out = f"model.layers.{layer}.self_attn", self.q_size + 2 * self.kv_size
         parts = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
@@ -88,7 +89,7 @@ class SelfAttention:
                 RMSNorm((size,), config.rms_norm_eps, dtype, device, config.norm_offset)
                 for size in (self.q_size, self.kv_size)
             ]
-        self._order = pair_order(config.rope, config.head_dim)
+        self._order = pair_order(config.rope, self.head_dim)
         self.rules = _layer_rules(config, layer, device, rotary)
 
     def __call__(self, rows: Tensor, residual: Tensor, plan: AttentionPlan) -> Tensor:
@@ -99,11 +100,20 @@ class SelfAttention:
             normed = [norm(part.contiguous()) for norm, part in zip(self.wide_norms, parts, strict=True)]
             made = torch.cat((*normed, v), 1)
         heads = made.view(rows.shape[0], -1, self.head_dim)
+        if self._padding:
+            return self.output.add_to(residual, self._attend_padded(heads, plan))
         return self.output.add_to(residual, plan.attend(self.layer, heads, self.qk_norm, self.rules))
+
+    def _attend_padded(self, heads: Tensor, plan: AttentionPlan) -> Tensor:
+        """AttentionPlan.attend with zeros behind each half of a head: pairs stay pairs, and zeros change no score."""
+        num_rows, half = len(heads), self.head_dim // 2
+        padded = functional.pad(heads.view(num_rows, -1, 2, half), (0, self._padding)).flatten(2)
+        attended = plan.attend(self.layer, padded, None, self.rules).view(num_rows, self.num_heads, 2, -1)
+        return attended[..., :half].reshape(num_rows, self.q_size)
 
     def of_stream(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the attention's output for it, normed."""
-        if self.wide_norms:
+        if self.wide_norms or self._padding:
             return self(norm(stream), stream, plan)
         attended = plan.attend_stream(self.layer, stream, norm, self.qkv, self.qk_norm, self.rules)
         if attended is None:
@@ -270,9 +280,9 @@ class CausalLM(LanguageModel):
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         # As transformers has it, in the model's dtype.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
-        self.rotary = Rotary(config.rope, config.head_dim, device)
+        self.rotary = Rotary(config.rope, config.weight_head_dim, device, config.head_dim)
         others = {config.rope_of(layer) for layer in range(config.num_layers)} - {config.rope}
-        rotaries = {rope: Rotary(rope, config.head_dim, device) for rope in others}
+        rotaries = {rope: Rotary(rope, config.weight_head_dim, device, config.head_dim) for rope in others}
         self.layers = [
             DecoderLayer(config, layer, dtype, device, rotary=rotaries.get(config.rope_of(layer)))
             for layer in range(config.num_layers)

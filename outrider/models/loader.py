@@ -64,6 +64,7 @@ def load_decoder(
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
     config = config.limited_to(context_length) if context_length else config
+    config = config.with_padded_heads() if torch.device(device).type == "cuda" else config
     _check_dtype(dtype)
     stored = decoder_tensors(folder, config)
     with torch.inference_mode():

@@ -34,6 +34,7 @@ from outrider.models.config import (
     ModelShape,
     choose_impl,
     foreign_shape,
+    padded_head_dim,
     read_configs,
     read_json,
 )
@@ -153,8 +154,8 @@ def head_elements(algorithm: str, head: HeadConfig) -> Elements:
 
 
 def kv_elements(config: ModelShape) -> int:
-    """Elements of one token's keys and values over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    """Elements of one token's keys and values over all layers, with the zeros that a GPU wants behind heads."""
+    return 2 * config.num_layers * config.num_kv_heads * padded_head_dim(config.head_dim)
 
 
 def _layer(config: ModelConfig, input_size: int, *, input_norm: bool = True) -> int:
@@ -163,9 +164,10 @@ def _layer(config: ModelConfig, input_size: int, *, input_norm: bool = True) -> 
     query, both = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     attention = input_size * (query + both) + query * hidden
     attention += (query + both) * config.qkv_bias + hidden * config.output_bias
-    # Head norms are kept once a head.
-    attention += (config.num_heads + config.num_kv_heads) * config.head_dim * config.qk_norm
-    return attention + _mlp(config) + hidden + input_size * input_norm
+    # Head norms are kept once a head; those of the whole width have as many elements.
+    attention += (config.num_heads + config.num_kv_heads) * config.head_dim * (config.qk_norm or config.wide_qk_norm)
+    behind = 2 * hidden * (config.norms == "both")
+    return attention + _mlp(config) + hidden + input_size * input_norm + behind
 
 
 def _mlp(config: ModelConfig) -> int:

@@ -90,6 +90,9 @@ def test_the_formula_is_what_the_loader_allocates_for_smollm2(model_path: Path, 
         {"architectures": ["Qwen2ForCausalLM"]},
         {"architectures": ["Qwen3ForCausalLM"]},
         {"attention_bias": True, "mlp_bias": True},
+        {"architectures": ["Phi3ForCausalLM"]},
+        {"architectures": ["Olmo2ForCausalLM"]},
+        {"architectures": ["SmolLM3ForCausalLM"]},
         {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "mlp_only_layers": [1, 7]},
         {"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS, "shared_expert_intermediate_size": 5632},
     ],
@@ -101,6 +104,18 @@ def test_every_family_is_counted_as_it_is_built(changes: dict[str, Any]) -> None
 
     config = ModelConfig.from_fields(LLAMA_8B | changes, {})
     assert allocated(CausalLM(config, torch.bfloat16, torch.device("meta"))) == 2 * model_elements(config).total
+
+
+def test_norms_behind_are_counted_and_heads_padded() -> None:
+    import torch
+
+    from outrider.models.decoder import CausalLM
+
+    config = ModelConfig.from_fields(LLAMA_8B | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 96}, {})
+    # Its norms are float32.
+    expected = 2 * (model_elements(config).total + 4096 * (4 * 32 + 1))
+    assert allocated(CausalLM(config, torch.bfloat16, torch.device("meta"))) == expected
+    assert kv_elements(config) == 2 * 32 * 8 * 128
 
 
 def test_of_experts_those_are_read_that_tokens_wake() -> None:

@@ -32,6 +32,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 20,
                               "layer_types": KINDS, "rope_parameters": LOCAL_AND_GLOBAL, **LAYERS}),
     "phi3": ("Phi3", {}),
+    "phi3-padded": ("Phi3", {"hidden_size": 96, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
     "phi3-window": ("Phi3", {"sliding_window": WINDOW}),
     "phi4-mini": ("Phi3", {"rope_parameters": {**LONG, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True,
                            "max_position_embeddings": 512, "original_max_position_embeddings": 16}),

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from kernels.sampling_state import RoundTokens
 from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers
 from outrider.attention.triton_backend import TritonAttention
+from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
+from outrider.models.loader import decoder_tensors
+from outrider.models.weights import fill
 
 _PAGE = 4
+
+
+def load_for_kernels(folder: Path) -> CausalLM:
+    """As on a GPU, where heads are of sizes that kernels take."""
+    config = ModelConfig.from_folder(folder).with_padded_heads()
+    stored = decoder_tensors(folder, config)
+    model = CausalLM(config, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        fill(model.checkpoint_tensors(), lambda name: stored[name].read(), None)
+        model.finish_loading()
+    return model
 
 
 class PagedRun:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from family_table import FAMILIES, SIZES
-from paged_runs import PagedRun
+from paged_runs import PagedRun, load_for_kernels
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 from torch import Tensor
 
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.config import OUTPUT
+from outrider.models.drafters.loader import shared_tensors
+from outrider.models.families import FAMILIES as ARCHITECTURES
 from outrider.models.loader import load_model
 
 LENGTH = 40
@@ -26,6 +32,7 @@ class Made:
         family, changes = FAMILIES[name]
         self.reference = save_tiny(folder, family, **{**SIZES, **changes})
         self.model: CausalLM = load_model(folder)
+        self.for_kernels = load_for_kernels(folder)
         self.ids = token_ids(LENGTH)
         self.expected = self.truth(self.ids)
 
@@ -72,7 +79,7 @@ def test_trees_behind_a_prefix_on_both_backends(made: Made) -> None:
     for node in (5, 6, 11):
         near(logits[node], made.truth(torch.cat([made.ids[:context], nodes[paths[node]]]))[-1])
     for by_path in (False, True):
-        paged = PagedRun(made.model)
+        paged = PagedRun(made.for_kernels)
         near(paged.prompt(made.ids[:10], 0), made.expected[:10])
         near(paged.prompt(made.ids[10:context], 10), made.expected[10:context])
         near(paged.tree(nodes, parents, context, by_path), logits)
@@ -93,6 +100,25 @@ def test_greedy_text_is_transformers(made: Made) -> None:
     assert text.tolist() == expected.tolist()
 
 
+def test_features_are_the_residual_stream_entering_each_layer(made: Made) -> None:
+    layers = (1, 0, 2)
+    batch = ForwardBatch(made.ids, torch.arange(LENGTH), [Segment(LENGTH, torch.arange(LENGTH))])
+    kv = made.model.new_kv(LENGTH)
+    _, features = made.model.forward_with_features(batch, kv, TorchAttention(), layers)
+    with torch.inference_mode():
+        expected = made.reference(made.ids[None], output_hidden_states=True).hidden_states
+    for layer, feature in zip(layers, features, strict=True):
+        # Transformers has the last one behind the final norm.
+        if layer < made.model.config.num_layers:
+            near(feature, expected[layer][0])
+
+
+def test_the_page_names_every_architecture() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", page))
+    assert named == set(ARCHITECTURES)
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_part_of_a_larger_gemma(prefix: str, tmp_path: Path) -> None:
     """Named as the hub does, or as transformers 5 writes it; what is no text is not read."""
@@ -107,6 +133,7 @@ def test_the_text_part_of_a_larger_gemma(prefix: str, tmp_path: Path) -> None:
     outside = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 2], "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({**outside, "text_config": {**text, "architectures": None}}))
     model = load_model(tmp_path)
+    assert torch.equal(shared_tensors(tmp_path)[OUTPUT].read(), tensors["model.embed_tokens.weight"])
     ids = token_ids(20)
     with torch.inference_mode():
         near(run_one(model, model.new_kv(20), ids, torch.arange(20)), reference(ids[None]).logits[0])

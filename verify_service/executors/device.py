@@ -11,17 +11,19 @@ import torch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig, ModelShape
+from outrider.models.config import ModelConfig, ModelShape, padded_head_dim
 from outrider.models.transformers_model import TransformersConfig
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Head dimensions that our attention kernels support."""
+MAX_HEAD_DIM = 256
+"""Of what our attention kernels take."""
 
 
 def check_model(config: ModelShape, dtype: torch.dtype, device: torch.device, mem_fraction: float) -> None:
     """Raise ConfigError for a model that cannot run on this GPU, before its weights are read."""
-    if config.head_dim not in HEAD_DIMS:
-        raise ConfigError(f"config.json: head_dim {config.head_dim} does not run on a GPU; supported are {HEAD_DIMS}")
+    if padded_head_dim(config.head_dim) > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"config.json: head_dim {config.head_dim} does not run on a GPU; up to {MAX_HEAD_DIM} do; use --device cpu"
+        )
     free, total = torch.cuda.mem_get_info(device)
     budget = min(int(total * mem_fraction), free)
     needed = num_parameters(config) * dtype.itemsize

@@ -127,7 +127,7 @@ class DraftHead(DraftModel):
         self.output = Linear(decoder.hidden_size, self.vocab_size, False, dtype, device)
         self._linears: dict[str, Linear] = {OUTPUT.removesuffix(".weight"): self.output}
         self._norms: dict[str, RMSNorm] = {}
-        self.rotary = Rotary(decoder.rope, decoder.head_dim, device)
+        self.rotary = Rotary(decoder.rope, decoder.weight_head_dim, device, decoder.head_dim)
         self.layers: list[DecoderLayer] = []
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -103,6 +103,8 @@ def _load_head(
 ) -> DraftHead:
     stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
     config = with_window(head_config(algorithm, folder, stored, target), options)
+    if place.device.type == "cuda":
+        config = replace(config, decoder=config.decoder.with_padded_heads())
     stored = _with_shared(stored, config, target, folder)
     allowed = _token_map(options, config.decoder.vocab_size)
     ids = _own_ids(stored.pop("d2t", None), config, folder)
