@@ -38,7 +38,15 @@ from outrider.models.config import (
     read_configs,
     read_json,
 )
-from outrider.models.drafters.config import HeadConfig, eagle3_config, eagle_config, mtp_config
+from outrider.models.drafters.config import (
+    MARKOV_INPUT,
+    HeadConfig,
+    block_config,
+    eagle3_config,
+    eagle_config,
+    mtp_config,
+)
+from outrider.models.drafters.kinds import BLOCK_ALGORITHMS
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import config_folder
 from outrider.models.store_folder import shard_paths, tensor_shapes
@@ -137,7 +145,7 @@ def model_elements(config: ModelConfig) -> Elements:
 
 
 def head_elements(algorithm: str, head: HeadConfig) -> Elements:
-    """Elements of an EAGLE3, EAGLE or NEXTN head, its copy of the embedding included."""
+    """Elements of a head, its copy of the embedding included; of a sequential part the two large matrices."""
     decoder = head.decoder
     hidden, count = decoder.hidden_size, decoder.num_layers
     features = len(head.feature_layers) * head.target_hidden_size
@@ -148,6 +156,11 @@ def head_elements(algorithm: str, head: HeadConfig) -> Elements:
         layers += features * (head.norm_each + head.norm_all)
     elif algorithm == "EAGLE":
         layers = count * _layer(decoder, hidden) - hidden + 2 * hidden * hidden + head.fc_bias * hidden
+    elif head.block is not None:
+        # Keys and values of the context have a product of their own.
+        layers = count * (_layer(decoder, hidden) + 2 * decoder.num_kv_heads * decoder.head_dim * hidden)
+        layers += features * hidden + head.fc_bias * hidden + 2 * hidden
+        layers += (decoder.vocab_size + head.draft_vocab_size) * head.block.markov_rank
     else:
         layers = _layer(decoder, hidden) + 3 * hidden + 2 * hidden * hidden
     return Elements(decoder.vocab_size * hidden, layers, head.draft_vocab_size * hidden)
@@ -400,9 +413,11 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -
         head = _head(algorithm, folder, target)
         config, elements, feature_size = head.decoder, head_elements(algorithm, head), head.decoder.hidden_size
         # A head that multiplies features first lets verify do that, and store the product.
-        is_product = algorithm == "EAGLE3" and head.projects
+        is_product = (algorithm == "EAGLE3" and head.projects) or head.block is not None
         stored = feature_size if is_product else len(head.feature_layers) * head.target_hidden_size
         vocab_size, read = head.draft_vocab_size, elements.layers + elements.output
+        if head.block is not None:  # tree slots hold what a block says of the places behind a node
+            feature_size *= head.block.num_guesses
     item = ITEM_BYTES[_dtype(options.dtype, config)]
     per_token = kv_elements(config) * item
     slots = min(options.max_requests, DRAFT_ROWS) * DRAFT_REGION
@@ -424,6 +439,9 @@ def _head(algorithm: str, folder: Path, target: ModelShape) -> HeadConfig:
     fields = read_json(folder / "config.json")
     if algorithm == "EAGLE":
         return eagle_config(fields, (), target.num_layers, target.hidden_size)
+    if algorithm in BLOCK_ALGORITHMS:
+        names = (MARKOV_INPUT,) if algorithm == "DSPARK" else ()
+        return block_config(fields, names, target.num_layers, target.hidden_size)
     return eagle3_config(fields, ("fc.weight",), target.num_layers, target.hidden_size)
 
 

@@ -17,7 +17,7 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, read_json
 from outrider.models.drafters.config import EMBEDDING, LAYER_IDS, OUTPUT, HeadConfig, eagle3_config
 from outrider.models.drafters.heads import Eagle3Head
-from outrider.models.drafters.kinds import algorithm_of, head_config, head_name, mtp_name
+from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, algorithm_of, head_config, head_name, mtp_name
 from outrider.models.drafters.loader import shared_tensors
 from outrider.models.progress import Progress
 from outrider.models.store_folder import WEIGHTS_FILE
@@ -94,6 +94,8 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
     algorithm = algorithm_of(head)
     if algorithm == "STANDALONE":
         raise ConfigError(f"--draft {head}: holds a language model, not a head")
+    if algorithm in BLOCK_ALGORITHMS:
+        raise ConfigError(f"cannot inflate {head}: it is a block head; give an EAGLE-3 or EAGLE head, or an MTP module")
     of_target = ModelConfig.from_folder(target)
     fields = read_json(head / "config.json")
     stored = stored_tensors(head, mtp_name if algorithm == "NEXTN" else head_name)

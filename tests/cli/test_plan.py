@@ -12,7 +12,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.capacity import CONTEXT_BYTES, GIB
 from outrider.models.config import ModelConfig
-from outrider.models.drafters.config import HeadConfig, eagle_config, mtp_config
+from outrider.models.drafters.config import MARKOV_INPUT, HeadConfig, block_config, eagle_config, mtp_config
 from outrider.models.shipped import shipped_head
 from outrider.models.store import config_folder
 from outrider_tools.cli.plan import count_graphs, head_elements, kv_elements, model_elements, parse_size, plan_target
@@ -135,6 +135,7 @@ def test_of_experts_those_are_read_that_tokens_wake() -> None:
 def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
     import torch
 
+    from outrider.models.drafters.block import BlockHead
     from outrider.models.drafters.heads import EagleHead, MtpHead
     from outrider.models.drafters.loader import load_draft_model
     from outrider.models.shipped import DraftOptions, choose_drafters
@@ -150,7 +151,10 @@ def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
     assert head_elements("EAGLE3", replace(config, draft_vocab_size=head.vocab_size)).total == built
     eagle = eagle_config(LLAMA_8B | {"num_hidden_layers": 2}, ("fc.bias",), 32, 4096)
     mtp = mtp_config(ModelConfig.from_fields(LLAMA_8B, {}), ("input_proj.weight",))
-    for name, kind, described in (("EAGLE", EagleHead, eagle), ("NEXTN", MtpHead, mtp)):
+    fields = LLAMA_8B | {"num_hidden_layers": 2, "block_size": 7, "mask_token_id": 5, "target_layer_ids": [1, 9]}
+    block = block_config(fields | {"markov_rank": 16}, (MARKOV_INPUT,), 32, 4096)
+    heads = (("EAGLE", EagleHead, eagle), ("NEXTN", MtpHead, mtp), ("DSPARK", BlockHead, block))
+    for name, kind, described in heads:
         assert allocated(kind(described, torch.bfloat16, meta)) == 2 * head_elements(name, described).total
 
 
