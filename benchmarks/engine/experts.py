@@ -51,23 +51,46 @@ from outrider_tools.cli.plan import model_elements
 from outrider_tools.inflate.folder import COPIED_FILES
 from outrider_tools.inflate.shapes import ShapeMap, parse_shape
 from outrider_tools.inflate.tensors import EMBEDDING, HEAD, Inflater, inflated_fields
+from outrider_tools.quantize import FORMATS, is_quantized
 from verify_service.engine.build import EngineParts, build, load_draft
 from verify_service.engine.engine import Action, VerifyEngine
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.frames import RoundFigures
 
+GROUP = 128
+"""Of formats that have groups of weights."""
+
 
 @torch.inference_mode()
-def made_on_device(source: Path, shape: str, folder: Path) -> CausalLM:
-    """The inflated model in bfloat16; `folder` gets what drafts look for: config, tokenizer, embedding and head."""
+def made_on_device(source: Path, shape: str, folder: Path, form: str = "") -> CausalLM:
+    """The inflated model in bfloat16, or quantized as `form` says (see `outrider quantize`).
+
+    `folder` gets what drafts look for: config, tokenizer, embedding and output matrix.
+    """
     device, dtype = torch.device("cuda"), torch.bfloat16
     own = ModelConfig.from_folder(source)
     shape_map = ShapeMap.of(own, parse_shape(shape))
     inflater = Inflater(decoder_tensors(source, own), own, shape_map, own.vocab_size, dtype, device, seed=0)
     fields = inflated_fields(read_json(source / "config.json"), shape_map, own.vocab_size, inflater.rms_norm_eps, dtype)
+    if form:
+        fields["quantization_config"] = FORMATS[form].config(GROUP)
     model = CausalLM(ModelConfig.from_fields(fields, {}), dtype, device)
-    fill(model.checkpoint_tensors(), inflater.tensor, None)
+    encoded: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor:
+        module = name.rpartition(".")[0]
+        if not form or not is_quantized(f"{module}.weight"):
+            return inflater.tensor(name)
+        if name not in encoded:
+            encoded.clear()
+            made = FORMATS[form].encode(inflater.tensor(f"{module}.weight").float(), GROUP)
+            encoded.update({f"{module}.{end}": tensor for end, tensor in made.items()})
+        return encoded[name]
+
+    tensors = model.checkpoint_tensors()
+    # What is encoded together comes together.
+    fill({name: tensors[name] for name in sorted(tensors)}, read, None)
     (folder / "config.json").write_text(json.dumps(fields), "utf-8")
     save_tensors({name: inflater.tensor(name).cpu() for name in (EMBEDDING, HEAD)}, folder / WEIGHTS_FILE)
     for name in COPIED_FILES:
@@ -77,7 +100,7 @@ def made_on_device(source: Path, shape: str, folder: Path) -> CausalLM:
     return model
 
 
-def logits_of(model: CausalLM, ids: Sequence[int]) -> Tensor:
+def logits_of(model: LanguageModel, ids: Sequence[int]) -> Tensor:
     """float32 [tokens, vocabulary] of a prompt."""
     count = len(ids)
     order = torch.arange(count, device=model.device)
@@ -175,6 +198,8 @@ class ExpertsBench:
         self._rate = copy_rate(torch.device("cuda"))
         self._elements = model_elements(ModelConfig.from_folder(folder))
         self._plain: dict[int, Decoding] = {}
+        self._words = arguments.format or "bf16"
+        self._bytes = {"": 2.0, "int4": 0.5, "awq": 0.5, "gptq": 0.5, "mxfp4": 0.53}.get(arguments.format, 1.0)
         self.add("device copy", "copy_tb_per_second", self._rate / 1e12, "TB/s")
 
     def add(self, case: str, metric: str, value: float, unit: str = "") -> None:
@@ -188,7 +213,7 @@ class ExpertsBench:
         print(f"{draft}: built in {time.perf_counter() - start:.1f} s", flush=True)
         if draft == "plain":
             for width, seconds in parts.cost.table().items():
-                case = f"round m{width} bf16"
+                case = f"round m{width} {self._words}"
                 self.add(case, "round_ms", seconds * 1e3, "ms")
                 self.add(case, "round_over_bytes", seconds / self._floor(width))
                 print(f"{case}: {seconds * 1e3:.3f} ms, {seconds / self._floor(width):.2f} times its bytes")
@@ -200,10 +225,11 @@ class ExpertsBench:
     def _floor(self, num_tokens: int) -> float:
         """Seconds that the device takes to read the weights of a round."""
         # The copy rate counts what is read and what is written.
-        return self._elements.read_by(num_tokens) * 2 / self._rate
+        output = self._elements.output * 2
+        return ((self._elements.read_by(num_tokens) - self._elements.output) * self._bytes + output) / self._rate
 
     def _note(self, draft: str, batch: int, found: Decoding) -> None:
-        case = f"{draft} {'' if draft == 'plain' else 'colocated '}b{batch} bf16 greedy"
+        case = f"{draft} {'' if draft == 'plain' else 'colocated '}b{batch} {self._words} greedy"
         floor = self._floor(batch)
         self.add(case, "tokens_per_second", found.tokens_per_second, "tokens/s")
         self.add(case, "round_ms", found.round_seconds * 1e3, "ms")
@@ -240,6 +266,7 @@ def main() -> int:
     """Parse options, make the model, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--format", default="", choices=("", *FORMATS), help="of quantized weights; bfloat16 without")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSONL, with "turns" or "prompt"')
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -252,7 +279,7 @@ def main() -> int:
     source = resolve_model(options.model)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = made_on_device(source, arguments.shape, folder)
+        model = made_on_device(source, arguments.shape, folder, arguments.format)
         bench = ExpertsBench(model, folder, options, arguments)
         print(f"made in {time.perf_counter() - began:.1f} s", flush=True)
         with torch.inference_mode():
@@ -260,7 +287,7 @@ def main() -> int:
             expected = logits_of(load_model(source, torch.float32, "cuda"), ids)
             found = logits_of(model, ids)
         error = float((found - expected).norm() / expected.norm())
-        bench.add("bf16", "logits_relative_error", error)
+        bench.add(arguments.format or "bf16", "logits_relative_error", error)
         print(f"logits against the source's: relative error {error:.4f}", flush=True)
         disable_automatic_collection()
         bench.run("plain", options)
