@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.config import read_json
+from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
 from outrider_tools.files import whole_output
 

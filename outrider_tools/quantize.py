@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.errors import ConfigError
-from outrider.models.config import read_json
+from outrider.models.fields import read_json
 from outrider.models.store_folder import CONFIG_FILE, INDEX_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
 from outrider_tools.files import whole_output

@@ -38,8 +38,9 @@ from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
 from outrider.host.garbage import disable_automatic_collection
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig, read_json
+from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
+from outrider.models.fields import read_json
 from outrider.models.loader import decoder_tensors, load_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import TOKENIZER_FILE, WEIGHTS_FILE

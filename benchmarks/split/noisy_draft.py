@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.config import read_json
+from outrider.models.fields import read_json
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import save_tensors, stored_tensors

@@ -20,7 +20,7 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarNode, GrammarState, GrammarVocabulary, compile_grammar
 from outrider.logs import get_logger
-from outrider.models.config import get_token_ids, read_json
+from outrider.models.fields import get_token_ids, read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, default_cache_dir
 from outrider.models.store_folder import hash_tokenizer
 from outrider.tree.author import TreeAuthor

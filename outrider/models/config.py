@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,94 +11,17 @@ from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.models.families import FAMILIES, Family
+from outrider.models.fields import get_bool, get_float, get_int, get_token_ids, read_configs
 from outrider.models.quantization import Quantization, Scheme, read_quantization
+from outrider.models.rope import RopeConfig, read_ropes, rotary_dim
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_IMPLS = ("auto", "outrider", "transformers")
 """Values of --model-impl."""
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 MAX_EXPERTS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding parameters, whichever of its three homes in config.json they came from.
-
-    `original_max_positions` is the context the model was trained with before it was stretched.
-    `attention_factor` scales cos and sin (yarn, longrope); None means the kind's own formula. `rotated` is the share of
-    a head's channels, the first of them, that are rotated. Of longrope, each pair's frequency is divided by its factor
-    among `short_factors`, or, in contexts longer than the original, among `long_factors`, whatever the sequence's own
-    length: KV of one sequence must not change when another token comes. So `is_long` follows from the context served.
-    """
-
-    kind: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    rotated: float = 1.0
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    is_long: bool = False
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
-        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
-
-        Raises ConfigError: a kind that is not supported, or a field that is missing or of the wrong type.
-        """
-        scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
-            raise ConfigError(f"config.json: the rope parameters must be an object, got {scaling!r}")
-        merged = {"rope_theta": fields.get("rope_theta"), **scaling}
-        kind = merged.get("rope_type", merged.get("type", "default"))
-        kind = "longrope" if kind == "su" else kind
-        if kind not in ROPE_KINDS:
-            raise ConfigError(
-                f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}"
-            )
-        if kind == "dynamic":
-            # Stretched behind max_position_embeddings alone, and nothing is served there.
-            kind = "default"
-        rotated = get_float({**fields, **merged}, "partial_rotary_factor", 1.0)
-        if not 0.0 < rotated <= 1.0:
-            raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {rotated}")
-        if merged.get("llama_4_scaling_beta"):
-            raise ConfigError("config.json: llama_4_scaling_beta is not supported; only queries scaled alike are")
-        original = get_int({**fields, **merged}, "original_max_position_embeddings", 0)
-        if kind == "llama3" and not original:
-            raise ConfigError("config.json: llama3 rope scaling needs original_max_position_embeddings")
-        rope = cls(
-            kind=kind,
-            theta=get_float(merged, "rope_theta", 10000.0),
-            factor=1.0 if kind == "default" else _factor(kind, merged, original, max_positions),
-            low_freq_factor=get_float(merged, "low_freq_factor", 1.0),
-            high_freq_factor=get_float(merged, "high_freq_factor", 4.0),
-            original_max_positions=original or max_positions,
-            beta_fast=get_float(merged, "beta_fast", 32.0),
-            beta_slow=get_float(merged, "beta_slow", 1.0),
-            attention_factor=_optional_float(merged, "attention_factor"),
-            mscale=_optional_float(merged, "mscale"),
-            mscale_all_dim=_optional_float(merged, "mscale_all_dim"),
-            truncate=bool(merged.get("truncate", True)),
-            rotated=rotated,
-            short_factors=_factors(merged, "short_factor") if kind == "longrope" else (),
-            long_factors=_factors(merged, "long_factor") if kind == "longrope" else (),
-            is_long=kind == "longrope" and max_positions > (original or max_positions),
-        )
-        if rope.theta <= 1.0:
-            raise ConfigError(f"config.json: rope_theta must be above 1, got {rope.theta}")
-        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-            raise ConfigError("config.json: llama3 rope scaling needs high_freq_factor above low_freq_factor")
-        return rope
+MAX_HEAD_DIM = 256
+"""Of what attention kernels of a GPU take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +180,7 @@ class ModelConfig(ModelShape):
         attention_bias = not family.qkv_bias and get_bool(fields, "attention_bias", False)
         num_layers = get_int(fields, "num_hidden_layers", minimum=1)
         head_dim = get_int(fields, "head_dim", _default_head_dim(fields, family, hidden_size, num_heads), minimum=2)
-        rope, local_rope = _ropes(fields, max_positions)
+        rope, local_rope = read_ropes(fields, max_positions)
         config = cls(
             architecture=architecture,
             vocab_size=get_int(fields, "vocab_size", minimum=1),
@@ -372,11 +294,6 @@ class ModelConfig(ModelShape):
             raise ConfigError(f"config.json: eos_token_id {outside[0]} is outside the vocabulary of {self.vocab_size}")
 
 
-def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
-    """How many channels of a head are rotated: the first ones."""
-    return int(head_dim * rope.rotated)
-
-
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """The fields of a language model, where it is the text part of a larger one, or all fields."""
     text = fields.get("text_config")
@@ -386,19 +303,6 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"config.json: text_config must be an object, got {text!r}")
     outside = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
     return {name: fields[name] for name in outside if fields.get(name) is not None} | dict(text)
-
-
-def _ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rotary embedding, and that of layers with a window if it is another."""
-    given = fields.get("rope_parameters")
-    if isinstance(given, Mapping) and isinstance(given.get("full_attention"), Mapping):
-        of_kinds = [{**fields, "rope_parameters": given.get(kind)} for kind in ("full_attention", "sliding_attention")]
-        rope, local = (RopeConfig.from_fields(of_kind, max_positions) for of_kind in of_kinds)
-        return rope, None if local == rope else local
-    rope = RopeConfig.from_fields(fields, max_positions)
-    if given or fields.get("rope_local_base_freq") is None:
-        return rope, None
-    return rope, RopeConfig(theta=get_float(fields, "rope_local_base_freq"), original_max_positions=max_positions)
 
 
 def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
@@ -466,28 +370,6 @@ def _multiplier(fields: Mapping[str, Any], name: str) -> float:
     if value <= 0.0:
         raise ConfigError(f"config.json: {name} must be above 0, got {value}")
     return value
-
-
-def _factors(merged: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    values = merged.get(name)
-    if not isinstance(values, list) or not all(type(value) in (int, float) and value > 0 for value in values):
-        raise ConfigError(f"config.json: longrope needs {name}, a list of numbers above 0, got {values!r}")
-    return tuple(float(value) for value in values)
-
-
-def _factor(kind: str, merged: Mapping[str, Any], original: int, max_positions: int) -> float:
-    if merged.get("factor") is None and kind == "longrope":
-        return max(max_positions / (original or max_positions), 1.0)
-    if merged.get("factor") is None and original:
-        return max_positions / original
-    factor = get_float(merged, "factor")
-    if factor < 1.0:
-        raise ConfigError(f"config.json: the rope factor must be at least 1, got {factor}")
-    return factor
-
-
-def _optional_float(merged: Mapping[str, Any], name: str) -> float | None:
-    return None if merged.get(name) is None else get_float(merged, name)
 
 
 def _architecture(fields: Mapping[str, Any]) -> str:
@@ -597,73 +479,19 @@ def padded_head_dim(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def check_heads(config: ModelShape) -> None:
+    """Refuse heads that attention kernels of a GPU do not take. Raises ConfigError."""
+    if padded_head_dim(config.head_dim) > MAX_HEAD_DIM:
+        raise ConfigError(
+            f"config.json: head_dim {config.head_dim} of {config.architecture} does not run on a GPU; up to "
+            f"{MAX_HEAD_DIM} do; use --device cpu"
+        )
+    if isinstance(config, ModelConfig):
+        config.with_padded_heads()
+
+
 def check_config(folder: Path, wanted: str = "auto") -> None:
     """Refuse a model that cannot run, as far as its config.json tells without torch. Raises ConfigError."""
     fields, generation = read_configs(folder)
     if choose_impl(fields, wanted) == "outrider":
         ModelConfig.from_fields(fields, generation)
-
-
-def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json, which need not be there. Raises ConfigError as `read_json` does."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: not a folder; give a Hugging Face model folder")
-    path = folder / "generation_config.json"
-    return read_json(folder / "config.json"), read_json(path) if path.exists() else {}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
-
-    Raises ConfigError: the file is missing, unreadable, not JSON, or not an object.
-    """
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a model folder needs {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(fields).__name__}")
-    return fields
-
-
-def get_int(fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0) -> int:
-    """An integer field; null counts as absent. Without a default the field is required."""
-    what = f"an integer of at least {minimum}"
-    return int(_get(fields, name, default, what, lambda value: type(value) is int and value >= minimum))
-
-
-def get_float(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A finite number field; null counts as absent. Without a default the field is required."""
-    return float(
-        _get(
-            fields, name, default, "a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)
-        )
-    )
-
-
-def get_bool(fields: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean field; null counts as absent."""
-    return bool(_get(fields, name, default, "true or false", lambda value: type(value) is bool))
-
-
-def _get(fields: Mapping[str, Any], name: str, default: Any, what: str, is_legal: Callable[[Any], bool]) -> Any:
-    value = fields.get(name)
-    if value is None:
-        value = default
-    if value is None:
-        raise ConfigError(f"config.json: {name} is missing")
-    if not is_legal(value):
-        raise ConfigError(f"config.json: {name} must be {what}, got {value!r}")
-    return value
-
-
-def get_token_ids(fields: Mapping[str, Any], name: str, source: str) -> list[int]:
-    """A token id or a list of them; null and absent give none."""
-    value = fields.get(name)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ConfigError(f"{source}: {name} must be token ids, got {value!r}")
-    return ids

@@ -8,9 +8,10 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig, ModelShape, choose_impl, read_configs
+from outrider.models.config import ModelConfig, ModelShape, choose_impl
 from outrider.models.decoder import CausalLM
 from outrider.models.families import FAMILIES
+from outrider.models.fields import read_configs
 from outrider.models.transformers_model import describe_transformers, load_transformers
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
-from outrider.models.config import read_json
+from outrider.models.fields import read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, DEFAULT_WHEEL
 from outrider.models.store_folder import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outrider.errors import ConfigError
-from outrider.models.config import read_json
+from outrider.models.fields import read_json
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"

@@ -22,7 +22,8 @@ from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, read_configs, stated_dtype
+from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, stated_dtype
+from outrider.models.fields import read_configs
 from outrider.models.transformers_attention import (
     NAME,
     Attends,

@@ -29,15 +29,7 @@ from outrider.models.capacity import (
     ROUND_REGION,
     SCRATCH_BYTES,
 )
-from outrider.models.config import (
-    ModelConfig,
-    ModelShape,
-    choose_impl,
-    foreign_shape,
-    padded_head_dim,
-    read_configs,
-    read_json,
-)
+from outrider.models.config import ModelConfig, ModelShape, check_heads, choose_impl, foreign_shape, padded_head_dim
 from outrider.models.drafters.config import (
     MARKOV_INPUT,
     HeadConfig,
@@ -47,6 +39,7 @@ from outrider.models.drafters.config import (
     mtp_config,
 )
 from outrider.models.drafters.kinds import BLOCK_ALGORITHMS
+from outrider.models.fields import read_configs, read_json
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import config_folder
 from outrider.models.store_folder import shard_paths, tensor_shapes
@@ -347,6 +340,8 @@ def run(arguments: argparse.Namespace) -> int:
     fields, generation = read_configs(folder)
     ours = choose_impl(fields, verify.model_impl) == "outrider"
     config = ModelConfig.from_fields(fields, generation) if ours else foreign_shape(fields, generation)
+    if gpu.memory:
+        check_heads(config)
     elements, dtype = target_elements(config, folder), _dtype(verify.dtype, config)
     if arguments.draft_placement == "colocated":
         verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify

@@ -16,8 +16,9 @@ from torch import Tensor
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, read_json
+from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
+from outrider.models.fields import read_json
 from outrider.models.loader import decoder_tensors
 from outrider.models.progress import Progress
 from outrider.models.weights import write_shards

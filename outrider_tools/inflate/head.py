@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, read_json
+from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import EMBEDDING, LAYER_IDS, OUTPUT, HeadConfig, eagle3_config
 from outrider.models.drafters.heads import Eagle3Head
 from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, algorithm_of, head_config, head_name, mtp_name
 from outrider.models.drafters.loader import shared_tensors
+from outrider.models.fields import read_json
 from outrider.models.progress import Progress
 from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors

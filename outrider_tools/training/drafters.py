@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, read_json
+from outrider.models.config import ModelConfig
+from outrider.models.fields import read_json
 from outrider_tools.training.block import TrainableBlockHead
 from outrider_tools.training.eagle import TrainableEagleHead
 from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head, default_feature_layers

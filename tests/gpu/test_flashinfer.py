@@ -17,8 +17,8 @@ from outrider.attention.paged import PagedBatch, RoundTokens, TreeBuffers
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.layers.rotary import Rotary
-from outrider.models.config import RopeConfig
 from outrider.models.decoder import CausalLM
+from outrider.models.rope import RopeConfig
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("flashinfer")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig
+from outrider.models.config import ModelConfig, check_heads
 
 VALID: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -132,6 +132,21 @@ EXPERTS: dict[str, Any] = {
 def test_what_is_not_supported_is_named(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         ModelConfig.from_fields({**VALID, **changes}, {})
+    for word in words:
+        assert word in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 320}, ["head_dim 320", "LlamaForCausalLM", "256", "--device cpu"]),
+        ({"head_dim": 80, "architectures": ["Qwen3ForCausalLM"]}, ["head_dim 80", "norms of heads", "--device cpu"]),
+    ],
+)
+def test_heads_that_no_kernel_of_a_gpu_takes_are_named(changes: dict[str, Any], words: list[str]) -> None:
+    check_heads(ModelConfig.from_fields({**VALID, "head_dim": 96}, {}))
+    with pytest.raises(ConfigError) as raised:
+        check_heads(ModelConfig.from_fields({**VALID, **changes}, {}))
     for word in words:
         assert word in raised.value.message
 

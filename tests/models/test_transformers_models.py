@@ -16,8 +16,9 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
 from outrider.models import config as config_module
-from outrider.models.config import ModelShape, check_config, foreign_shape, read_configs
+from outrider.models.config import ModelShape, check_config, foreign_shape
 from outrider.models.decoder import CausalLM
+from outrider.models.fields import read_configs
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
 from outrider_tools.cli.plan import target_elements

@@ -11,19 +11,13 @@ import torch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig, ModelShape, padded_head_dim
+from outrider.models.config import ModelConfig, ModelShape, check_heads
 from outrider.models.transformers_model import TransformersConfig
-
-MAX_HEAD_DIM = 256
-"""Of what our attention kernels take."""
 
 
 def check_model(config: ModelShape, dtype: torch.dtype, device: torch.device, mem_fraction: float) -> None:
     """Raise ConfigError for a model that cannot run on this GPU, before its weights are read."""
-    if padded_head_dim(config.head_dim) > MAX_HEAD_DIM:
-        raise ConfigError(
-            f"config.json: head_dim {config.head_dim} does not run on a GPU; up to {MAX_HEAD_DIM} do; use --device cpu"
-        )
+    check_heads(config)
     free, total = torch.cuda.mem_get_info(device)
     budget = min(int(total * mem_fraction), free)
     needed = num_parameters(config) * dtype.itemsize

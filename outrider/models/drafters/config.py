@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, get_bool, get_int
+from outrider.models.config import ModelConfig
+from outrider.models.fields import get_bool, get_int
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 QUANTIZED_NAMES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, check_config, get_int, read_json, text_fields
+from outrider.models.config import ModelConfig, check_config, text_fields
 from outrider.models.drafters.config import (
     EMBEDDING,
     MARKOV_INPUT,
@@ -22,6 +22,7 @@ from outrider.models.drafters.config import (
     eagle_config,
     mtp_config,
 )
+from outrider.models.fields import get_int, read_json
 from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
 

@@ -12,7 +12,7 @@ from outrider.config.draft import DraftOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError
 from outrider.layers.linear import Linear
-from outrider.models.config import ModelConfig, read_json
+from outrider.models.config import ModelConfig
 from outrider.models.drafters.base import DraftHead, DraftModel
 from outrider.models.drafters.block import BlockHead
 from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig
@@ -27,6 +27,7 @@ from outrider.models.drafters.kinds import (
     with_window,
 )
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
+from outrider.models.fields import read_json
 from outrider.models.loader import SUPPORTED_DTYPES, describe_model, load_decoder, load_model, text_name
 from outrider.models.quantization import read_quantization
 from outrider.models.store import resolve_model

@@ -1,0 +1,76 @@
+"""Fields of config.json and its like, each checked as it is read. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError
+
+
+def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json, which need not be there. Raises ConfigError as `read_json` does."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: not a folder; give a Hugging Face model folder")
+    path = folder / "generation_config.json"
+    return read_json(folder / "config.json"), read_json(path) if path.exists() else {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises ConfigError: the file is missing, unreadable, not JSON, or not an object.
+    """
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a model folder needs {path.name}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def get_int(fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0) -> int:
+    """An integer field; null counts as absent. Without a default the field is required."""
+    what = f"an integer of at least {minimum}"
+    return int(_get(fields, name, default, what, lambda value: type(value) is int and value >= minimum))
+
+
+def get_float(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A finite number field; null counts as absent. Without a default the field is required."""
+    return float(
+        _get(
+            fields, name, default, "a finite number", lambda value: type(value) in (int, float) and math.isfinite(value)
+        )
+    )
+
+
+def get_bool(fields: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A boolean field; null counts as absent."""
+    return bool(_get(fields, name, default, "true or false", lambda value: type(value) is bool))
+
+
+def _get(fields: Mapping[str, Any], name: str, default: Any, what: str, is_legal: Callable[[Any], bool]) -> Any:
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise ConfigError(f"config.json: {name} is missing")
+    if not is_legal(value):
+        raise ConfigError(f"config.json: {name} must be {what}, got {value!r}")
+    return value
+
+
+def get_token_ids(fields: Mapping[str, Any], name: str, source: str) -> list[int]:
+    """A token id or a list of them; null and absent give none."""
+    value = fields.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ConfigError(f"{source}: {name} must be token ids, got {value!r}")
+    return ids

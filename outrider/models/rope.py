@@ -1,0 +1,132 @@
+"""What config.json says about rotary positions. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.errors import ConfigError
+from outrider.models.fields import get_float, get_int
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding parameters, whichever of its three homes in config.json they came from.
+
+    `original_max_positions` is the context the model was trained with before it was stretched.
+    `attention_factor` scales cos and sin (yarn, longrope); None means the kind's own formula. `rotated` is the share of
+    a head's channels, the first of them, that are rotated. Of longrope, each pair's frequency is divided by its factor
+    among `short_factors`, or, in contexts longer than the original, among `long_factors`, whatever the sequence's own
+    length: KV of one sequence must not change when another token comes. So `is_long` follows from the context served.
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    rotated: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
+        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+
+        Raises ConfigError: a kind that is not supported, or a field that is missing or of the wrong type.
+        """
+        scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise ConfigError(f"config.json: the rope parameters must be an object, got {scaling!r}")
+        merged = {"rope_theta": fields.get("rope_theta"), **scaling}
+        kind = merged.get("rope_type", merged.get("type", "default"))
+        kind = "longrope" if kind == "su" else kind
+        if kind not in ROPE_KINDS:
+            raise ConfigError(
+                f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}"
+            )
+        if kind == "dynamic":
+            # Stretched behind max_position_embeddings alone, and nothing is served there.
+            kind = "default"
+        rotated = get_float({**fields, **merged}, "partial_rotary_factor", 1.0)
+        if not 0.0 < rotated <= 1.0:
+            raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {rotated}")
+        if merged.get("llama_4_scaling_beta"):
+            raise ConfigError("config.json: llama_4_scaling_beta is not supported; only queries scaled alike are")
+        original = get_int({**fields, **merged}, "original_max_position_embeddings", 0)
+        if kind == "llama3" and not original:
+            raise ConfigError("config.json: llama3 rope scaling needs original_max_position_embeddings")
+        rope = cls(
+            kind=kind,
+            theta=get_float(merged, "rope_theta", 10000.0),
+            factor=1.0 if kind == "default" else _factor(kind, merged, original, max_positions),
+            low_freq_factor=get_float(merged, "low_freq_factor", 1.0),
+            high_freq_factor=get_float(merged, "high_freq_factor", 4.0),
+            original_max_positions=original or max_positions,
+            beta_fast=get_float(merged, "beta_fast", 32.0),
+            beta_slow=get_float(merged, "beta_slow", 1.0),
+            attention_factor=_optional_float(merged, "attention_factor"),
+            mscale=_optional_float(merged, "mscale"),
+            mscale_all_dim=_optional_float(merged, "mscale_all_dim"),
+            truncate=bool(merged.get("truncate", True)),
+            rotated=rotated,
+            short_factors=_factors(merged, "short_factor") if kind == "longrope" else (),
+            long_factors=_factors(merged, "long_factor") if kind == "longrope" else (),
+            is_long=kind == "longrope" and max_positions > (original or max_positions),
+        )
+        if rope.theta <= 1.0:
+            raise ConfigError(f"config.json: rope_theta must be above 1, got {rope.theta}")
+        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+            raise ConfigError("config.json: llama3 rope scaling needs high_freq_factor above low_freq_factor")
+        return rope
+
+
+def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
+    """How many channels of a head are rotated: the first ones."""
+    return int(head_dim * rope.rotated)
+
+
+def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotary embedding, and that of layers with a window if it is another."""
+    given = fields.get("rope_parameters")
+    if isinstance(given, Mapping) and isinstance(given.get("full_attention"), Mapping):
+        of_kinds = [{**fields, "rope_parameters": given.get(kind)} for kind in ("full_attention", "sliding_attention")]
+        rope, local = (RopeConfig.from_fields(of_kind, max_positions) for of_kind in of_kinds)
+        return rope, None if local == rope else local
+    rope = RopeConfig.from_fields(fields, max_positions)
+    if given or fields.get("rope_local_base_freq") is None:
+        return rope, None
+    return rope, RopeConfig(theta=get_float(fields, "rope_local_base_freq"), original_max_positions=max_positions)
+
+
+def _factors(merged: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    values = merged.get(name)
+    if not isinstance(values, list) or not all(type(value) in (int, float) and value > 0 for value in values):
+        raise ConfigError(f"config.json: longrope needs {name}, a list of numbers above 0, got {values!r}")
+    return tuple(float(value) for value in values)
+
+
+def _factor(kind: str, merged: Mapping[str, Any], original: int, max_positions: int) -> float:
+    if merged.get("factor") is None and kind == "longrope":
+        return max(max_positions / (original or max_positions), 1.0)
+    if merged.get("factor") is None and original:
+        return max_positions / original
+    factor = get_float(merged, "factor")
+    if factor < 1.0:
+        raise ConfigError(f"config.json: the rope factor must be at least 1, got {factor}")
+    return factor
+
+
+def _optional_float(merged: Mapping[str, Any], name: str) -> float | None:
+    return None if merged.get(name) is None else get_float(merged, name)
