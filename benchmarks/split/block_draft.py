@@ -1,51 +1,77 @@
-"""What a draft of a block head costs on a GPU: its block alone, and a tree of eight levels read from it.
+"""What a draft of a block head costs: its block alone, and a tree of eight levels read from it.
 
 One *outcome* is a root whose block is run; several are so many requests in one batch. Times are those of the device for
-a burst, the choice of nodes and the proposals included. An EAGLE-3 head's eight steps stand beside.
+a burst, the choice of nodes and the proposals included. An EAGLE-3 head's eight steps stand beside. On a GPU heads have
+the shape of an 8B model, on a CPU that of the shipped head, with as many weights in blocks' two layers; weights are
+random.
 
 python -m benchmarks.split.block_draft --layers 1 2 5 --out benchmarks/results/block_draft_h200.json
+python -m benchmarks.split.block_draft --device cpu --layers 2 --outcomes 1 --context 320
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.split.bursts import RowState, row_states, seeds_of
-from benchmarks.split.draft_step import HEAD_8B, fill_random, random_head
+from benchmarks.split.draft_step import HEAD_8B, fill_random
+from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.drafting.model.burst import FORCED, Burst, BurstShape
 from outrider.drafting.model.cuda_runner import CudaRunner
-from outrider.drafting.model.runner import RunnerOptions
+from outrider.drafting.model.runner import BurstRunner, RunnerOptions
+from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.block import BlockHead
-from outrider.models.drafters.config import MARKOV_INPUT, block_config
+from outrider.models.drafters.config import MARKOV_INPUT, block_config, eagle3_config
+from outrider.models.drafters.heads import Eagle3Head
 from outrider.sampling.params import SamplingParams
-from outrider_tools.bench.report import Row, write_report
+from outrider_tools.bench.report import Row, cpu_name, write_report
 
 PAGE_SIZE, WIDTH = 16, 8
 LEVELS = 8
 
 
-def random_block_head(num_layers: int, device: torch.device) -> BlockHead:
-    """A DSPARK head of random weights at the shape of an 8B model, with blocks of eight."""
-    fields = {
-        **HEAD_8B,
-        "num_hidden_layers": num_layers,
-        "block_size": LEVELS,
-        "mask_token_id": 1,
-        "target_layer_ids": [1, 15, 28],
-        "markov_rank": 256,
-    }
-    config = block_config(fields, {MARKOV_INPUT}, 32, 4096)
-    ids = torch.arange(0, 4 * config.draft_vocab_size, 4, dtype=torch.int32, device=device)
-    head = BlockHead(config, torch.bfloat16, device, ids)
+SMALL = {
+    "hidden_size": 576,
+    "intermediate_size": 2560,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "draft_vocab_size": 8192,
+}
+"""Of the shipped head."""
+SMALL_BLOCK = {"intermediate_size": 640, "markov_rank": 32}
+
+
+def random_block_head(num_layers: int, sizes: dict[str, Any], device: torch.device) -> BlockHead:
+    """A DSPARK head of random weights, with blocks of eight."""
+    block = {"block_size": LEVELS, "mask_token_id": 1, "target_layer_ids": [1, 15, 28], "markov_rank": 256}
+    fields = {**HEAD_8B, **block, **sizes, "num_hidden_layers": num_layers}
+    config = block_config(fields, {MARKOV_INPUT}, 32)
+    head = BlockHead(config, torch.bfloat16, device, _some_ids(config.draft_vocab_size, device))
     fill_random(head)
     return head
+
+
+def random_eagle3(sizes: dict[str, Any], device: torch.device) -> Eagle3Head:
+    """An EAGLE-3 head of random weights."""
+    config = eagle3_config({**HEAD_8B, **sizes}, {"fc.weight"}, 32)
+    head = Eagle3Head(config, torch.bfloat16, device, _some_ids(config.draft_vocab_size, device))
+    fill_random(head)
+    return head
+
+
+def _some_ids(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, 4 * count, 4, dtype=torch.int32, device=device)
 
 
 class BlockDraftBench:
@@ -64,17 +90,25 @@ class BlockDraftBench:
             num_pages=outcomes * pages,
             max_context=context,
             feature_size=model.feature_size,
+            has_blocks=model.state_size > 0,
         )
-        self._runner = CudaRunner(model, shape, TritonAttention(), RunnerOptions())
-        self._runner.capture()
+        self._runner = self._make(model, shape)
         self._outcomes, self._context = outcomes, context
         for row in range(outcomes):
             self._runner.open(row, SamplingParams(temperature=0.0))
             self._runner.set_pages(row, range(row * pages, (row + 1) * pages))
         self._features = torch.randn(outcomes, model.feature_size, dtype=model.dtype, device=model.device)
 
+    @staticmethod
+    def _make(model: DraftModel, shape: BurstShape) -> BurstRunner:
+        if model.device.type == "cpu":
+            return TorchRunner(model, shape, TorchAttention(), RunnerOptions())
+        runner = CudaRunner(model, shape, TritonAttention(), RunnerOptions())
+        runner.capture()
+        return runner
+
     def measure(self, num_steps: int, repeats: int) -> float:
-        """Milliseconds of the device for a burst of so many steps, the first of which runs the roots."""
+        """Milliseconds of a burst of so many steps, the first of which runs the roots."""
         return statistics.median(self._run(num_steps) for _ in range(repeats))
 
     def _run(self, num_steps: int) -> float:
@@ -94,16 +128,21 @@ class BlockDraftBench:
         # The root's own key is the last one of its context.
         rows = row_states([RowState(row, self._context - 1, live, free) for row in range(count)], len(live))
         burst = Burst(rows, seeds, num_steps, WIDTH * count, -1e9, [self._features])
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
+        on_gpu = self._features.is_cuda
+        if on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+        began = time.perf_counter()
         pending = self._runner.launch(burst)
-        end.record()
+        if on_gpu:
+            end.record()
         result = pending.wait()
+        whole = (time.perf_counter() - began) * 1e3
         wanted = count + (num_steps - 1) * WIDTH * count
         if (result.picked >= 0).sum() < wanted:
             raise RuntimeError(f"{(result.picked >= 0).sum()} nodes were run instead of {wanted}")
-        return float(start.elapsed_time(end))
+        return float(start.elapsed_time(end)) if on_gpu else whole
 
 
 def main() -> None:
@@ -114,23 +153,29 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU")
     options = parser.parse_args()
-    device = torch.device("cuda", 0)
-    models: list[tuple[str, DraftModel]] = [
-        (f"dspark-{layers}-layers", random_block_head(layers, device)) for layers in options.layers
-    ]
-    models.append(("eagle3", random_head(device, torch.bfloat16)))
+    torch.set_num_threads(options.threads)
+    on_gpu = options.device == "cuda"
+    device, sizes, block = torch.device("cpu"), SMALL, SMALL | SMALL_BLOCK
+    if on_gpu:
+        device, sizes, block = torch.device("cuda", 0), {}, {}
+    models: list[tuple[str, DraftModel]] = [("eagle3", random_eagle3(sizes, device))]
+    models += [(f"dspark-{layers}-layers", random_block_head(layers, block, device)) for layers in options.layers]
+    shape = "llama-8b" if on_gpu else "smollm2-135m"
     rows = []
     for name, model in models:
         for outcomes in options.outcomes:
             bench = BlockDraftBench(model, outcomes, options.context)
-            case = f"llama-8b {name} split b{outcomes} m{WIDTH} ctx{options.context / 1024:g}k bf16 greedy"
+            case = f"{shape} {name} split b{outcomes} m{WIDTH} ctx{options.context / 1024:g}k bf16 greedy"
             for metric, steps in (("draft_first_ms", 1), ("draft_tree_ms", LEVELS)):
                 found = bench.measure(steps, options.repeats)
                 print(f"{case:60s}{metric:16s}{found:8.3f}", flush=True)
                 rows.append(Row(case, metric, found, "ms"))
     if options.out:
-        write_report(options.out, "block_draft", torch.cuda.get_device_name(), rows, ("torch", "triton"))
+        where = torch.cuda.get_device_name() if on_gpu else f"{cpu_name()}, {options.threads} threads"
+        write_report(options.out, "block_draft", where, rows, ("torch", "triton") if on_gpu else ("torch",))
 
 
 if __name__ == "__main__":

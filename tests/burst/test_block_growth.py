@@ -98,17 +98,19 @@ def test_a_tree_is_read_from_one_block_after_each_commit(
     old: dict[int, Held] = {0: {}, 1: {}}
     num_new = 0
     for number in range(8):
-        for one in (request, other):
+        is_late = ahead == "always" and number in (4, 5)
+        for one in () if is_late else (request, other):
             send_features(service, one, sent[one.number], len(one.tokens) - 1, 2 * HIDDEN)
             sent[one.number] = len(one.tokens) - 1
         service.settle()
         assert not service.requests.declines
         for one in (request, other):
             whole = torch.arange(len(one.tokens) - 1)
-            num_new += (found := check(head, tensors, kind, one, sampling, whole, old[one.number]))
-            assert found or (ahead == "always" and old[one.number])
-            assert max(map(len, one.held())) <= BLOCK + 3
-            paths = sorted(path for path in one.held() if len(path) <= 3)
+            found = 0 if is_late else check(head, tensors, kind, one, sampling, whole, old[one.number])
+            num_new += found
+            assert found or is_late or (ahead == "always" and old[one.number])
+            assert max(map(len, one.held()), default=0) <= BLOCK + 3
+            paths = sorted(path for path in one.held() if len(path) <= 3) or [(5, 6)]
             committed = [draw.randrange(VOCAB) for _ in range(9)] if number == 4 else list(draw.choice(paths))
             old[one.number] = survivors(one.held(), committed)
             service.commit(one, committed)

@@ -225,8 +225,9 @@ class ContextKVManager:
         """
         if len(context.uncached) < (min(self._min_move, _MIN_MOVE_ALONG) if along else self._min_move):
             return
-        # Tokens whose features of the target are here will be run with them.
+        # Tokens whose features of the target are here will be run with them. A block head has no KV without features.
         accept_own = len(context.uncached) > self._max_uncached and context.feature_end <= context.end
+        accept_own = accept_own and not context.renews_root
         first = context.kv_len
         slots = context.take_final(accept_own=accept_own)
         if not slots:
