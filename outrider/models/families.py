@@ -42,7 +42,14 @@ class Family:
 _MISTRAL = Family(windows=True, defaults={"sliding_window": 4096})
 _QWEN2 = Family(qkv_bias=True, windows=True, defaults={"use_sliding_window": False, "max_window_layers": 28})
 _QWEN3 = replace(_QWEN2, qkv_bias=False, qk_norm=True, head_dim=128)
-_OLMO2 = Family(wide_qk_norm=True, norms="after", windows=True, defaults={"rms_norm_eps": 1e-5})
+_OLMO_2 = Family(wide_qk_norm=True, norms="after", defaults={"rms_norm_eps": 1e-5})
+_OLMO_3_FIELDS = {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "rope_theta": 500_000.0,
+    "rope_local_base_freq": 500_000.0,
+}
 _GEMMA = Family(
     head_dim=256,
     norm_offset=1.0,
@@ -87,7 +94,8 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, is_part=True),
     "Phi3ForCausalLM": Family(fused=True, windows=True, defaults={"rms_norm_eps": 1e-5}),
     "GraniteForCausalLM": Family(mlp_bias=True, defaults={"attention_multiplier": 1.0}),
-    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo2ForCausalLM": _OLMO_2,
+    "Olmo3ForCausalLM": replace(_OLMO_2, windows=True, defaults=_OLMO_3_FIELDS),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=True,
         windows=True,

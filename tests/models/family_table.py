@@ -40,6 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
                             "logits_scaling": 4.0, "tie_word_embeddings": True}),
     "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": WINDOW, "layer_types": KINDS, "rope_parameters": LOCAL_AND_GLOBAL, **LAYERS}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, **LAYERS}),
     "phi3-partial": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                                     "partial_rotary_factor": 0.5}}),

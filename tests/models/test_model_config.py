@@ -40,6 +40,18 @@ def test_windows_of_layers_by_each_way_to_say_them() -> None:
     assert windows("Qwen2ForCausalLM", sliding_window=8, **late) == (0, 0, 0, 0, 8, 8)
     assert windows("Phi3ForCausalLM", sliding_window=2047) == (2047,) * 6
     assert windows("SmolLM3ForCausalLM") == ()
+    assert windows("Olmo3ForCausalLM", sliding_window=8) == (8, 8, 8, 0, 8, 8)
+
+
+def test_layers_with_a_window_keep_their_rotary_embedding_where_the_others_are_stretched() -> None:
+    """As the hub writes it; what transformers 5 writes is tested by logits."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    for architecture, theta in (("Olmo3ForCausalLM", 500_000.0), ("Gemma3ForCausalLM", 10_000.0)):
+        given = {**VALID, "num_hidden_layers": 6, "architectures": [architecture], "rope_scaling": yarn}
+        config = ModelConfig.from_fields(given, {})
+        local, last = config.rope_of(0), config.rope_of(3 if architecture == "Olmo3ForCausalLM" else 5)
+        assert local is not None and last is not None
+        assert (local.kind, local.theta, last.kind) == ("default", theta, "yarn")
 
 
 def test_absent_fields_have_the_family_defaults() -> None:
