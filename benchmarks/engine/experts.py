@@ -291,18 +291,20 @@ def main() -> int:
         bench.add(arguments.format or "bf16", "logits_relative_error", error)
         print(f"logits against the source's: relative error {error:.4f}", flush=True)
         disable_automatic_collection()
-        bench.run("plain", options)
-        for text in arguments.draft:
-            if time.perf_counter() - began > arguments.stop_after:
-                print(f"{text}: no time left")
-                continue
-            gc.collect()
-            torch.cuda.empty_cache()
-            algorithm, _, path = text.partition("=")
-            told = replace(options, speculative_algorithm=(algorithm,), speculative_draft_model_path=path)
-            bench.run(algorithm.lower(), told)
-    if arguments.out:
-        write_report(arguments.out, "experts", device_name(), bench.rows, ("torch", "triton"))
+        try:
+            bench.run("plain", options)
+            for text in arguments.draft:
+                if time.perf_counter() - began > arguments.stop_after:
+                    print(f"{text}: no time left")
+                    continue
+                gc.collect()
+                torch.cuda.empty_cache()
+                algorithm, _, path = text.partition("=")
+                told = replace(options, speculative_algorithm=(algorithm,), speculative_draft_model_path=path)
+                bench.run(algorithm.lower(), told)
+        finally:
+            if arguments.out:
+                write_report(arguments.out, "experts", device_name(), bench.rows, ("torch", "triton"))
     return 0
 
 
