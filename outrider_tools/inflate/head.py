@@ -108,8 +108,12 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
         # They are the target's, also where the module lies in the target's checkpoint.
         stored = {name: tensor for name, tensor in stored.items() if name not in (EMBEDDING, OUTPUT)}
     vocab_size = options.vocab_size or of_target.vocab_size
-    if vocab_size != config.decoder.vocab_size:
-        stored = _for_padding(stored, head, target)
+    padded = vocab_size != config.decoder.vocab_size
+    if padded and OUTPUT not in stored:
+        raise ConfigError(f"--vocab-size: {head} uses its target's output matrix, which must not be padded then")
+    if (padded or options.shape.experts) and EMBEDDING not in stored:
+        # One of its own: the target's has channels that the head must not see.
+        stored = {**stored, EMBEDDING: shared_tensors(target)[EMBEDDING]}
     if algorithm == "NEXTN" and options.shape.experts:
         raise ConfigError(f"cannot inflate {head}: its layer would have experts; choose a shape without")
     shape_map = ShapeMap.of(config.decoder, replace(options.shape.dense, layers=config.decoder.num_layers))
@@ -157,15 +161,6 @@ def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Te
                 shutil.copyfile(copied / name, work / name)
         save_tensors(tensors, work / WEIGHTS_FILE)
     return num_bytes
-
-
-def _for_padding(stored: dict[str, StoredTensor], head: Path, target: Path) -> dict[str, StoredTensor]:
-    """With an embedding of the head's own: a padded target's has a channel that the head must not see."""
-    if OUTPUT not in stored:
-        raise ConfigError(f"--vocab-size: {head} uses its target's output matrix, which must not be padded then")
-    if EMBEDDING in stored:
-        return stored
-    return {**stored, EMBEDDING: shared_tensors(target)[EMBEDDING]}
 
 
 def _fields(

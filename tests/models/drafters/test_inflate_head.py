@@ -118,6 +118,18 @@ def test_eagle3(layout: str, shape: Shape, tmp_path: Path) -> None:
     assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == expected
 
 
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_eagle3_of_a_target_with_experts(name: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "target")
+    tensors, fields = eagle3_tensors(), dict(EAGLE3_FIELDS)
+    for shared in (name, *(("d2t", "t2d") if name == "lm_head.weight" else ())):
+        tensors.pop(shared)
+    if name == "lm_head.weight":
+        fields.pop("draft_vocab_size")
+    save_head(tmp_path / "head", fields, tensors)
+    check(tmp_path, "EAGLE3", Shape(80, 5, 12, 4, 16, 24, experts=8, active=4), tmp_path / "head")
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_eagle(bias: bool, tmp_path: Path) -> None:
     save_tiny(tmp_path / "target")
