@@ -31,11 +31,14 @@ class Segment:
             k and v are written in this forward.
         mask: bool [num_queries, K] over the last K logical positions, num_queries <= K <= L: True where a query may
             attend; every query must see itself, and sees all positions before the last K. None means causal.
+        num_spare: slots that follow the last one in memory and hold nothing but finite numbers. A backend that reads
+            keys in steps may read them, masked; without them it copies.
     """
 
     num_queries: int
     kv_slots: Tensor
     mask: Tensor | None = None
+    num_spare: int = 0
 
 
 @dataclass(slots=True)

@@ -50,6 +50,11 @@ class KVCache:
         self.k_layers[layer].index_copy_(0, slots, k)
         self.v_layers[layer].index_copy_(0, slots, v)
 
+    def clear(self, slots: Tensor) -> None:
+        """Zeros at int64 slots [N] of all layers."""
+        for cache in (self.k, self.v):
+            cache.index_fill_(1, slots, 0)
+
     def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
         """Copy slots [N] to slots [N] in all layers at once, as if all were read before any is written.
 

@@ -22,6 +22,12 @@ from outrider.models.quantization import Scheme
 MIN_ROWS = 5
 
 
+def _padded(rows: Tensor) -> Tensor:
+    """At least MIN_ROWS rows: these, and zeros."""
+    missing = MIN_ROWS - rows.shape[0]
+    return functional.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
+
+
 class Linear:
     """x W^T + b for rows x [M, in]. `weight` [out, in] and `bias` [out] are filled by a loader, then `pack` is called.
 
@@ -97,11 +103,8 @@ class Linear:
             return stream_linear(rows, self.quantized or self.weight, bias=self.bias)
         if self._packed is None:
             return functional.linear(rows, self.wide(), self.bias)
-        num_rows = rows.shape[0]
-        if num_rows < MIN_ROWS:
-            rows = functional.pad(rows, (0, 0, 0, MIN_ROWS - num_rows))
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-        return product[:num_rows]
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(rows), self._packed, self.bias, "none", [], "")
+        return product[: rows.shape[0]]
 
     def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
         """residual [M, out] plus the product for [M, in], in one kernel where there is one."""
@@ -109,9 +112,12 @@ class Linear:
             return norm_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._streams(rows):
             return stream_linear(rows, self.quantized or self.weight, bias=self.bias, residual=residual)
-        if self._packed is not None and rows.shape[0] >= MIN_ROWS:
+        if self._packed is not None:
+            # Whatever their number, the sum is rounded once: few rows must say what they say among many.
+            num_rows = rows.shape[0]
+            rows, residual = _padded(rows), _padded(residual)
             total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self._packed, self.bias, "add")
-            return total
+            return total[:num_rows]
         if self._packed is None and self.bias is None and rows.is_cuda:
             return torch.addmm(residual, rows, self.wide().t())
         return residual + self(rows)

@@ -10,6 +10,9 @@ import torch
 import transformers
 from tiny_models import relative_error, run_one
 
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
+from outrider.device import _cpu_flags
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 
@@ -59,3 +62,26 @@ def test_default_model_greedy_text_equals_generate(
             chunk, length = torch.tensor(generated[-1:]), length + 1
         assert generated == expected
         assert len(generated) == NUM_TOKENS or generated[-1] in model.config.eos_token_ids
+
+
+@pytest.mark.skipif(
+    "avx512_bf16" not in _cpu_flags() or "amx_bf16" in _cpu_flags(), reason="measured with these instructions alone"
+)
+def test_a_root_in_bfloat16_has_the_same_bits_alone_and_above_any_tree(model_path: Path) -> None:
+    model = load_model(model_path, torch.bfloat16)
+    generator = torch.Generator().manual_seed(4)
+    for context in (5, 17, 100, 530):
+        ids = torch.randint(5, 40000, (context + 40,), generator=generator)
+        kv, slots = model.new_kv(context + 64), torch.arange(context + 64)
+        run_one(model, kv, ids[: context - 1], slots[: context - 1])
+        found = []
+        for count in (1, 2, 4, 7, 11, 24, 40):  # the root, and children of it
+            mask = torch.eye(count, dtype=torch.bool)
+            mask[:, 0] = True
+            positions = torch.full((count,), context)
+            positions[0] -= 1
+            segment = Segment(count, slots[: context - 1 + count], mask)
+            batch = ForwardBatch(ids[context - 1 : context - 1 + count], positions, [segment])
+            with torch.inference_mode():
+                found.append(model.logits(model.forward(batch, kv, TorchAttention())[:1])[0])
+        assert all(torch.equal(one, found[0]) for one in found[1:]), context

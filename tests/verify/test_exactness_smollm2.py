@@ -1,4 +1,4 @@
-"""The real model in float32: the same tokens whatever the draft, the batch and the memory."""
+"""The real model on a CPU: the same tokens whatever the draft, the batch and the memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 from tokenizers import Tokenizer
 
+from outrider.device import choose_dtype
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
@@ -31,11 +32,11 @@ KINDS = [
 Job = tuple[list[int], SamplingParams]
 
 
-@pytest.fixture(scope="module")
-def model(model_path: Path) -> Iterator[CausalLM]:
+@pytest.fixture(scope="module", params=["float32", "auto"])
+def model(model_path: Path, request: pytest.FixtureRequest) -> Iterator[CausalLM]:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield load_model(model_path, torch.float32)
+    yield load_model(model_path, choose_dtype(request.param))
     torch.set_num_threads(threads)
 
 
