@@ -219,7 +219,7 @@ class ModelConfig(ModelShape):
             logit_scale=1.0 / _multiplier(fields, "logits_scaling"),
         )
         config._check()
-        return config
+        return config.limited_to(max_positions)
 
     def scheme_of(self, *modules: str) -> Scheme | None:
         """How matrices that are fused into one are quantized, by the names of their modules; None: they are not."""
@@ -256,7 +256,11 @@ class ModelConfig(ModelShape):
         """The same for sequences up to so many tokens."""
         longest = min(self.max_positions, context_length)
         rope = replace(self.rope, is_long=self.rope.is_long and longest > self.rope.original_max_positions)
-        return replace(self, max_positions=longest, rope=rope)
+        windows = self.windows
+        if self.local_rope is None and all(window == 0 or window >= longest for window in windows):
+            # They hide nothing.
+            windows = ()
+        return replace(self, max_positions=longest, rope=rope, windows=windows)
 
     @property
     def has_plain_attention(self) -> bool:

@@ -31,14 +31,15 @@ def test_windows_of_layers_by_each_way_to_say_them() -> None:
         given = {**VALID, "num_hidden_layers": 6, "architectures": [architecture], **fields}
         return ModelConfig.from_fields(given, {}).windows
 
-    assert windows("MistralForCausalLM") == (4096,) * 6
+    assert windows("MistralForCausalLM", max_position_embeddings=8192) == (4096,) * 6
     assert windows("MistralForCausalLM", sliding_window=None) == ()
     assert windows("Gemma2ForCausalLM", sliding_window=8) == (8, 0) * 3
     assert windows("Gemma3ForCausalLM", sliding_window=8) == (8, 8, 8, 8, 8, 0)
     assert windows("Qwen2ForCausalLM", sliding_window=8) == ()
     late = {"use_sliding_window": True, "max_window_layers": 4}
     assert windows("Qwen2ForCausalLM", sliding_window=8, **late) == (0, 0, 0, 0, 8, 8)
-    assert windows("Phi3ForCausalLM", sliding_window=2047) == (2047,) * 6
+    assert windows("Phi3ForCausalLM", sliding_window=2047, max_position_embeddings=4096) == (2047,) * 6
+    assert windows("Phi3ForCausalLM", sliding_window=2047, max_position_embeddings=2047) == (), "it hides nothing"
     assert windows("SmolLM3ForCausalLM") == ()
     assert windows("Olmo3ForCausalLM", sliding_window=8) == (8, 8, 8, 0, 8, 8)
 
