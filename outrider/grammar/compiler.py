@@ -319,7 +319,9 @@ class GrammarState:
         if matcher.is_stopped():
             return self.end_mask
         packed = matcher.compute_bitmask()
-        return None if matcher.is_error() else np.frombuffer(packed, np.int32)
+        # The library keeps a bit more than there are tokens, which is a word more where those fill whole words.
+        words = np.frombuffer(packed, np.int32)[: self.compiled.vocabulary.num_words]
+        return None if matcher.is_error() else words
 
     def _move(self, path: TokenPath) -> bool:
         """Bring the matcher to the end of a path below the answer; False if that fails."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, text_of
+from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, text_of, tiny_vocabulary
 
 from outrider.errors import ConfigError
 from outrider.grammar import compiler
@@ -238,3 +239,12 @@ def test_a_model_that_cannot_end_an_answer_has_no_vocabulary(vocabulary: Grammar
         GrammarVocabulary.from_folder(tmp_path, VOCAB, [])
     with pytest.raises(ConfigError, match="cannot read the tokenizer"):
         GrammarVocabulary.from_folder(tmp_path, VOCAB, [1])
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 64])
+def test_masks_have_a_bit_for_each_token_and_no_word_more(tmp_path: Path, vocab_size: int) -> None:
+    tiny_vocabulary(tmp_path)
+    vocabulary = GrammarVocabulary.from_folder(tmp_path, vocab_size, [END])
+    state = GrammarState(compile_grammar(OBJECT, vocabulary))
+    mask = state.mask(state.root, ())
+    assert mask is not None and mask.shape == state.end_mask.shape == (2,)
