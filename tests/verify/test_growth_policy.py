@@ -57,6 +57,20 @@ def test_a_useless_drafter_is_left_alone_and_tried_seldom() -> None:
     assert late and len(late) <= PROBE_LENGTH * (3000 / MAX_PROBE_ROUNDS + 1)
 
 
+def test_probes_take_little_of_the_time_where_many_tokens_cost_much() -> None:
+    """As with experts: a round of 64 tokens takes six times as long as one of one."""
+
+    def dear(tokens: int) -> float:
+        return 3.6e-3 + 18e-3 * (1.0 - 0.94 ** (tokens - 1))
+
+    cost = GrowthCost(0.35e-3, 0.27e-3)
+    grown = play(GrowthPolicy(dear, lambda _: cost, lambda _: SIZES, 8), 0.1, 6000)[300:]
+    times = [
+        dear(1) if growth is None else dear(1 + growth.num_nodes) + cost.seconds(growth.num_steps) for growth in grown
+    ]
+    assert dear(1) * len(times) < sum(times) < 1.02 * dear(1) * len(times)
+
+
 def test_a_useless_drafter_is_tried_for_a_few_rounds_and_others_for_more() -> None:
     useless, poor = (play(make(), chance, TRIAL_ROUNDS) for chance in (0.0, 0.3))
     assert all(poor) and sum(growth is not None for growth in useless) < TRIAL_ROUNDS // 2

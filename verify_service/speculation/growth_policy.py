@@ -15,6 +15,8 @@ PROBE_ROUNDS = 48
 """Number of rounds of which one grows the largest tree, to measure what more nodes would bring."""
 MAX_PROBE_ROUNDS = 1024
 """Largest such number, reached where drafting has not paid for a long time."""
+_PROBE_SHARE = 0.01
+"""Part of all time that probes may take: where many tokens cost much, as with experts, they are rarer."""
 PROBE_LENGTH = 4
 """Length of such a trial, in rounds, where nothing is grown otherwise."""
 TRIAL_ROUNDS = 24
@@ -137,7 +139,8 @@ class GrowthPolicy:
         if table.num_new >= _LOOK_EVERY or table.num_rounds == TRIAL_ROUNDS + 2:
             table.choice = self._best(table, num_rows)
             table.num_new = 0
-            table.probe_every = PROBE_ROUNDS if table.choice[0] else min(4 * table.probe_every, MAX_PROBE_ROUNDS)
+            every = PROBE_ROUNDS if table.choice[0] else min(4 * table.probe_every, MAX_PROBE_ROUNDS)
+            table.probe_every = max(every, self._least_probe_rounds(table, num_rows))
         steps, size = table.choice
         return Growth(steps, sizes[size]) if steps else None
 
@@ -178,6 +181,13 @@ class GrowthPolicy:
                 found.num_rounds, found.choice = TRIAL_ROUNDS + 2, (0, 0)
                 found.probe_every = max(table.probe_every for table in useless)
         return found
+
+    def _least_probe_rounds(self, table: _Table, num_rows: int) -> int:
+        """Rounds from one probe to the next in which probes take no more than their share of the time."""
+        cost, (steps, size) = self._costs(num_rows), table.choice
+        usual = self._round_seconds(num_rows + int(table.sizes[size]) if steps else num_rows) + cost.seconds(steps)
+        probe = self._round_seconds(num_rows + int(table.sizes[-1])) + cost.seconds(self._max_steps)
+        return round((1 if steps else PROBE_LENGTH) * (probe / usual - 1.0) / _PROBE_SHARE)
 
     def _best(self, table: _Table, num_rows: int) -> tuple[int, int]:
         cost = self._costs(num_rows)
