@@ -115,7 +115,7 @@ class BlockHead(DraftHead):
         self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend
     ) -> None:
         """See DraftModel. Takes no forward; what has a negative slot goes to the cache's last one."""
-        k, v = self.context(required(features), batch.positions)
+        k, v = self.context(required(features).contiguous(), batch.positions)
         slots = torch.where(slots < 0, kv.num_slots - 1, slots).long()
         kv.k.index_copy_(1, slots, k)
         kv.v.index_copy_(1, slots, v)
@@ -148,7 +148,7 @@ class BlockHead(DraftHead):
         Returns:
             rows for `logits` [M, hidden + markov_rank], and what the nodes leave to their children [M, state_size].
         """
-        rows = states[:, : self._hidden]
+        rows = states[:, : self._hidden].contiguous()
         left = states[:, self._hidden : self.block.num_guesses * self._hidden]
         memory = states[:, self.block.num_guesses * self._hidden :]
         if self._markov is not None:
