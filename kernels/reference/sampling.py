@@ -32,20 +32,16 @@ def coins(keys: Tensor, positions: Tensor) -> Tensor:
 
 def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
     """Philox 4x32-10 of counters and keys given as words of one shape: four int64 tensors of 32-bit words."""
-    c0, c1, c2, c3, k0, k1 = (word.long() & _WORD for word in (c0, c1, c2, c3, k0, k1))
+    factored, other, key = (torch.stack(pair).long() & _WORD for pair in ((c0, c2), (c1, c3), (k0, k1)))
+    one_each = (2,) + (1,) * c0.ndim
+    factors = torch.tensor((0xD2511F53, 0xCD9E8D57), device=c0.device).view(one_each)
+    weyl = torch.tensor((0x9E3779B9, 0xBB67AE85), device=c0.device).view(one_each)
     for _ in range(10):
-        high0, low0 = _product(c0, 0xD2511F53)
-        high1, low1 = _product(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return c0, c1, c2, c3
-
-
-def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low word of a 64-bit product, in halves: int64 has no unsigned product."""
-    low = word * (factor & 0xFFFF)
-    high = word * (factor >> 16) + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+        # An int64 product of words has the bits of the unsigned one.
+        product = (factored * factors).flip(0)
+        factored, other = ((product >> 32) & _WORD) ^ other ^ key, product & _WORD
+        key = (key + weyl) & _WORD
+    return factored[0], other[0], factored[1], other[1]
 
 
 def sample_rows(

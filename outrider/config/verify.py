@@ -130,7 +130,7 @@ class VerifyOptions(PeerServiceOptions):
     deterministic: bool = option(
         False,
         "On a GPU, make every answer independent of speculation, batch and cache, bitwise, at some cost in speed. "
-        "Not on a CPU, where float32 comes closest, up to near ties.",
+        "Not on a CPU, where rounding seldom parts answers.",
     )
     accept_threshold_single: float = option(
         1.0,

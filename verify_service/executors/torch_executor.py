@@ -89,8 +89,8 @@ class TorchExecutor(FeatureExecutor):
     """Forward, sampling walk and KV compaction with plain torch operations.
 
     In fp32 rows of a forward round differently with its width: log-probabilities differ by up to 1e-4 between two runs
-    with other drafts or batches, and where two candidates are nearer than that, the token may differ. In bf16 they do
-    not, where the CPU has avx512_bf16.
+    with other drafts or batches, and where two candidates are nearer than that, the token may differ. In bf16, where
+    the CPU has avx512_bf16, a root's row has the same bits at every width; a node's may have its keys in other lanes.
     """
 
     def __init__(self, model: LanguageModel, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
