@@ -226,6 +226,30 @@ def attention_table() -> str:
     return f"{one.source()}\n\n{table(head, lines)}"
 
 
+MODEL_IMPL = ("model_impl_8b_h200", "model_impl_fp32_cpu", "model_impl_bf16_cpu")
+
+
+def model_impl_table() -> str:
+    """A round of a model as our decoder and through transformers."""
+    files = [report(name) for name in MODEL_IMPL]
+    lines = []
+    for one in files:
+        for case in dict.fromkeys(row.case for row in one.rows if row.metric == "transformers_over_outrider"):
+            model, tokens, dtype = (case.split()[place] for place in (0, 4, 5))
+            metric = "round_gpu_ms" if (case, "round_gpu_ms") in one else "round_ms"
+            ours, theirs = one.cell(case, metric), one.cell(f"transformers {case}", metric)
+            ratio = one.cell(case, "transformers_over_outrider")
+            lines.append((model, dtype, tokens.removeprefix("m"), ours, theirs, ratio, one.device))
+    head = ("model", "dtype", "tokens", "ours, ms", "through transformers, ms", "ratio", "device")
+    sources = "\n\n".join(one.source() for one in files[:2])
+    worst = [max(float(line[5]) for line in lines if ("H200" in line[6]) == gpu) for gpu in (True, False)]
+    aims = [
+        ("8B shape, through transformers over ours", "at most", 1.2, [("", worst[0])]),
+        ("CPU, the same", "at most", 1.1, [("", worst[1])]),
+    ]
+    return f"{sources}\n\n{table(head, lines)}\n\n{targets(aims)}"
+
+
 def deterministic_table() -> str:
     """What --deterministic costs, and how many answers equal plain decoding's."""
     one = report("deterministic_8b_h200x2")
@@ -497,6 +521,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "live": live_table,
     "host_gap": host_gap_table,
     "attention": attention_table,
+    "model_impl": model_impl_table,
     "deterministic": deterministic_table,
     "drafts": drafts_table,
     "kinds": kinds_table,
