@@ -175,6 +175,8 @@ def load_transformers(
     config = survey.config
     if device == _META:
         return TransformersLM(survey.base, survey.rest, config, dtype, device)
+    if device.type == "cuda" and any(weight.dim() == 3 for weight in survey.base.parameters()):
+        _check_experts(config.architecture, dtype, device)
     rest = _load(folder, survey.rest.config, dtype, device)
     if progress is not None:
         size = config.num_parameters * dtype.itemsize
@@ -186,6 +188,15 @@ def load_transformers(
         replace_modules(rest)
     _split(rest)
     return TransformersLM(base, rest, config, dtype, device, rotary, [call.rules(size) for call in calls])
+
+
+def _check_experts(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError where torch multiplies experts one by one, from sizes on the host, which no graph can hold."""
+    if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < (9, 0):
+        raise ConfigError(
+            f"--dtype: {name} has experts, which run through transformers on a GPU in bfloat16 alone, and from compute "
+            "capability 9.0 on"
+        )
 
 
 @dataclass(frozen=True, slots=True)
