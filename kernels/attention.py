@@ -57,7 +57,7 @@ def tree_attention(
 
     Args:
         q: [M, H, D] float32, bfloat16 or float16; D a power of two, at least 16.
-        k_cache: [S, KVH, D] of the same dtype, contiguous; so is `v_cache`. H is a multiple of KVH.
+        k_cache: [S, KVH, D] of the same dtype, or float8_e4m3fn, contiguous; so is `v_cache`. H is a multiple of KVH.
         page_tables: int32 [R, P], rows contiguous.
         table_rows: int32 [B].
         first: int32 [B + 1], tokens of row b are first[b] .. first[b + 1] - 1; those behind first[B] are padding.
@@ -174,7 +174,7 @@ def _checked(
     sinks = rules.sinks
     if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32):
         raise ValueError(f"sinks must be float32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")
-    if not (q.dtype == k_cache.dtype == v_cache.dtype):
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, torch.float8_e4m3fn):
         raise ValueError(f"q is {q.dtype}, the caches are {k_cache.dtype} and {v_cache.dtype}")
     if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()) or page_tables.stride(1) != 1:
         raise ValueError("q, the caches and the rows of the page tables must be contiguous")
@@ -272,6 +272,8 @@ def branch_attention(
     Raises:
         ValueError: shapes or numbers that do not fit.
     """
+    if k_cache.dtype != q.dtype:
+        raise ValueError(f"q is {q.dtype}, the caches are {k_cache.dtype}; a tree region's are of one dtype")
     out = _checked(q, k_cache, v_cache, page_tables, num_splits, rules, out)
     num_tokens, num_heads, head_dim = q.shape
     if branches.slots.shape[0] != num_tokens or branches.lens.shape != (num_tokens,):

@@ -95,7 +95,8 @@ def rope_write(
         heads: [M, H + 2 * KVH, D], query, then key, then value heads, contiguous; D a power of two, at least 16.
         cos: float32 [M, D / 2], as sin.
         slots: int32 [M]; k and v of a token whose slot is -1 are not written.
-        k_cache: [S, KVH, D] of the heads' dtype, contiguous, written; so is `v_cache`.
+        k_cache: [S, KVH, D] of the heads' dtype or float8_e4m3fn, where what is too large becomes the largest there
+            is; contiguous, written; so is `v_cache`.
         num_heads: H.
         qk_norm: [H + KVH, D], weights of an RMS norm over each query and key head before rotation.
         eps: added to the mean square.

@@ -65,7 +65,7 @@ def compact(
         raise ValueError("k and v must be contiguous and alike")
     if accepted.stride(1) != 1 or page_tables.stride(1) != 1:
         raise ValueError("the rows of accepted and of the page tables must be contiguous")
-    _backend(k).compact(k, v, tokens, page_tables, accepted, num_tokens, page_size)
+    _backend(k).compact(_bits(k), _bits(v), tokens, page_tables, accepted, num_tokens, page_size)
 
 
 def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
@@ -88,7 +88,12 @@ def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
         raise ValueError(f"moves of {list(moves.shape)} {moves.dtype}")
     if not moves.shape[0]:
         return
-    _backend(k).move(k, v, moves)
+    _backend(k).move(_bits(k), _bits(v), moves)
+
+
+def _bits(cache: Tensor) -> Tensor:
+    """What is only copied; torch indexes no eight-bit floats."""
+    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
 
 
 def _backend(tensor: Tensor) -> Any:

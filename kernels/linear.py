@@ -39,14 +39,15 @@ def stream_linear(
     once to `out_dtype`.
 
     Row r of the result depends on row r of `rows` alone, not on r and not on M, as long as `config` and
-    linear_configs.tile_rows(M) stay the same. Results are deterministic. On one device, calls must follow each other in
-    stream order: programs that share a tile meet in one scratch buffer. That buffer grows outside of CUDA graph
-    capture only, so run each shape once before it is captured.
+    linear_configs.tile_rows(M) stay the same, and, with 4-bit weights, M is 1 or it is not. Results are deterministic.
+    On one device, calls must follow each other in stream order: programs that share a tile meet in one scratch buffer.
+    That buffer grows outside of CUDA graph capture only, so run each shape once before it is captured.
 
     Args:
         rows: [M, K], contiguous, 1 <= M <= max_rows; bfloat16, float16 or float32.
         weight: [N, K], contiguous, of the same dtype, or quantized; [2F, K] if gated (gate rows, then up rows).
-            Quantized ones are exact in bfloat16 but for their scales, which are applied to sums in float32.
+            4-bit ones are exact in bfloat16 but for their scales, which are applied to sums in float32. With fp8 ones
+            rows are rounded to e4m3, too, by a scale of each 128 columns of a row (kernels.quant_weight.rounded_rows).
         bias: [N] or None ([2F] if gated).
         residual: [M, N] or None ([M, F] if gated), contiguous. It may be `out`.
         gated: the result is silu(gate) * up, [M, F].

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kernels.launch import ceil_div, power_of_two
+from kernels.quant_weight import ROW_GROUP
 
 MAX_ROWS = 64
 """Rows that a product takes at most."""
@@ -54,8 +55,8 @@ class GemmConfig:
         `code_bits` are those of a quantized weight.
         """
         weights = self.block_n * (2 if gated else 1) * (itemsize * 8 if code_bits is None else code_bits) // 8
-        # Each of the two products reads the rows of quantized weights for itself.
-        rows = tile_rows(num_rows) * itemsize * (2 if gated and code_bits else 1)
+        # Each of the two products reads the rows of 4-bit weights for itself.
+        rows = tile_rows(num_rows) * itemsize * (2 if gated and code_bits == 4 else 1)
         return self.stages * (weights + rows) * self.block_k
 
 
@@ -104,6 +105,10 @@ _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
 }
 
 
+TUNED_QUANTIZED: dict[tuple[str, int, int, bool, int], GemmConfig] = {}
+"""The same for quantized weights, by kind, num_out, size, gated and rows of a tile; 1 for one row."""
+
+
 def choose_config(
     num_out: int,
     size: int,
@@ -120,7 +125,7 @@ def choose_config(
     """
     rows = tile_rows(num_rows)
     if kind is not None:
-        return _quantized_config(num_out, size, rows, gated, itemsize, processors, 2 * half)
+        return _quantized_config(num_out, size, num_rows, gated, itemsize, kind, half)
     tuned = _TUNED.get((num_out, size, gated, rows))
     if tuned is not None and itemsize == 2:
         return tuned
@@ -137,14 +142,19 @@ def choose_config(
 
 
 def _quantized_config(
-    num_out: int, size: int, rows: int, gated: bool, itemsize: int, processors: int, block_k: int
+    num_out: int, size: int, num_rows: int, gated: bool, itemsize: int, kind: str, half: int
 ) -> GemmConfig:
-    """The weights, on the left, are decoded in registers: several programs a processor hide that from each other."""
-    config = GemmConfig(block_n=64, block_k=block_k or 128, stages=5, prefetch=4)
-    if itemsize > 2:
-        config = replace(config, block_n=32, block_k=block_k or 32, stages=3)
-    config = _fitting(config, rows, itemsize, gated, 4 if block_k else 8)
-    return replace(config, split_k=_split(config, num_out, size, 2 * processors))
+    """Weights or rows are converted in registers: several programs a processor hide that from each other."""
+    rows = tile_rows(num_rows)
+    tuned = TUNED_QUANTIZED.get((kind, num_out, size, gated, 1 if num_rows == 1 else rows))
+    if tuned is not None and itemsize == 2:
+        return tuned
+    bits, wide = 4 if half else 8, itemsize > 2
+    per_sm = 4 if half and num_rows == 1 else 2
+    config = GemmConfig(64, 2 * half or ROW_GROUP, split_k=0, per_sm=per_sm, stages=3 if wide else 4, prefetch=4)
+    while config.per_sm > 1 and config.shared_bytes(rows, itemsize, gated, bits) * config.per_sm > SHARED_MEMORY:
+        config = replace(config, per_sm=config.per_sm - 1)
+    return _fitting(config, rows, itemsize, gated, bits)
 
 
 def _fitting(config: GemmConfig, rows: int, itemsize: int, gated: bool, code_bits: int | None = None) -> GemmConfig:

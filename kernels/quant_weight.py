@@ -11,6 +11,9 @@ MAX_HALF = 64
 """Columns between the two nibbles of a byte, at most."""
 MIN_COLUMNS = 32
 """Columns of a 4-bit matrix come in multiples of it: two products of the tensor cores' least depth."""
+ROW_GROUP = 128
+"""Columns of a row that share a scale where rows are multiplied in e4m3."""
+E4M3_MAX = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -113,6 +116,15 @@ def reordered(weight: QuantWeight, order: Tensor) -> QuantWeight:
     weight = _scales_of_rows(weight)
     zeros = None if weight.zeros is None else weight.zeros[..., order]
     return replace(weight, codes=weight.codes[..., order, :], scales=weight.scales[..., order], zeros=zeros)
+
+
+def rounded_rows(rows: Tensor) -> Tensor:
+    """Rows [M, size] as products with fp8 weights see them: in e4m3, by a scale of each ROW_GROUP columns; float32."""
+    size = rows.shape[1]
+    padded = torch.nn.functional.pad(rows.float(), (0, -size % ROW_GROUP))
+    groups = torch.unflatten(padded, 1, (-1, ROW_GROUP))
+    scales = groups.abs().amax(2, keepdim=True).clamp(min=1e-12) / E4M3_MAX
+    return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)[:, :size]
 
 
 def joined(parts: list[QuantWeight]) -> QuantWeight:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from kernels.compiling import allow_threads
 from kernels.launch import num_processors
 from kernels.linear import stream_linear
 from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig, choose_config
-from kernels.quant_weight import QuantWeight, nibble_half, packed
+from kernels.quant_weight import QuantWeight, nibble_half, packed, rounded_rows
 from outrider_tools.bench.report import Row, write_report
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -57,7 +59,8 @@ class Case:
 
     def error(self, config: GemmConfig) -> float:
         """Largest difference to the product with the dequantized matrix, over the largest value, in three runs."""
-        exact = self.rows.float() @ self.weights[0].dequantized(torch.float32).T
+        rows = rounded_rows(self.rows) if self.weights[0].kind == "fp8" else self.rows.float()
+        exact = rows @ self.weights[0].dequantized(torch.float32).T
         if self.gated:
             gate, up = exact.chunk(2, 1)
             exact = torch.nn.functional.silu(gate) * up
@@ -85,12 +88,13 @@ def made(kind: str, num_out: int, size: int) -> QuantWeight:
 def cuts(case: Case) -> Iterator[GemmConfig]:
     """What the sweep tries."""
     half, count = case.weights[0].half, case.rows.shape[0]
-    for block_n, block_k, per_sm, stages in itertools.product((64, 128), (64, 128, 256), (1, 2, 3), (3, 4, 6)):
-        if block_k != (2 * half or 128) and (half or case.kind == "block" or block_n == 128 or block_k == 64):
+    block_k, room = 2 * half or 128, SHARED_MEMORY - SHARED_MARGIN
+    for block_n, warps, per_sm, stages in itertools.product((32, 64, 128), (4, 8), (1, 2, 3, 4, 6), (3, 4, 6)):
+        if (block_n < 64 and (count > 1 or not half)) or (warps == 8 and block_n < 128):
             continue
-        config = GemmConfig(block_n, block_k, stages=stages, prefetch=4, warps=block_n // 16, split_k=0, per_sm=per_sm)
-        room = SHARED_MEMORY - SHARED_MARGIN
-        if config.shared_bytes(count, 2, case.gated, 4 if half else 8) * per_sm <= room:
+        config = GemmConfig(block_n, block_k, stages=stages, prefetch=4, warps=warps, split_k=0, per_sm=per_sm)
+        used = config.shared_bytes(count, 2, case.gated, 4 if half else 8)
+        if room // 4 < used * per_sm <= room or (used * per_sm <= room and count == 1 and half and per_sm > 1):
             yield config
 
 
@@ -156,14 +160,20 @@ def scaled_mm(case: Case) -> Product:
 def run(options: argparse.Namespace) -> list[Row]:
     """All cases."""
     found: list[Row] = []
+    fastest: list[Any] = []
     allow_threads()
     for kind, shape in itertools.product(options.kinds, SHAPES):
         num_out, size = SHAPES[shape]
         first = made(kind, num_out, size)
-        copies = max(2, min(16, COPIES_BYTES // first.num_bytes))
+        copies = 1 if options.compile else max(2, min(16, COPIES_BYTES // first.num_bytes))
         weights = [first, *(made(kind, num_out, size) for _ in range(copies - 1))]
         for count in options.rows:
             case = Case(kind, shape, torch.randn(count, size, device="cuda").bfloat16(), weights)
+            if options.compile:
+                for config in {case.chosen(), *(cuts(case) if options.sweep else ())}:
+                    with suppress(Exception):
+                        case.ours(config)(0)
+                continue
             wide = [torch.randn(num_out, size, device="cuda").bfloat16() for _ in range(max(2, copies // 2))]
             bound = first.num_bytes / 4.2e6
             line = f"{kind:6s}{shape:8s} m{count:<4d}{bound:7.1f} us at 4.2 TB/s"
@@ -172,6 +182,7 @@ def run(options: argparse.Namespace) -> list[Row]:
             worst = case.error(case.chosen())
             if options.sweep:
                 best, times["best"], worst = sweep(case, copies, worst)
+                fastest.append([kind, num_out // (2 if case.gated else 1), size, case.gated, count, asdict(best)])
             for name, make in {"humming": humming, "scaled_mm": scaled_mm}.items():
                 if name not in options.libraries:
                     continue
@@ -186,6 +197,8 @@ def run(options: argparse.Namespace) -> list[Row]:
             shown = "  ".join(f"{name} {time:6.1f}" for name, time in times.items())
             print(f"{line}  {shown}  error {worst:.1e}{'  ' + brief(best) if options.sweep else ''}", flush=True)
             del wide
+            if options.cuts:
+                options.cuts.write_text(json.dumps(fastest))
     return found
 
 
@@ -213,6 +226,8 @@ def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, flo
             continue
         worst = max(worst, error)
         timed.append((graph_us(case.ours(config), copies), config))
+    if not timed:
+        return case.chosen(), float("inf"), worst
     time, best = min(timed, key=lambda pair: pair[0])
     return best, time, worst
 
@@ -229,6 +244,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--libraries", nargs="*", choices=["humming", "scaled_mm"], default=["scaled_mm"])
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="nothing but compile, beside other such processes")
+    parser.add_argument("--cuts", type=Path, help="JSON file for the fastest cuts of --sweep")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -103,8 +103,8 @@ def attend_tiles(
         keys = start + tl.arange(0, KEYS)
         inside = keys < total
         where = key_slots(table, keys, last, PAGE, ON_GPU)[:, None] * LINE + dims[None, :]
-        tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
-        tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
+        tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0).to(tile_q.dtype)
+        tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0).to(tile_q.dtype)
         own = keys - cached
         if WORDS <= 2:
             words = tl.where((own < 32)[None, :], words_low[:, None], words_high[:, None])
@@ -145,7 +145,7 @@ def tree_attention(
         q, k_cache, v_cache, page_tables, table_rows, first, cached_len, mask, positions,
         out, partials, stats, num_rows, num_tokens, exclusive, page_tables.stride(0), **score_options(rules, scale),
         WORDS=mask.shape[1], SPAN=config.span, LONGEST=LONG_SPLIT_STEPS, DIRECT=num_splits == 1,
-        PREFETCH=pdl and dim * q.element_size() >= 128,
+        PREFETCH=pdl and dim * k_cache.element_size() >= 128,
         **launch_options(q, k_cache, num_rows, page_size, pdl, config),
     )  # fmt: skip
     if num_splits > 1:
@@ -247,8 +247,8 @@ def attend_paths(
         where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
         ahead = nth_tile(n + 1, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
         slots = key_slots(table, ahead, last, PAGE, ON_GPU)
-        tile_k = tl.load(k_head + where)
-        tile_v = tl.load(v_head + where)
+        tile_k = tl.load(k_head + where).to(tile_q.dtype)
+        tile_v = tl.load(v_head + where).to(tile_q.dtype)
         products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
         if WINDOW:
             products = tl.where(keys[None, :] >= hidden_end[:, None], products, float("-inf"))
@@ -260,8 +260,8 @@ def attend_paths(
     each = tl.maximum(own_steps, 1)
     for n in tl.range(0, own_steps * tl.minimum(TOKENS, row_end - tile_first), num_stages=STAGES):
         where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
-        tile_k = tl.load(k_head + where, mask=there[:, None], other=0.0)
-        tile_v = tl.load(v_head + where, mask=there[:, None], other=0.0)
+        tile_k = tl.load(k_head + where, mask=there[:, None], other=0.0).to(tile_q.dtype)
+        tile_v = tl.load(v_head + where, mask=there[:, None], other=0.0).to(tile_q.dtype)
         seen = there[None, :] & (lanes // GROUP == n // each)[:, None]
         if WINDOW:
             seen = seen & (ahead[None, :] >= hidden_end[:, None])
@@ -350,8 +350,8 @@ def attend_causal(
     for start in tl.range(begin, open_end, KEYS, num_stages=STAGES):
         where = slots[:, None] * (KV_HEADS * DIM) + dims[None, :]
         slots = key_slots(table, start + KEYS + tl.arange(0, KEYS), last, PAGE, ON_GPU)
-        tile_k = tl.load(k_head + where)
-        tile_v = tl.load(v_head + where)
+        tile_k = tl.load(k_head + where).to(tile_q.dtype)
+        tile_v = tl.load(v_head + where).to(tile_q.dtype)
         products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
         if WINDOW:
             seen = (start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None]
@@ -363,8 +363,8 @@ def attend_causal(
         slots = key_slots(table, start + KEYS + tl.arange(0, KEYS), last, PAGE, ON_GPU)
         keys = start + tl.arange(0, KEYS)
         inside = (keys < high)[:, None]
-        tile_k = tl.load(k_head + where, mask=inside, other=0.0)
-        tile_v = tl.load(v_head + where, mask=inside, other=0.0)
+        tile_k = tl.load(k_head + where, mask=inside, other=0.0).to(tile_q.dtype)
+        tile_v = tl.load(v_head + where, mask=inside, other=0.0).to(tile_q.dtype)
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (keys[None, :] > (position - WINDOW)[:, None])

@@ -183,8 +183,8 @@ def attend_context(
         # In this order: where pages fill a tile, only the pages differ between steps.
         inner = within[:, None] * LINE + dims[None, :]
         outer = pages[:, None] * LINE
-        tile_k = tl.load(k_head + inner + outer)
-        tile_v = tl.load(v_head + inner + outer)
+        tile_k = tl.load(k_head + inner + outer).to(tile_q.dtype)
+        tile_v = tl.load(v_head + inner + outer).to(tile_q.dtype)
         products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
         if WINDOW:
             seen = (start + tl.arange(0, KEYS))[None, :] > (positions - WINDOW)[:, None]

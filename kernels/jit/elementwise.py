@@ -124,6 +124,10 @@ def _rope_write(
     tl.store(target, new_low, mask=is_q[:, None])
     tl.store(target + HALF, new_high, mask=is_q[:, None])
     written = slot >= 0
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        new_low = tl.clamp(new_low.to(tl.float32), -448.0, 448.0)
+        new_high = tl.clamp(new_high.to(tl.float32), -448.0, 448.0)
+    new_low, new_high = new_low.to(k_cache.dtype.element_ty), new_high.to(k_cache.dtype.element_ty)
     target = k_cache + (slot * KV_HEADS + head - NUM_HEADS)[:, None] * DIM + pair[None, :]
     tl.store(target, new_low, mask=(is_k & written)[:, None])
     tl.store(target + HALF, new_high, mask=(is_k & written)[:, None])

@@ -4,8 +4,10 @@ The steps of all tiles (block_k columns of block_n weight rows) stand in one lin
 an equal stretch of it. A tile that several programs share is added up, in the order of the programs, by the last of
 them to get there.
 
-Weights of eight or four bits (kernels.quant_weight) become those of the rows' dtype in registers, where they are the
-left operand of the product; each group's product is scaled as it is added, or a whole row's at the end.
+Weights of four bits (kernels.quant_weight) become those of the rows' dtype in registers, where they are the left
+operand of the product; each group's product is scaled as it is added. Those of e4m3 are multiplied as they are, with
+rows that each step turns into e4m3 by a scale of its own; weights' scales are applied to the step, or to a whole row at
+the end.
 """
 
 from __future__ import annotations
@@ -81,34 +83,37 @@ def _multiply(acc, rows, weights, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _decode_fp8(codes, like, ASM: tl.constexpr):
-    """Bytes of e4m3 in the dtype of `like`."""
+def _in_fp8(factors, ASM: tl.constexpr):
+    """Rows of a step rounded to e4m3, each by a scale of its own that makes its largest value e4m3's; and the scales."""
+    wide = factors.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide), 1), 1e-12) / 448.0
+    wide = wide / scale[:, None]
     if ASM:
-        # Of four bytes: to the tops of lanes, sign left and the rest right by four is the value times 2^-120.
-        values = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.b32 s, a, 4;
-            shr.b32 t, b, 4;
-            and.b32 s, s, 0x07f007f0;
-            and.b32 t, t, 0x07f007f0;
-            lop3.b32 s, a, 0x80008000, s, 0xea;
-            lop3.b32 t, b, 0x80008000, t, 0xea;
-            mov.b32 a, 0x7b807b80;
-            mul.bf16x2 $0, s, a;
-            mul.bf16x2 $1, t, a;
-            }""",
-            "=&r,=&r,r",
-            [codes.to(tl.int8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
+        values = wide.to(tl.float8e4nv)
     else:
-        values = codes.to(like.dtype)
-    return values
+        # The interpreter's rounding loses carries, and its dot does not know these numbers.
+        bits = wide.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        values = tl.where(tl.abs(wide) < 0.015625, (wide + 24576.0) - 24576.0, normal).to(tl.float16)
+    return values, scale
+
+
+@triton.jit
+def _fp8_part(
+    values, row_scale, weight, scales, first, last, column, size, num_scales,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Product [BLOCK_N, rows] of a step. Sums of the tensor cores in e4m3 keep few bits: the caller adds in float32."""
+    codes = _load(weight, first, last, column, size, BLOCK_N, BLOCK_K, EVEN, False)
+    if ASM:
+        part = tl.dot(codes, tl.trans(values))
+    else:
+        part = tl.dot(codes.to(tl.float16), tl.trans(values), input_precision="ieee")
+    if GROUP > 0:
+        of_row = tl.minimum(first + tl.arange(0, BLOCK_N), last) // SPAN
+        part *= _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)[:, None]
+    return part * row_scale[None, :]
 
 
 @triton.jit
@@ -203,47 +208,109 @@ def _of_group(table, column, rows_of_scales, num_scales, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _quantized_step(
+def _nibble_step(
     acc, rows, weight, scales, zeros, first, last, num_rows, column, size, num_scales,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_N, BLOCK_M] plus the product of BLOCK_K columns. GROUP 0: rows are scaled at the end."""
+    """acc [BLOCK_N, BLOCK_M] plus the product of BLOCK_K columns with 4-bit weights."""
     of_row = tl.minimum(first + tl.arange(0, BLOCK_N), last) // SPAN
-    if KIND == "fp8":
-        factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, EVEN, False)
-        codes = _load(weight, first, last, column, size, BLOCK_N, BLOCK_K, EVEN, False)
-        values = _decode_fp8(codes, factors, ASM)
-        if GROUP == 0:
-            acc = tl.dot(values, tl.trans(factors), acc, input_precision="ieee")
-        else:
-            scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
-            acc += tl.dot(values, tl.trans(factors), input_precision="ieee") * scale[:, None]
+    HALF: tl.constexpr = BLOCK_K // 2
+    codes = _load(weight, first, last, column // 2, size // 2, BLOCK_N, HALF, True, False)
+    left = _load_rows(rows, num_rows, column, size, BLOCK_M, HALF, True, False)
+    right = _load_rows(rows, num_rows, column + HALF, size, BLOCK_M, HALF, True, False)
+    scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
+    if KIND == "mxfp4":
+        low, high = _decode_mxfp4(codes, left, ASM)
     else:
-        HALF: tl.constexpr = BLOCK_K // 2
-        codes = _load(weight, first, last, column // 2, size // 2, BLOCK_N, HALF, True, False)
-        left = _load_rows(rows, num_rows, column, size, BLOCK_M, HALF, True, False)
-        right = _load_rows(rows, num_rows, column + HALF, size, BLOCK_M, HALF, True, False)
-        scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
-        if KIND == "mxfp4":
-            low, high = _decode_mxfp4(codes, left, ASM)
-        else:
-            zero = tl.full([BLOCK_N], 8.0, tl.float32)
-            if zeros is not None:
-                zero = _of_group(zeros, column, of_row, num_scales, GROUP).to(tl.float32)
-            low, high = _decode_int4(codes, zero[:, None], left, ASM)
-        part = tl.dot(low, tl.trans(left), input_precision="ieee")
-        if GROUP % BLOCK_K == 0:
-            part = tl.dot(high, tl.trans(right), part, input_precision="ieee")
-            acc += part * scale[:, None]
-        else:
-            # A group ends between the halves, so the second has a scale and a zero of its own.
-            acc += part * scale[:, None]
-            scale = _of_group(scales, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
-            if zeros is not None:
-                other = _of_group(zeros, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
-                _, high = _decode_int4(codes, other[:, None], left, ASM)
-            acc += tl.dot(high, tl.trans(right), input_precision="ieee") * scale[:, None]
+        zero = tl.full([BLOCK_N], 8.0, tl.float32)
+        if zeros is not None:
+            zero = _of_group(zeros, column, of_row, num_scales, GROUP).to(tl.float32)
+        low, high = _decode_int4(codes, zero[:, None], left, ASM)
+    part = tl.dot(low, tl.trans(left), input_precision="ieee")
+    if GROUP % BLOCK_K == 0:
+        part = tl.dot(high, tl.trans(right), part, input_precision="ieee")
+        acc += part * scale[:, None]
+    else:
+        # A group ends between the halves, so the second has a scale and a zero of its own.
+        acc += part * scale[:, None]
+        scale = _of_group(scales, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+        if zeros is not None:
+            other = _of_group(zeros, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+            _, high = _decode_int4(codes, other[:, None], left, ASM)
+        acc += tl.dot(high, tl.trans(right), input_precision="ieee") * scale[:, None]
+    return acc
+
+
+@triton.jit
+def _wide_int4(codes, ASM: tl.constexpr):
+    """Low and high nibbles of bytes less 8, float32."""
+    if ASM:
+        # A nibble in a mantissa of 2^23 is exact at any place: one instruction puts it there, one takes it out.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, a;
+            shr.b32 t, $8, 16;
+            lop3.b32 a, $8, 0x0000000f, 0x4b000000, 0xea;
+            add.f32 $0, a, 0fCB000008;
+            lop3.b32 a, $8, 0x00000f00, 0x4b000000, 0xea;
+            fma.rn.f32 $1, a, 0f3B800000, 0fC7000800;
+            lop3.b32 a, t, 0x0000000f, 0x4b000000, 0xea;
+            add.f32 $2, a, 0fCB000008;
+            lop3.b32 a, t, 0x00000f00, 0x4b000000, 0xea;
+            fma.rn.f32 $3, a, 0f3B800000, 0fC7000800;
+            lop3.b32 a, $8, 0x000000f0, 0x4b000000, 0xea;
+            fma.rn.f32 $4, a, 0f3D800000, 0fC9000080;
+            lop3.b32 a, $8, 0x0000f000, 0x4b000000, 0xea;
+            fma.rn.f32 $5, a, 0f39800000, 0fC5008000;
+            lop3.b32 a, t, 0x000000f0, 0x4b000000, 0xea;
+            fma.rn.f32 $6, a, 0f3D800000, 0fC9000080;
+            lop3.b32 a, t, 0x0000f000, 0x4b000000, 0xea;
+            fma.rn.f32 $7, a, 0f39800000, 0fC5008000;
+            }""",
+            "=&f,=&f,=&f,=&f,=&f,=&f,=&f,=&f,r",
+            [codes.to(tl.int8, bitcast=True)],
+            dtype=(tl.float32, tl.float32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = (codes & 15).to(tl.float32) - 8.0
+        high = (codes >> 4).to(tl.float32) - 8.0
+    return low, high
+
+
+@triton.jit
+def _single_step(
+    acc, rows, weight, scales, zeros, first, last, column, size, num_scales,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_K / 2] plus products of one row with 4-bit weights, to be added up at the end.
+
+    Without the tensor cores weights need not go to where they are read from.
+    """
+    HALF: tl.constexpr = BLOCK_K // 2
+    of_row = tl.minimum(first + tl.arange(0, BLOCK_N), last) // SPAN
+    codes = _load(weight, first, last, column // 2, size // 2, BLOCK_N, HALF, True, False)
+    left = tl.load(rows + column + tl.arange(0, HALF)).to(tl.float32)[None, :]
+    right = tl.load(rows + column + HALF + tl.arange(0, HALF)).to(tl.float32)[None, :]
+    scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
+    other = scale
+    if GROUP % BLOCK_K != 0:
+        other = _of_group(scales, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+    if KIND == "mxfp4":
+        low, high = _decode_mxfp4(codes, left.to(tl.bfloat16), ASM)
+        low, high = low.to(tl.float32), high.to(tl.float32)
+    else:
+        low, high = _wide_int4(codes, ASM)
+        if zeros is not None:
+            low -= _of_group(zeros, column, of_row, num_scales, GROUP).to(tl.float32)[:, None] - 8.0
+            high -= _of_group(zeros, column + HALF, of_row, num_scales, GROUP).to(tl.float32)[:, None] - 8.0
+    if GROUP % BLOCK_K == 0:
+        acc += (low * left + high * right) * scale[:, None]
+    else:
+        acc += low * left * scale[:, None] + high * right * other[:, None]
     return acc
 
 
@@ -298,7 +365,7 @@ def _stream(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, SHARED: tl.constexpr,
     PREFETCH: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     PER_CODE: tl.constexpr = 2 if KIND == "int4" or KIND == "mxfp4" else 1
     STORED_K: tl.constexpr = BLOCK_K // PER_CODE
@@ -326,8 +393,9 @@ def _stream(
         tl.extra.cuda.gdc_wait()
     index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     for tile in range(start // steps, (stop - 1) // steps + 1):
-        acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
-        acc_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        SUMS: tl.constexpr = STORED_K if SINGLE else WIDTH
+        acc = tl.zeros([HEIGHT, SUMS], tl.float32)
+        acc_up = tl.zeros([HEIGHT, SUMS], tl.float32)
         first = tile * BLOCK_N
         first_step = tl.maximum(start - tile * steps, 0)
         last_step = tl.minimum(stop - tile * steps, steps)
@@ -343,17 +411,42 @@ def _stream(
                     up = num_out + first
                     weights = _load(weight, up, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
                     acc_up = _multiply(acc_up, factors, weights, SWAP)
+            elif KIND == "fp8":
+                factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, EVEN, False)
+                values, row_scale = _in_fp8(factors, ASM)
+                acc += _fp8_part(
+                    values, row_scale, weight, scales, first, NUM_WEIGHT_ROWS - 1, column, size, num_scales,
+                    BLOCK_N, BLOCK_K, EVEN, GROUP, SPAN, ASM,
+                )  # fmt: skip
+                if GATED:
+                    acc_up += _fp8_part(
+                        values, row_scale, weight, scales, num_out + first, NUM_WEIGHT_ROWS - 1, column, size,
+                        num_scales, BLOCK_N, BLOCK_K, EVEN, GROUP, SPAN, ASM,
+                    )  # fmt: skip
+            elif SINGLE:
+                acc = _single_step(
+                    acc, rows, weight, scales, zeros, first, NUM_WEIGHT_ROWS - 1, column, size, num_scales,
+                    BLOCK_N, BLOCK_K, KIND, GROUP, SPAN, ASM,
+                )  # fmt: skip
+                if GATED:
+                    acc_up = _single_step(
+                        acc_up, rows, weight, scales, zeros, num_out + first, NUM_WEIGHT_ROWS - 1, column, size,
+                        num_scales, BLOCK_N, BLOCK_K, KIND, GROUP, SPAN, ASM,
+                    )  # fmt: skip
             else:
-                acc = _quantized_step(
+                acc = _nibble_step(
                     acc, rows, weight, scales, zeros, first, NUM_WEIGHT_ROWS - 1, num_rows, column, size, num_scales,
-                    BLOCK_M, BLOCK_N, BLOCK_K, EVEN, KIND, GROUP, SPAN, ASM,
+                    BLOCK_M, BLOCK_N, BLOCK_K, KIND, GROUP, SPAN, ASM,
                 )  # fmt: skip
                 if GATED:
                     up = num_out + first
-                    acc_up = _quantized_step(
+                    acc_up = _nibble_step(
                         acc_up, rows, weight, scales, zeros, up, NUM_WEIGHT_ROWS - 1, num_rows, column, size,
-                        num_scales, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, KIND, GROUP, SPAN, ASM,
+                        num_scales, BLOCK_M, BLOCK_N, BLOCK_K, KIND, GROUP, SPAN, ASM,
                     )  # fmt: skip
+        if SINGLE:
+            acc = tl.broadcast_to(tl.sum(acc, 1)[:, None], [HEIGHT, WIDTH])
+            acc_up = tl.broadcast_to(tl.sum(acc_up, 1)[:, None], [HEIGHT, WIDTH])
         mine = tile >= 0
         if SHARED:
             first_program = _owner(tile * steps, base, extra)
@@ -464,6 +557,7 @@ def stream_linear(
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=config.stages, EVEN=size % block_k == 0,
         GATED=gated, SWAP=config.swap, TMA=tma, SHARED=shared,
         PREFETCH=config.prefetch if pdl else 0, BULK=bulk, PDL=pdl,
-        KIND=kind, GROUP=group, SPAN=span, ASM=rows.is_cuda and rows.dtype == torch.bfloat16,
+        KIND=kind, GROUP=group, SPAN=span, SINGLE=kind in ("int4", "mxfp4") and num_rows == 1,
+        ASM=rows.is_cuda and (kind == "fp8" or rows.dtype == torch.bfloat16),
         num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+E4M3_MAX = 448.0
+"""The largest number of float8_e4m3fn."""
+
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As kernels.elementwise.rms_norm, into a new tensor."""
@@ -48,5 +51,9 @@ def rope_write(
     rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(heads.dtype)
     q.copy_(rotated[:, :num_heads])
     written = slots >= 0
-    k_cache[slots[written].long()] = rotated[written, num_heads:]
-    v_cache[slots[written].long()] = values[written]
+    for cache, made in ((k_cache, rotated[:, num_heads:]), (v_cache, values)):
+        new, target = made[written], cache
+        if cache.dtype == torch.float8_e4m3fn:
+            new = new.clamp(-E4M3_MAX, E4M3_MAX).to(cache.dtype).view(torch.uint8)
+            target = cache.view(torch.uint8)
+        target[slots[written].long()] = new

@@ -77,6 +77,8 @@ class TritonPlan(AttentionPlan):
         """See AttentionPlan. One launch for norm, product, rotation and writing, where rows are few and not wide."""
         k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]
         num_rows, size = stream.shape
+        if k.dtype != stream.dtype:
+            return None
         if not qkv.uses_row_kernel(stream) or not fits_qkv_kernel(num_rows, size, k.shape[-1], qk_norm is not None):
             return None
         head_norm, head_eps = (qk_norm.weight, qk_norm.eps) if qk_norm is not None else (None, 0.0)

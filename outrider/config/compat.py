@@ -83,18 +83,15 @@ SERVING = (
     ),
     Foreign("--disable-log-requests", moot="requests are not logged", takes_value=False),
     Foreign(
-        "--kv-cache-dtype",
-        moot="the KV cache has the model's dtype",
-        refused="the KV cache has the model's dtype; choose that with --dtype",
-        moot_values=("auto",),
-    ),
-    Foreign(
         "--load-format",
         moot="weights are read as safetensors, whatever is asked",
         refused="only safetensors are read",
         moot_values=("auto", "safetensors"),
     ),
-    Foreign("--quantization", refused="quantized models are not supported; give an unquantized checkpoint"),
+    Foreign(
+        "--quantization",
+        refused="a checkpoint is quantized as its config.json says; leave it out, or make one with `outrider quantize`",
+    ),
     Foreign("--trust-remote-code", refused="code of a checkpoint is never run", takes_value=False),
     Foreign("--revision", refused="a revision stands behind the hub id: --model OWNER/NAME@REVISION"),
     Foreign("--download-dir", refused="set the environment variable OUTRIDER_HOME to the folder"),
@@ -130,8 +127,8 @@ FOREIGN = (
     ),
     Foreign(
         "--speculative-draft-model-quantization",
-        moot="drafts run unquantized, whatever the target is",
-        refused="quantized drafts are not supported; leave it out, and choose --dtype of the draft instead",
+        moot="a draft is quantized as its own config.json says, whatever the target is",
+        refused="a draft is quantized as its own config.json says; leave it out, or make one with `outrider quantize`",
         moot_values=("unquant", "none"),
     ),
     Foreign(

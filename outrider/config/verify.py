@@ -123,6 +123,12 @@ class VerifyOptions(PeerServiceOptions):
         "Attention on a GPU: triton (ours), flashinfer, or mixed (flashinfer for prefill); auto takes triton.",
         choices=("auto", "triton", "flashinfer", "mixed"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Number format of keys and values: auto is the model's; fp8_e4m3 (on a GPU, with triton attention) takes half "
+        "of the memory, without scales.",
+        choices=("auto", "fp8_e4m3"),
+    )
     disable_cuda_graph: bool = option(False, "Run rounds kernel by kernel on a GPU; the same tokens, slower.")
     cuda_graph_max_bs: int = option(
         64, "Rounds with more requests than this are not captured as CUDA graphs.", minimum=1, maximum=1024

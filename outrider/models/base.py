@@ -24,6 +24,8 @@ class LanguageModel(ABC):
     device: torch.device
     has_experts = False
     """Whether tokens choose which weights are read, and padding reads none."""
+    kv_dtype: torch.dtype | None = None
+    """Of keys and values; None is `dtype`."""
 
     def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
         """Run the batch: writes its k and v to their slots.
@@ -51,6 +53,12 @@ class LanguageModel(ABC):
         """float32 [R, vocab_size] for rows [R, hidden_size] that `forward` returned."""
 
     def new_kv(self, num_slots: int) -> KVCache:
-        """A cache of the model's shape, dtype and device."""
-        config = self.config
-        return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype, self.device)
+        """A cache of the model's shape and device."""
+        config, dtype = self.config, self.kv_dtype or self.dtype
+        return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, dtype, self.device)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of one token's keys and values in such a cache."""
+        config, dtype = self.config, self.kv_dtype or self.dtype
+        return KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, dtype)

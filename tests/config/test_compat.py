@@ -58,7 +58,7 @@ def test_verify_takes_what_is_verify_s() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("--speculative-draft-model-quantization fp8", "quantized drafts are not supported"),
+        ("--speculative-draft-model-quantization fp8", "outrider quantize"),
         ("--speculative-draft-load-format=pt", "outrider convert"),
         ("--speculative-moe-runner-backend triton", "mixture-of-experts"),
         ("--speculative-dflash-block-size=8", "its own block_size"),

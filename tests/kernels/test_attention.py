@@ -102,6 +102,20 @@ def expected_tree(made: Round, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("path", [False, True])
+def test_caches_of_eight_bits_are_what_they_stand_for(path: bool, device: str) -> None:
+    made = make_round(TREES, CONTEXTS, device=device, padding=3, empty_rows=1).expand()
+    q, k, v = caches(made, HEADS, HALF)
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    result = run_tree(made, q, k, v, path, num_splits=3)
+    torch.testing.assert_close(result, expected_tree(made, q, k.to(HALF), v.to(HALF)), **near(HALF))
+    made = make_round([chain(21), chain(1), chain(17)], [0, 33, 30], device=device, padding=2, empty_rows=1)
+    q, k, v = caches(made, HEADS, HALF)
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    expected = run_prefill(made, q, k.to(HALF), v.to(HALF))
+    torch.testing.assert_close(run_prefill(made, q, k, v), expected, **near(HALF))
+
+
+@pytest.mark.parametrize("path", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tree_equals_reference(num_splits: int, dtype: torch.dtype, path: bool, device: str) -> None:

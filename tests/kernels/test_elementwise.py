@@ -119,6 +119,24 @@ def test_write_equals_reference(
     assert torch.equal(caches[1], expected[1])
 
 
+def test_caches_of_eight_bits_get_the_nearest_numbers(device: str) -> None:
+    num_heads, kv_heads, dim = SHAPES[0]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    given = inputs(SHAPES[0], 5, dtype, device)
+    # Numbers that need no rounding, which the interpreter gets wrong, or are too large.
+    given["heads"] = given["heads"].to(torch.float8_e4m3fn).to(dtype)
+    given["heads"][0] *= 500
+    cos, sin = reference.rotary_angles(torch.zeros_like(given["positions"]), given["inv_freq"], 1.0)
+    expected = [torch.zeros(15, kv_heads, dim, device=device, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    found = [cache.clone() for cache in expected]
+    q = torch.empty(5, num_heads, dim, dtype=dtype, device=device)
+    reference.rope_write(given["heads"], cos, sin, given["slots"], *expected, None, 0.0, q)
+    rope_write(given["heads"], cos, sin, given["slots"], *found, num_heads)
+    for mine, other in zip(found, expected, strict=True):
+        assert other.float().abs().max() == 448
+        assert torch.equal(mine.float(), other.float())
+
+
 def test_padding_writes_nothing(device: str) -> None:
     given = inputs(SHAPES[0], 3, torch.float32, device)
     given["slots"].fill_(-1)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from kernels.linear import stream_linear
 from kernels.linear_configs import GemmConfig
-from kernels.quant_weight import QuantWeight, joined, nibble_half, packed, unpacked
+from kernels.quant_weight import QuantWeight, joined, nibble_half, packed, rounded_rows, unpacked
 
 # Triton's interpreter multiplies the bit patterns of bfloat16.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -39,8 +39,8 @@ def made(kind: str, num_out: int, size: int, group: int, device: str = "cpu", sp
 
 WEIGHTS = {
     "fp8, a scale a row": ("fp8", 0, 1),
-    "fp8, blocks": ("fp8", 32, 16),
-    "fp8, groups": ("fp8", 32, 1),
+    "fp8, blocks": ("fp8", 128, 16),
+    "fp8, groups": ("fp8", 128, 1),
     "int4": ("int4", 64, 1),
     "int4, small groups": ("int4", 32, 1),
     "int4 with zeros": ("int4z", 64, 1),
@@ -51,22 +51,27 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("split_k", [1, 0])
-def test_it_is_the_product_with_the_dequantized_matrix(device: str, name: str, gated: bool, split_k: int) -> None:
+@pytest.mark.parametrize(("num_rows", "split_k"), [(5, 1), (5, 0), (1, 1), (1, 0)])
+def test_it_is_the_product_with_the_dequantized_matrix(
+    device: str, name: str, gated: bool, num_rows: int, split_k: int
+) -> None:
     kind, group, span = WEIGHTS[name]
-    num_rows, num_out, size = 5, 48, 192
+    num_out, size = 48, 192
     weight = made(kind, num_out * (2 if gated else 1), size, group, device, span)
     rows = torch.randn(num_rows, size, device=device).to(HALF)
     bias, residual = torch.randn(weight.num_out, device=device), torch.randn(num_rows, num_out, device=device)
-    expected = rows.double() @ weight.dequantized(torch.float64).T + bias.double()
+    seen = rounded_rows(rows) if kind == "fp8" else rows
+    expected = seen.double() @ weight.dequantized(torch.float64).T + bias.double()
     if gated:
         gate, up = expected.chunk(2, 1)
         expected = functional.silu(gate) * up
-    config = GemmConfig(block_n=32, block_k=2 * weight.half or 32, stages=2, split_k=split_k)
+    config = GemmConfig(block_n=32, block_k=2 * weight.half or 128, stages=2, split_k=split_k)
     result = stream_linear(
         rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32, config=config
     )
     torch.testing.assert_close(result.double(), expected + residual.double(), rtol=1e-4, atol=1e-3)
+    if num_rows == 1:
+        return
     moved = stream_linear(
         rows.flip(0)[:3].contiguous(), weight, bias=bias, residual=residual.flip(0)[:3].contiguous(), gated=gated,
         out_dtype=torch.float32, config=config,
@@ -79,7 +84,8 @@ def test_the_chosen_cut_is_one_that_fits(device: str, name: str) -> None:
     kind, group, span = WEIGHTS[name]
     weight = made(kind, 80, 128, group, device, span)
     rows = torch.randn(70, 128, device=device).to(HALF)
-    expected = rows.double() @ weight.dequantized(torch.float64).T
+    seen = rounded_rows(rows) if kind == "fp8" else rows
+    expected = seen.double() @ weight.dequantized(torch.float64).T
     torch.testing.assert_close(stream_linear(rows, weight).double(), expected, rtol=2e-2, atol=2e-2)
 
 

@@ -194,12 +194,20 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
         check_drafter(told, path)
     dtype = choose_dtype(options.dtype, device, config.dtype)
+    fp8_kv = options.kv_cache_dtype == "fp8_e4m3"
+    if fp8_kv and (device.type != "cuda" or options.attention_backend not in ("auto", "triton")):
+        raise ConfigError(
+            f"--kv-cache-dtype: fp8_e4m3 needs a GPU and --attention-backend triton; this is {device.type} with "
+            f"{options.attention_backend}"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
         check_model(config, dtype, device, options.mem_fraction_static)
     with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
         report = partial(progress, "loading weights")
         model = load_model(path, dtype, device, report, options.model_impl, options.context_length)
+    if fp8_kv:
+        model.kv_dtype = torch.float8_e4m3fn
     return path, model
 
 
@@ -381,10 +389,8 @@ def attention_backend(name: str, model: LanguageModel, page_size: int, determini
 
 def _cpu_tokens(model: LanguageModel) -> int:
     """KV tokens that a quarter of the free memory holds, within what one CPU can use."""
-    config = model.config
-    per_token = KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(min(int(free * _CPU_MEMORY_SHARE) // per_token, _MAX_CPU_KV_TOKENS), 1024)
+    return max(min(int(free * _CPU_MEMORY_SHARE) // model.kv_bytes, _MAX_CPU_KV_TOKENS), 1024)
 
 
 def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft | None) -> int:

@@ -8,7 +8,6 @@ from random import Random
 
 import torch
 
-from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig, ModelShape, check_heads
@@ -34,8 +33,7 @@ def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: i
 
     `beside`: bytes that a token takes beside its KV.
     """
-    config = model.config
-    per_token = KVCache.bytes_per_slot(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype) + beside
+    per_token = model.kv_bytes + beside
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     room = free - int(total * (1 - mem_fraction)) - reserve
