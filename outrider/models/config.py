@@ -24,6 +24,14 @@ MAX_HEAD_DIM = 256
 """Of what attention kernels of a GPU take."""
 
 
+_EXPERT_MODULES = {
+    "qwen": ("mlp.experts.0.gate_proj", "mlp.experts.0.down_proj"),
+    "mixtral": ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2"),
+    "gpt-oss": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+}
+"""What comes first and last in an expert, by the form that checkpoints are in."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """The mixtures of experts that stand in place of the MLP in some layers.
@@ -220,6 +228,29 @@ class ModelConfig(ModelShape):
         )
         config._check()
         return config.limited_to(max_positions)
+
+    def bytes_saved(self, item_bytes: int) -> int:
+        """What quantization takes off the weights' memory on a GPU, against so many bytes a weight."""
+        if self.quantization is None:
+            return 0
+        saved, hidden, wide = 0, self.hidden_size, self.num_heads * self.head_dim
+        attention = (
+            ("self_attn.q_proj", wide + 2 * self.num_kv_heads * self.head_dim, hidden),
+            ("self_attn.o_proj", hidden, wide),
+        )
+        inner = self.intermediate_size
+        dense = (("mlp.gate_proj", 2 * inner, hidden), ("mlp.down_proj", hidden, inner))
+        mixture: tuple[tuple[str, int, int], ...] = ()
+        if (experts := self.experts) is not None:
+            first, last = _EXPERT_MODULES[experts.form]
+            count, inner = experts.num_experts, experts.size
+            mixture = ((first, count * 2 * inner, hidden), (last, count * hidden, inner))
+        for layer in range(self.num_layers):
+            mixed = experts is not None and layer in experts.layers
+            for module, num_out, size in (*attention, *(mixture if mixed else dense)):
+                if (scheme := self.scheme_of(f"model.layers.{layer}.{module}")) is not None:
+                    saved += num_out * size * item_bytes - scheme.num_bytes(num_out, size)
+        return saved
 
     def scheme_of(self, *modules: str) -> Scheme | None:
         """How matrices that are fused into one are quantized, by the names of their modules; None: they are not."""

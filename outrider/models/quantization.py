@@ -40,6 +40,11 @@ class Scheme:
         """Of a weight, scales aside."""
         return 8 if self.kind == "fp8" else 4
 
+    def num_bytes(self, num_out: int, size: int) -> int:
+        """Memory of a matrix as kernels read it: codes, and about what its scales take."""
+        columns, rows = size // (self.group or size), num_out // max(self.block, 1)
+        return num_out * size * self.bits // 8 + columns * rows * (4 if self.kind == "fp8" else 2)
+
     @property
     def name(self) -> str:
         """For people: `fp8`, `fp8 128x128`, `int4 g128`."""

@@ -191,6 +191,10 @@ class Capacity:
     elements: Elements
     item_bytes: int
     weights: int
+    quantization: str
+    """Of the weights, for people; empty without."""
+    saved: int
+    """What it takes off them."""
     kv_per_token: int
     features_per_token: int
     """Kept for a draft outside of the budget."""
@@ -220,7 +224,8 @@ class Capacity:
         """A round takes at least this long, by the bytes that it reads: weights, of experts those that a token of each
         request wakes, and the KV of all contexts.
         """
-        read = self.elements.read_by(num_requests) * self.item_bytes + num_requests * context * self.kv_per_token
+        weights = self.elements.read_by(num_requests) * self.item_bytes - self.saved
+        read = weights + num_requests * context * self.kv_per_token
         return read / bandwidth
 
 
@@ -240,8 +245,10 @@ def plan_target(
     sums are those that the service does itself.
     """
     item = ITEM_BYTES[dtype]
-    weights = elements.total * item
-    per_token = kv_elements(config) * item
+    # Matrices are dequantized where a GPU computes in float32.
+    saved = config.bytes_saved(item) if dtype != "float32" else 0
+    weights = elements.total * item - saved
+    per_token = kv_elements(config) * (1 if options.kv_cache_dtype == "fp8_e4m3" else item)
     round_tokens = max(options.max_running_requests + options.max_draft_tokens, 1)
     rows = options.max_running_requests + 1 + round_tokens
     scratch = rows * config.vocab_size * SCRATCH_BYTES
@@ -264,6 +271,8 @@ def plan_target(
         elements=elements,
         item_bytes=item,
         weights=weights,
+        quantization=config.quantization.name if config.quantization is not None else "",
+        saved=saved,
         kv_per_token=per_token,
         features_per_token=feature_elements * item,
         colocated_per_token=beside,
@@ -418,12 +427,12 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -
     slots = min(options.max_requests, DRAFT_ROWS) * DRAFT_REGION
     return DraftPlan(
         algorithm=algorithm,
-        weights=elements.total * item,
+        weights=elements.total * item - config.bytes_saved(item),
         kv_per_token=per_token,
         tree_slots=slots * (per_token + feature_size * item),
         vocab_size=vocab_size,
         features_per_token=stored,
-        read=read * item,
+        read=read * item - config.bytes_saved(item),
     )
 
 
@@ -498,8 +507,9 @@ def _show(
 def _lines(
     plan: Capacity, drafter: DraftPlan | None, dtype: str, gpu: Gpu, arguments: argparse.Namespace
 ) -> list[tuple[str, str, str]]:
+    words = f"{plan.quantization} and {dtype}" if plan.quantization else dtype
     lines = [
-        ("weights", _size(plan.weights), f"{plan.elements.total / 1e6:.1f} M parameters in {dtype}"),
+        ("weights", _size(plan.weights), f"{plan.elements.total / 1e6:.1f} M parameters in {words}"),
         *(
             [("  read for a token", _size(plan.elements.read * plan.item_bytes), "the experts that it wakes")]
             if plan.elements.idle

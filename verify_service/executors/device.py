@@ -20,6 +20,8 @@ def check_model(config: ModelShape, dtype: torch.dtype, device: torch.device, me
     free, total = torch.cuda.mem_get_info(device)
     budget = min(int(total * mem_fraction), free)
     needed = num_parameters(config) * dtype.itemsize
+    if dtype != torch.float32:
+        needed -= config.bytes_saved(dtype.itemsize)
     if needed > budget:
         raise ConfigError(
             f"the weights take {_gib(needed)} in {_word(dtype)}, but --mem-fraction-static {mem_fraction} of "
