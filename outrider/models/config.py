@@ -121,6 +121,10 @@ class ModelShape:
         """Whether every layer sees all positions, with one rotary embedding, and scores as they are."""
         raise NotImplementedError
 
+    def bytes_saved(self, item_bytes: int) -> int:
+        """What quantization takes off the weights' memory on a GPU, against so many bytes a weight."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(ModelShape):
@@ -230,7 +234,7 @@ class ModelConfig(ModelShape):
         return config.limited_to(max_positions)
 
     def bytes_saved(self, item_bytes: int) -> int:
-        """What quantization takes off the weights' memory on a GPU, against so many bytes a weight."""
+        """See ModelShape."""
         if self.quantization is None:
             return 0
         saved, hidden, wide = 0, self.hidden_size, self.num_heads * self.head_dim

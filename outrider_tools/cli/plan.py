@@ -271,7 +271,7 @@ def plan_target(
         elements=elements,
         item_bytes=item,
         weights=weights,
-        quantization=config.quantization.name if config.quantization is not None else "",
+        quantization=config.quantization.name if isinstance(config, ModelConfig) and config.quantization else "",
         saved=saved,
         kv_per_token=per_token,
         features_per_token=feature_elements * item,

@@ -118,6 +118,21 @@ def test_norms_behind_are_counted_and_heads_padded() -> None:
     assert kv_elements(config) == 2 * 32 * 8 * 128
 
 
+@pytest.mark.parametrize(
+    ("fields", "bits"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, 4),
+    ],
+)
+def test_quantized_weights_take_their_bits(fields: dict[str, Any], bits: int) -> None:
+    config = ModelConfig.from_fields(LLAMA_8B | {"quantization_config": fields}, {})
+    layers = config.num_layers * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)
+    saved = config.bytes_saved(2)
+    assert saved == pytest.approx(layers * (16 - bits) / 8, rel=0.02)
+    assert saved < layers * (16 - bits) / 8, "scales take something"
+
+
 def test_of_experts_those_are_read_that_tokens_wake() -> None:
     from verify_service.executors.device import num_parameters
 
