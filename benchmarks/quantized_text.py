@@ -1,0 +1,107 @@
+"""What quantized weights do to text: perplexity, and how often the likeliest token is the unquantized model's.
+
+    python -m benchmarks.quantized_text --formats fp8 fp8-block int4 mxfp4 --group-size 64
+
+Makes each format of a checkpoint with `outrider quantize`'s rounding, and reads texts of this repository in float32 on
+the CPU; fp8 a second time with rows rounded to e4m3, as products on a GPU see them. No data calibrates anything: what
+rounds with more care does better in four bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kernels.quant_weight import rounded_rows
+from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.torch_backend import TorchAttention
+from outrider.layers.linear import Linear
+from outrider.models.loader import load_model
+from outrider.models.store import DEFAULT_MODEL, resolve_model
+from outrider_tools.bench.report import Row, cpu_name, write_report
+from outrider_tools.inflate.folder import tokenize
+from outrider_tools.quantize import FORMATS, quantize
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = ("docs/architecture.md", "docs/reliability.md", "docs/drafters.md")
+
+
+@torch.inference_mode()
+def logits_of(folder: Path, texts: list[list[int]], rounds: bool) -> list[Tensor]:
+    """float32 [tokens, vocabulary] of each text."""
+    with ExitStack() as stack:
+        if rounds:
+            for name in ("__call__", "add_to"):
+                stack.enter_context(mock.patch.object(Linear, name, _rounding(getattr(Linear, name))))
+        model, found = load_model(folder, torch.float32), []
+        for ids in texts:
+            places = torch.arange(len(ids))
+            batch = ForwardBatch(torch.tensor(ids), places, [Segment(len(ids), places)])
+            found.append(model.logits(model.forward(batch, model.new_kv(len(ids)), TorchAttention())))
+    return found
+
+
+def _rounding(method):  # type: ignore[no-untyped-def]
+    def rounded(self, *tensors):  # type: ignore[no-untyped-def]
+        # The method's last tensor are the rows; the output matrix is not quantized.
+        is_inner = self.num_out < 40000 and self.num_out > 0
+        rows = rounded_rows(tensors[-1]) if is_inner else tensors[-1]
+        return method(self, *tensors[:-1], rows)
+
+    return rounded
+
+
+def perplexity(logits: list[Tensor], texts: list[list[int]]) -> float:
+    """Of all tokens but the first of each text."""
+    losses = [
+        torch.nn.functional.cross_entropy(rows[:-1], torch.tensor(ids[1:]), reduction="sum")
+        for rows, ids in zip(logits, texts, strict=True)
+    ]
+    return math.exp(float(sum(losses)) / sum(len(ids) - 1 for ids in texts))
+
+
+def main() -> None:
+    """Parse options, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8", "fp8-block", "int4", "mxfp4"])
+    parser.add_argument("--group-size", type=int, default=64, help="of int4")
+    parser.add_argument("--tokens", type=int, default=700, help="of each text")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    options = parser.parse_args()
+    source = resolve_model(options.model)
+    texts = [tokenize(source, (ROOT / name).read_text("utf-8"))[: options.tokens] for name in TEXTS]
+    plain = logits_of(source, texts, rounds=False)
+    best = torch.cat([rows.argmax(1) for rows in plain])
+    base = perplexity(plain, texts)
+    rows = [Row("smollm2-135m unquantized", "perplexity", base, "")]
+    print(f"{'unquantized':32} perplexity {base:8.3f}")
+    for name in options.formats:
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / name
+            quantize(source, made, name, options.group_size, torch.device("cpu"), 1 << 31, lambda *_: None)
+            for rounds in (False, True) if name.startswith("fp8") else (False,):
+                found = logits_of(made, texts, rounds)
+                value = perplexity(found, texts)
+                agree = float((torch.cat([part.argmax(1) for part in found]) == best).float().mean())
+                case = name + (f" g{options.group_size}" if name in ("int4", "awq", "gptq") else "")
+                case += " with rows in e4m3" if rounds else ""
+                rows += [
+                    Row(f"smollm2-135m {case}", "perplexity", value, ""),
+                    Row(f"smollm2-135m {case}", "perplexity_over_unquantized", value / base, "ratio"),
+                    Row(f"smollm2-135m {case}", "same_likeliest_token", agree, "ratio"),
+                ]
+                print(f"{case:32} perplexity {value:8.3f}  x{value / base:.4f}  same likeliest token {agree:.1%}")
+    if options.out:
+        write_report(options.out, "quantized_text", cpu_name(), rows, ("torch",))
+
+
+if __name__ == "__main__":
+    main()
