@@ -105,8 +105,22 @@ _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
 }
 
 
-TUNED_QUANTIZED: dict[tuple[str, int, int, bool, int], GemmConfig] = {}
-"""The same for quantized weights, by kind, num_out, size, gated and rows of a tile; 1 for one row."""
+# Measured on an H100 (benchmarks/results/quantized_products_h100.json).
+TUNED_QUANTIZED: dict[tuple[str, int, int, bool, int], GemmConfig] = {
+    ("fp8", 6144, 4096, False, 16): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4),
+    ("fp8", 6144, 4096, False, 32): GemmConfig(64, 128, split_k=0, per_sm=2, stages=6, prefetch=4),
+    ("fp8", 6144, 4096, False, 64): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4, warps=8),
+    ("fp8", 4096, 4096, False, 16): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4),
+    ("fp8", 4096, 4096, False, 32): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4),
+    ("fp8", 4096, 4096, False, 64): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4, warps=8),
+    ("fp8", 14336, 4096, True, 16): GemmConfig(64, 128, split_k=0, stages=6, prefetch=4),
+    ("fp8", 14336, 4096, True, 32): GemmConfig(64, 128, split_k=0, stages=6, prefetch=4),
+    ("fp8", 14336, 4096, True, 64): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4, warps=8),
+    ("fp8", 4096, 14336, False, 16): GemmConfig(128, 128, split_k=0, stages=6, prefetch=4),
+    ("fp8", 4096, 14336, False, 32): GemmConfig(128, 128, split_k=0, stages=6, prefetch=4, warps=8),
+    ("fp8", 4096, 14336, False, 64): GemmConfig(128, 128, split_k=0, stages=6, prefetch=4, warps=8),
+}
+"""The same for quantized weights, by kind, num_out, size, gated and rows of a tile; 1 for one row with 4-bit ones."""
 
 
 def choose_config(
@@ -146,7 +160,7 @@ def _quantized_config(
 ) -> GemmConfig:
     """Weights or rows are converted in registers: several programs a processor hide that from each other."""
     rows = tile_rows(num_rows)
-    tuned = TUNED_QUANTIZED.get((kind, num_out, size, gated, 1 if num_rows == 1 else rows))
+    tuned = TUNED_QUANTIZED.get((kind, num_out, size, gated, 1 if half and num_rows == 1 else rows))
     if tuned is not None and itemsize == 2:
         return tuned
     bits, wide = 4 if half else 8, itemsize > 2

@@ -123,8 +123,9 @@ def rounded_rows(rows: Tensor) -> Tensor:
     size = rows.shape[1]
     padded = torch.nn.functional.pad(rows.float(), (0, -size % ROW_GROUP))
     groups = torch.unflatten(padded, 1, (-1, ROW_GROUP))
-    scales = groups.abs().amax(2, keepdim=True).clamp(min=1e-12) / E4M3_MAX
-    return ((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)[:, :size]
+    top = groups.abs().amax(2, keepdim=True).clamp(min=1e-12)
+    codes = (groups * (E4M3_MAX / top)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * (top / E4M3_MAX)).flatten(1)[:, :size]
 
 
 def joined(parts: list[QuantWeight]) -> QuantWeight:

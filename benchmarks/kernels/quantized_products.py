@@ -89,10 +89,11 @@ def cuts(case: Case) -> Iterator[GemmConfig]:
     """What the sweep tries."""
     half, count = case.weights[0].half, case.rows.shape[0]
     block_k, room = 2 * half or 128, SHARED_MEMORY - SHARED_MARGIN
-    for block_n, warps, per_sm, stages in itertools.product((32, 64, 128), (4, 8), (1, 2, 3, 4, 6), (3, 4, 6)):
+    sizes, ahead = itertools.product((32, 64, 128), (4, 8), (1, 2, 3, 4, 6)), itertools.product((3, 4, 6), (4, 10))
+    for (block_n, warps, per_sm), (stages, prefetch) in itertools.product(sizes, ahead):
         if (block_n < 64 and (count > 1 or not half)) or (warps == 8 and block_n < 128):
             continue
-        config = GemmConfig(block_n, block_k, stages=stages, prefetch=4, warps=warps, split_k=0, per_sm=per_sm)
+        config = GemmConfig(block_n, block_k, stages=stages, prefetch=prefetch, warps=warps, split_k=0, per_sm=per_sm)
         used = config.shared_bytes(count, 2, case.gated, 4 if half else 8)
         if room // 4 < used * per_sm <= room or (used * per_sm <= room and count == 1 and half and per_sm > 1):
             yield config
@@ -234,7 +235,7 @@ def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, flo
 
 def brief(config: GemmConfig) -> str:
     """A cut in a few letters."""
-    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} split{config.split_k}"
+    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} w{config.warps} f{config.prefetch}"
 
 
 def main() -> None:

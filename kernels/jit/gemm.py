@@ -117,8 +117,9 @@ def _decode_fp8(codes, like, ASM: tl.constexpr):
 def _in_fp8(factors, ASM: tl.constexpr):
     """Rows of a step rounded to e4m3, each by a scale of its own that makes its largest value e4m3's; and these."""
     wide = factors.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), 1), 1e-12) / 448.0
-    wide = wide / scale[:, None]
+    top = tl.maximum(tl.max(tl.abs(wide), 1), 1e-12)
+    scale = top / 448.0
+    wide = wide * (448.0 / top)[:, None]
     if ASM:
         values = wide.to(tl.float8e4nv)
     else:
