@@ -124,7 +124,8 @@ def rounded_rows(rows: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(rows.float(), (0, -size % ROW_GROUP))
     groups = torch.unflatten(padded, 1, (-1, ROW_GROUP))
     top = groups.abs().amax(2, keepdim=True).clamp(min=1e-12)
-    codes = (groups * (E4M3_MAX / top)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    # A division of tensors: torch makes a number over a tensor a reciprocal and a product.
+    codes = (groups * (torch.full_like(top, E4M3_MAX) / top)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return (codes.float() * (top / E4M3_MAX)).flatten(1)[:, :size]
 
 
