@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 log = logging.getLogger(__name__)
@@ -156,8 +157,14 @@ def _is_cached(source: Any, backend: Any, options: Any) -> bool:
 
 
 def _begin() -> subprocess.Popen[bytes]:
+    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
-        [sys.executable, "-m", "kernels.compile_workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        # An interrupt from a terminal is for the other process, whose end ends this one.
+        start_new_session=True,
     )
 
 
