@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cuda_harness import VOCAB, jobs, make_paged_engine, texts
+from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
 from family_table import FAMILIES, KINDS, LOCAL_AND_GLOBAL, SIZES
 from harness import run_all
 from local_draft import LocalDraft, oracle
@@ -15,7 +15,6 @@ from paged_runs import PagedRun
 from threaded_engine import ThreadedEngine
 from tiny_models import relative_error, save_tiny, token_ids
 
-from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_decoder
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +33,7 @@ def test_prompts_trees_and_graphs_equal_transformers(name: str, tmp_path: Path) 
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]
         expected_leaf = reference(torch.cat([ids[:CONTEXT], nodes[PATH]])[None]).logits[0, -1]
-    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 0.08)):
+    for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 0.12)):
         run = PagedRun(load_decoder(tmp_path, dtype, "cuda"))
         assert relative_error(run.prompt(ids[:10], 0), expected[:10]) <= limit
         assert relative_error(run.prompt(ids[10:CONTEXT], 10), expected[10:CONTEXT]) <= limit
@@ -63,10 +62,10 @@ def engines() -> Iterator[list[ThreadedEngine]]:
 
 @pytest.mark.parametrize("family", ENGINES)
 def test_deterministic_answers_are_those_without_drafts(
-    small_models: Callable[..., CausalLM], engines: list[ThreadedEngine], family: str
+    tmp_path: Path, engines: list[ThreadedEngine], family: str
 ) -> None:
     """With prefixes from the cache, and after preemptions."""
-    model = small_models(family, pad_token_id=0, **ENGINES[family])
+    model = small_model(tmp_path, family, 64, torch.bfloat16, "cuda", pad_token_id=0, **ENGINES[family])
     sizes = {"deterministic": True, "max_round_tokens": 32, "max_nodes": 24}
     plain, _ = make_paged_engine(model, **sizes)
     engines.append(plain)

@@ -54,6 +54,7 @@ class PagedRun:
         """Logits of a tree behind a context; `parents` are places in it, -1 first."""
         return self._run(self._tree_batch(ids, parents, context, by_path))
 
+    @torch.inference_mode()
     def captured_tree(self, ids: Tensor, parents: list[int], context: int, by_path: bool) -> Tensor:
         """The same, replayed from a CUDA graph."""
         batch = self._tree_batch(ids, parents, context, by_path)

@@ -33,6 +33,8 @@ def save_tiny(folder: Path, family: str = "Llama", max_shard_size: str = "1GB", 
     torch.manual_seed(7)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    # Others leave out caps of scores in some versions.
+    model.set_attn_implementation("eager")
     with torch.no_grad():
         # The default start, biases of zero and norms of one, would hide a weight in the wrong place.
         for parameter in model.parameters():
