@@ -229,7 +229,7 @@ def test_built_from_options(folder: Path) -> None:
 def test_graphs_are_captured_whatever_the_pool_holds(folder: Path) -> None:
     runner = make_runner(draft(folder, "plain", torch.bfloat16, "cuda"))
     # As scores these are likely, as rows they are gigabytes away.
-    runner._entries.fill_(1 << 22)
+    runner._steps._entries.fill_(1 << 22)
     runner.capture()
     torch.cuda.synchronize()
 
