@@ -136,7 +136,7 @@ class ProfiledRounds:
             entries = [Entry(request, 1) for request in self.requests]
             for request in self.requests:
                 self._memory.reserve(request, request.cached_len + 1)
-            taken = self._growth.take(entries, lambda entry: 0.0)
+            taken = self._growth.take(entries)
             results = self._executor.launch(entries, self._growth.plan(entries)).wait()
             for entry, result in zip(entries, results, strict=True):
                 entry.request.cached_len += len(result.token_ids)
