@@ -18,11 +18,11 @@ from outrider.models.weights import fill
 _PAGE = 4
 
 
-def load_for_kernels(folder: Path) -> CausalLM:
+def load_for_kernels(folder: Path, device: str = "cpu") -> CausalLM:
     """As on a GPU, where heads are of sizes that kernels take."""
     config = ModelConfig.from_folder(folder).with_padded_heads()
     stored = decoder_tensors(folder, config)
-    model = CausalLM(config, torch.float32, torch.device("cpu"))
+    model = CausalLM(config, torch.float32, torch.device(device))
     with torch.inference_mode():
         fill(model.checkpoint_tensors(), lambda name: stored[name].read(), None)
         model.finish_loading()
