@@ -57,7 +57,7 @@ Paths = set[tuple[int, ...]]
 """A tree: of each node the tokens from below the root to it."""
 
 
-class Text(NamedTuple):
+class WrittenText(NamedTuple):
     """What a target wrote."""
 
     tokens: list[int]
@@ -76,7 +76,7 @@ class Drafting(Protocol):
 class Inside:
     """Drafting inside the round, behind rounds that commit what the text says. Slots are positions."""
 
-    def __init__(self, text: Text, model: DraftModel, steps: int, topk: int, num_nodes: int) -> None:
+    def __init__(self, text: WrittenText, model: DraftModel, steps: int, topk: int, num_nodes: int) -> None:
         pages = -(-(len(text.tokens) + 64) // PAGE)
         shape = BurstShape(
             num_rows=1,
@@ -136,10 +136,10 @@ class Inside:
         return paths
 
 
-class Service:
+class LockstepDraft:
     """A draft service's requests, of which this text is one; told each commit, and asked when it has come to rest."""
 
-    def __init__(self, text: Text, requests: Requests, vocab_size: int) -> None:
+    def __init__(self, text: WrittenText, requests: Requests, vocab_size: int) -> None:
         self._text, self._requests, self._said = text, requests, list[DraftMessage]()
         self._tokens = text.tokens[: text.prompt_len]
         self._mirror, self._sent = TreeMirror(self._tokens, vocab_size, _CREDIT), 0
@@ -182,7 +182,7 @@ class Service:
         self._said.clear()
 
 
-def lockstep(text: Text, model: DraftModel, options: DraftOptions) -> Service:
+def lockstep(text: WrittenText, model: DraftModel, options: DraftOptions) -> LockstepDraft:
     """A draft service in lockstep, of the shape that it has on a GPU."""
     topk = options.speculative_eagle_topk
     shape = BurstShape(
@@ -199,16 +199,16 @@ def lockstep(text: Text, model: DraftModel, options: DraftOptions) -> Service:
     )
     runner = TorchRunner(model, shape, TorchAttention(), RunnerOptions())
     requests = Requests(ModelDrafter(runner, ("model",), Needs()), options)
-    return Service(text, requests, model.target_vocab_size)
+    return LockstepDraft(text, requests, model.target_vocab_size)
 
 
-def ngrams(text: Text, vocab_size: int) -> Service:
+def ngrams(text: WrittenText, vocab_size: int) -> LockstepDraft:
     """A draft service of n-grams that knows this text alone."""
     options = DraftOptions(speculative_algorithm=("NGRAM",))
-    return Service(text._replace(features=None), Requests(build_drafter(options), options), vocab_size)
+    return LockstepDraft(text._replace(features=None), Requests(build_drafter(options), options), vocab_size)
 
 
-def rounds(text: Text, draftings: Sequence[Drafting]) -> Iterator[int]:
+def rounds(text: WrittenText, draftings: Sequence[Drafting]) -> Iterator[int]:
     """Tokens that each round commits which takes the trees of all of `draftings`, each node once."""
     at, count = text.prompt_len, 1
     while True:
@@ -223,7 +223,7 @@ def rounds(text: Text, draftings: Sequence[Drafting]) -> Iterator[int]:
             count += 1
 
 
-def write_text(model: CausalLM, tokenizer: object, prompt: str, max_tokens: int, layers: Sequence[int]) -> Text:
+def write_text(model: CausalLM, tokenizer: object, prompt: str, max_tokens: int, layers: Sequence[int]) -> WrittenText:
     """The target's greedy answer, past the end of sequence as benchmarks have it, and its features."""
     told = tokenizer.apply_chat_template(  # type: ignore[attr-defined]
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
@@ -238,7 +238,7 @@ def write_text(model: CausalLM, tokenizer: object, prompt: str, max_tokens: int,
         features += [torch.cat(found, 1)] if found else []
         start = len(tokens)
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
-    return Text(tokens, prompt_len, torch.cat(features) if features else None)
+    return WrittenText(tokens, prompt_len, torch.cat(features) if features else None)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -286,7 +286,7 @@ def main() -> None:
         text = write_text(target, tokenizer, prompt, arguments.max_tokens, model.feature_layers)
         vocab = model.target_vocab_size
 
-        def inside(text: Text = text) -> Inside:
+        def inside(text: WrittenText = text) -> Inside:
             return Inside(text, model, steps, topk, nodes)
 
         cases: dict[str, list[Drafting]] = {f"{name} colocated": [inside()]}
