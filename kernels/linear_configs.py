@@ -105,7 +105,7 @@ _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
 }
 
 
-# Measured on an H100 (benchmarks/results/quantized_products_h100.json).
+# Measured on an H100 (benchmarks/notes/gpu.md).
 TUNED_QUANTIZED: dict[tuple[str, int, int, bool, int], GemmConfig] = {
     ("fp8", 6144, 4096, False, 16): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4),
     ("fp8", 6144, 4096, False, 32): GemmConfig(64, 128, split_k=0, per_sm=2, stages=6, prefetch=4),
