@@ -69,7 +69,9 @@ def test_options_of_a_model_are_the_target_s_and_those_of_drafting_the_draft_s()
 def test_an_option_that_cannot_be_had_ends_the_command_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--speculative-draft-model-quantization", "fp8"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("outrider: error: --speculative-draft-model-quantization fp8: quantized drafts")
+    assert line.startswith(
+        "outrider: error: --speculative-draft-model-quantization fp8: a draft is quantized as its own"
+    )
 
 
 def test_a_draft_model_is_told_of_its_target_and_gets_a_gpu_of_its_own(tmp_path: Path) -> None:
