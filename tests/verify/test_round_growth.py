@@ -25,8 +25,12 @@ from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from outrider.tree.handshake import Terms
-from verify_service.engine.round import Growth
+from verify_service.engine.memory import Memory
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, Growth
+from verify_service.engine.round_growth import RoundGrowth
 from verify_service.executors.cuda import CudaExecutor
+from verify_service.speculation.growth_policy import GrowthCost, GrowthPolicy
 
 GREEDY = SamplingParams(temperature=0.0)
 Made = list[tuple[ThreadedEngine, CudaExecutor]]
@@ -111,6 +115,46 @@ def test_tokens_are_those_of_plain_decoding(
         assert engine.scheduler.num_preemptions > 0
     elif width > 1:
         assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
+
+
+def test_pages_of_one_token_hold_rounds_with_trees(model: CausalLM, truth: list[Answer], made: Made) -> None:
+    """Room for trees is then more pages than a round's updates of the page tables have places for."""
+    engine = start(made, model, StandaloneDraft(model, ""), num_pages=2048, page_size=1, growth=Growth(3, 24))
+    check_same(run_all(engine, jobs(), 8), truth)
+
+
+class Grown:
+    """Trees of so many nodes."""
+
+    failed = False
+
+    def __init__(self, num_grown: int) -> None:
+        self.num_grown = num_grown
+
+    def limit(self, num_nodes: int) -> None:
+        self.num_grown = min(self.num_grown, num_nodes)
+
+    def has_tree(self, request: Request) -> bool:
+        return request.committed_len == request.cached_len + 1
+
+    def rest(self, rests: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_recomputed", [0, 9, 31, 32, 62])
+def test_tokens_that_are_computed_again_leave_less_room_for_trees(num_recomputed: int) -> None:
+    """A resumed request's own tokens are part of a --deterministic round, though nothing is sampled there."""
+    memory, policy = (
+        Memory(64, 16),
+        GrowthPolicy(lambda tokens: 1.0, lambda rows: GrowthCost(0.1, 0.1), lambda rows: (32,), 3),
+    )
+    decoding, resumed = (make_request(Answer(), [5] * 100, GREEDY, VOCAB, max_tokens=50) for _ in range(2))
+    decoding.cached_len = 99
+    growth = RoundGrowth(Grown(63), policy, memory, lambda rows: 32, lambda entry: True, 63, 64)  # type: ignore[arg-type]
+    assert growth.plan([Entry(decoding, 1)])
+    entries = [Entry(decoding, 1), Entry(resumed, num_recomputed)] if num_recomputed else [Entry(decoding, 1)]
+    growth.take(entries)
+    assert 0 < entries[0].max_grown <= 64 - 1 - num_recomputed
 
 
 class Sleepy:

@@ -356,7 +356,9 @@ def round_growth(
 
     policy = GrowthPolicy(cost.seconds, drafts.cost, sizes, drafts.max_steps, fixed)
     most = executor.limits.max_round_tokens
-    return RoundGrowth(drafts, policy, memory, lambda rows: buckets.fit(1, rows).rows, max_nodes, most)
+    return RoundGrowth(
+        drafts, policy, memory, lambda rows: buckets.fit(1, rows).rows, executor.decodes, max_nodes, most
+    )
 
 
 def _accept_rule(options: VerifyOptions) -> AcceptRule:

@@ -63,14 +63,18 @@ class RoundGrowth:
         policy: GrowthPolicy,
         memory: Memory,
         rows_of: Callable[[int], int],
+        decodes: Callable[[Entry], bool],
         max_nodes: int,
         max_round_tokens: int,
     ) -> None:
-        """`rows_of`: number of rows that a round of so many requests is padded to. `max_nodes`: of a round."""
+        """`rows_of`: number of rows that a round of so many requests is padded to. `decodes`: whether an entry's tokens
+        are among those of the round. `max_nodes`: of a round.
+        """
         self._trees = trees
         self._policy = policy
         self._memory = memory
         self._rows_of = rows_of
+        self._decodes = decodes
         self._max_nodes = max_nodes
         self._max_round_tokens = max_round_tokens
         self._grown: tuple[Growth, int] | None = None
@@ -130,7 +134,7 @@ class RoundGrowth:
 
     def room(self, entries: Sequence[Entry]) -> int:
         """Nodes that a round of these entries has room for."""
-        num_tokens = sum(entry.num_extend for entry in entries if entry.samples)
+        num_tokens = sum(entry.num_extend for entry in entries if self._decodes(entry))
         return min(self._max_nodes, self._max_round_tokens - num_tokens)
 
     def plan(self, entries: Sequence[Entry]) -> Growth | None:

@@ -186,9 +186,10 @@ class Scheduler:
         that nobody has used before it is over.
         """
         ahead: list[Entry] = []
-        planned = {
-            entry.request for entry in entries if entry.num_tokens == 1 and entry.samples and not entry.max_grown
-        }
+        if any(entry.max_grown for entry in entries):
+            # What the round under way is told of its trees would be overwritten, its requests cancelled or not.
+            return ahead
+        planned = {entry.request for entry in entries if entry.num_tokens == 1 and entry.samples}
         for request in self.running:
             if request not in planned or request.is_masked or self._drafts.may_have_nodes(request):
                 return []

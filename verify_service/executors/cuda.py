@@ -177,8 +177,8 @@ class CudaExecutor(FeatureExecutor):
     @torch.inference_mode()
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> CudaRound:
         """Queue a round: decode entries as one graph, drafting, then prefill. Page tables must cover every token."""
-        decode = [entry for entry in entries if self._decodes(entry)]
-        prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self._decodes(entry)]
+        decode = [entry for entry in entries if self.decodes(entry)]
+        prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self.decodes(entry)]
         done: torch.cuda.Event | None = None
         answers: RoundAnswers | None = None
         listed: LogprobOutputs | None = None
@@ -219,7 +219,7 @@ class CudaExecutor(FeatureExecutor):
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor: all but the copies and the graph."""
-        decode = [entry for entry in entries if self._decodes(entry)]
+        decode = [entry for entry in entries if self.decodes(entry)]
         if decode:
             self._dry_run_answers.read()
             self._dry_run_input.fill(decode, self._no_rows, self._bucket(decode))
@@ -324,7 +324,7 @@ class CudaExecutor(FeatureExecutor):
             results.append(Result(token_ids, logprobs))
         return results, RoundTimes((end - begin) * 1e-9, gap, drafting)
 
-    def _decodes(self, entry: Entry) -> bool:
+    def decodes(self, entry: Entry) -> bool:
         """Whether an entry is part of the graph: it samples, or computes again what was decoded, as it was then."""
         if entry.samples:
             return True

@@ -117,7 +117,7 @@ class RoundInput:
             cached = entry.start
             last = len(token_ids) + extend - 1
             table_row = rows.row(request)
-            if pages := rows.new_pages(request):
+            if pages := rows.new_pages(request, len(self._host.updates) - len(updates)):
                 updates += pages
             # What nearly all entries are; the other way takes a third longer for it.
             if extend == 1:
@@ -262,7 +262,7 @@ class NoRows:
         """See RequestRows."""
         return self._spare
 
-    def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
+    def new_pages(self, request: Request, most: int) -> Sequence[tuple[int, int, int]]:
         """See RequestRows."""
         return ()
 
@@ -313,10 +313,16 @@ class RequestRows:
             self._free.append(row)
             del self._num_known[request]
 
-    def new_pages(self, request: Request) -> Sequence[tuple[int, int, int]]:
-        """(row, place, page) of pages that the device does not know; from now on it does."""
+    def new_pages(self, request: Request, most: int) -> Sequence[tuple[int, int, int]]:
+        """(row, place, page) of pages that the device does not know; from now on it does.
+
+        More than `most` are a copy of their own, as with small pages those may be that room for trees was made in.
+        """
         known, pages = self._num_known[request], request.pages
         if known == len(pages):
+            return ()
+        if len(pages) - known > most:
+            self.copy_pages(request)
             return ()
         self._num_known[request] = len(pages)
         if self._listener is not None:
