@@ -577,7 +577,7 @@ def stream_linear(
     scales, zeros, kind, group, span = None, None, None, 0, 1
     if isinstance(weight, QuantWeight):
         scales, zeros, kind, span = weight.scales, weight.zeros, weight.kind, weight.span
-        group = 0 if weight.group == size and kind == "fp8" else weight.group
+        group = 0 if weight.group == size and kind == "fp8" and span == 1 else weight.group
     stored = codes.shape[1] * codes.element_size()
     tma = config.tma and not quantized and stored % 16 == 0 and rows.element_size() <= 2
     bulk = config.bulk and stored % 16 == 0

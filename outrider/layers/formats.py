@@ -129,6 +129,10 @@ def _gptq_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
 
 def _gptq_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     codes = _nibbles(tensors["qweight"].transpose(-1, -2))
+    size = codes.shape[-1]
+    groups = torch.arange(size, device=codes.device) // (scheme.group or size)
+    if bool((tensors["g_idx"] != groups).any()):
+        raise ConfigError("a GPTQ matrix's g_idx reorders its columns (act-order), which is not supported")
     return _int4(codes, tensors["scales"], _nibbles(tensors["qzeros"]) + scheme.zero_offset)
 
 

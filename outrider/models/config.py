@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.models.families import FAMILIES, Family
-from outrider.models.fields import get_bool, get_float, get_int, get_token_ids, read_configs
+from outrider.models.fields import MAX_LAYERS, get_bool, get_float, get_int, get_token_ids, read_configs
 from outrider.models.quantization import Quantization, Scheme, read_quantization
 from outrider.models.rope import RopeConfig, read_ropes, rotary_dim
 
@@ -58,7 +58,7 @@ class ExpertsConfig:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], form: str) -> ExpertsConfig:
         """Read config.json. Raises ConfigError: a field that is missing, of the wrong type, or too large or small."""
-        num_layers = get_int(fields, "num_hidden_layers", minimum=1)
+        num_layers = get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
         # The hub has the first name, transformers 5 writes the second.
         name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
         num_experts = get_int(fields, name, minimum=1)
@@ -190,7 +190,7 @@ class ModelConfig(ModelShape):
         num_heads = get_int(fields, "num_attention_heads", minimum=1)
         max_positions = get_int(fields, "max_position_embeddings", minimum=1)
         attention_bias = not family.qkv_bias and get_bool(fields, "attention_bias", False)
-        num_layers = get_int(fields, "num_hidden_layers", minimum=1)
+        num_layers = get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
         head_dim = get_int(fields, "head_dim", _default_head_dim(fields, family, hidden_size, num_heads), minimum=2)
         rope, local_rope = read_ropes(fields, max_positions)
         config = cls(
@@ -502,7 +502,7 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
         architecture=str(fields["architectures"][0]),
         vocab_size=get_int(fields, "vocab_size", minimum=1),
         hidden_size=hidden_size,
-        num_layers=get_int(fields, "num_hidden_layers", minimum=1),
+        num_layers=get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
         head_dim=padded_head_dim(get_int(fields, "head_dim", hidden_size // num_heads, minimum=1)),

@@ -35,10 +35,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
-def get_int(fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0) -> int:
+MAX_LAYERS = 4096
+"""Of any model: some 20 times those of the deepest there are."""
+
+
+def get_int(
+    fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**31 - 1
+) -> int:
     """An integer field; null counts as absent. Without a default the field is required."""
-    what = f"an integer of at least {minimum}"
-    return int(_get(fields, name, default, what, lambda value: type(value) is int and value >= minimum))
+    what = f"an integer of at least {minimum}" + (f" and at most {maximum}" if maximum < 2**31 - 1 else "")
+    return int(_get(fields, name, default, what, lambda value: type(value) is int and minimum <= value <= maximum))
 
 
 def get_float(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:

@@ -99,6 +99,9 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
     """
     family = FAMILIES[config.architecture]
     unread = family.unread_prefix
+    # The meta device gives names and shapes without memory.
+    expected = CausalLM(config, torch.float32, torch.device("meta")).checkpoint_tensors()
+    is_gptq = config.quantization is not None and config.quantization.method == "gptq"
 
     def name_of(name: str) -> str | None:
         name = (text_name(name) or "") if family.is_part else name
@@ -106,10 +109,11 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
         derived = name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
         # Scales of a quantized KV cache; ours needs none.
         derived = derived or name.endswith((".k_scale", ".v_scale", ".kv_scale"))
+        # AutoGPTQ writes a bias of zeros for every matrix.
+        derived = derived or (is_gptq and name.endswith(".bias") and name not in expected)
         derived = derived or not name
         return None if derived or (unread is not None and name.startswith(unread)) else name
 
     stored = stored_tensors(folder, name_of)
-    # The meta device gives names and shapes without memory.
-    check_tensors(stored, CausalLM(config, torch.float32, torch.device("meta")).checkpoint_tensors(), folder)
+    check_tensors(stored, expected, folder)
     return stored

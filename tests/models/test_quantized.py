@@ -120,6 +120,21 @@ def _ends(module: str, stored: dict[str, torch.Tensor]) -> list[str]:
     return [name.removeprefix(f"{module}.") for name in stored if name.startswith(f"{module}.")]
 
 
+def test_gptq_files_may_have_empty_biases_and_no_reordered_columns(tmp_path: Path) -> None:
+    _, out = make(tmp_path, "gptq")
+    path, ids = out / "model-00001.safetensors", token_ids(8)
+    stored = load_file(path)
+    model = load_model(out)
+    found = run_one(model, model.new_kv(8), ids, torch.arange(8))
+    name = "model.layers.0.mlp.down_proj"
+    save_file({**stored, f"{name}.bias": torch.zeros(stored[f"{name}.scales"].shape[1])}, path)
+    model = load_model(out)
+    assert torch.equal(run_one(model, model.new_kv(8), ids, torch.arange(8)), found)
+    save_file({**stored, f"{name}.g_idx": stored[f"{name}.g_idx"].flip(0).contiguous()}, path)
+    with pytest.raises(ConfigError, match="g_idx"):
+        load_model(out)
+
+
 def test_rounded_to_bfloat16_it_is_near(tmp_path: Path) -> None:
     source, out = make(tmp_path, "fp8-block", hidden_size=96, tie_word_embeddings=True)
     model, wide, ids = load_model(out, torch.bfloat16), load_model(source), token_ids(8)

@@ -227,7 +227,8 @@ def _window(fields: Mapping[str, Any], num_layers: int) -> int:
 
 def _decoder(fields: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """The head's layers as those of a Llama; which biases and norms there are is told by their tensors."""
-    ignored = ("eos_token_id", "bos_token_id", "attention_bias", "mlp_bias", "layer_types", "sliding_window")
+    windows = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+    ignored = ("eos_token_id", "bos_token_id", "attention_bias", "mlp_bias", *windows)
     plain = {name: value for name, value in fields.items() if name not in ignored}
     config = ModelConfig.from_fields({**plain, "architectures": ["LlamaForCausalLM"]}, {})
     return replace(
