@@ -97,7 +97,7 @@ class Mode:
         argv = [exact] if self.name == EXACT else []
         argv += [f"--max-total-tokens={arguments.scarce_tokens}"] if scarce else []
         on_line = printer(arguments.verbose)
-        remote = [case for case in cases if case.drafts and not case.colocated]
+        remote = [case for case in cases if case.has_service]
         for case in cases:
             argv += case.verify_arguments(self._paths)
         with StartedTarget(verify_options(arguments, argv), [case.drafter for case in remote], on_line) as target:
