@@ -90,3 +90,10 @@ def _cpu_flags() -> set[str]:
     lines = info.read_text().splitlines() if info.exists() else []
     words = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return set(words.split())
+
+
+def check_fp8(device: torch.device, what: str) -> None:
+    """Raise ConfigError, beginning with `what`, for a GPU that has no numbers of eight bits."""
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        found = ".".join(map(str, capability))
+        raise ConfigError(f"{what} needs a GPU of compute capability 8.9 or higher (Ada, Hopper); this one has {found}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.quant_weight import QuantWeight, nibble_half, packed
+from outrider.device import check_fp8
 from outrider.errors import ConfigError
 from outrider.models.quantization import Scheme
 
@@ -37,10 +38,12 @@ class WeightFormat:
 def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device, *leading: int) -> dict[str, Tensor]:
     """Empty tensors of a matrix, by the ends of their names, to be filled by a loader; of many with `leading` sizes.
 
-    Raises ConfigError: a shape that the format cannot have or no kernel takes.
+    Raises ConfigError: a shape that the format cannot have or no kernel takes, or a GPU without such numbers.
     """
     group = scheme.group or size
-    if scheme.kind != "fp8":
+    if scheme.kind == "fp8":
+        check_fp8(device, f"config.json: {scheme.name}")
+    else:
         if size % group:
             raise ConfigError(
                 f"config.json: {scheme.name}: a layer of {size} columns is no multiple of its group {group}"

@@ -18,7 +18,7 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
-from outrider.device import choose_device, choose_dtype
+from outrider.device import check_fp8, choose_device, choose_dtype
 from outrider.drafting.model.round_trees import MAX_CHOSEN
 from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import introduce
@@ -30,7 +30,6 @@ from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES
-from outrider.models.config import ModelConfig, ModelShape
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
 from outrider.models.drafters.loader import load_draft_model
@@ -203,7 +202,8 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        _check_fp8(device, fp8_kv, config)
+        if fp8_kv:
+            check_fp8(device, "--kv-cache-dtype: fp8_e4m3")
         check_model(config, dtype, device, options.mem_fraction_static)
     with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
         report = partial(progress, "loading weights")
@@ -211,19 +211,6 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
     if fp8_kv:
         model.kv_dtype = torch.float8_e4m3fn
     return path, model
-
-
-def _check_fp8(device: torch.device, in_cache: bool, config: ModelShape) -> None:
-    """Raise ConfigError if the GPU has no products in fp8 and the cache or the weights are to be in it."""
-    quantized = config.quantization if isinstance(config, ModelConfig) else None
-    in_weights = quantized is not None and any(scheme.kind == "fp8" for _, scheme in quantized.schemes)
-    capability = torch.cuda.get_device_capability(device)
-    if (in_cache or in_weights) and capability < (8, 9):
-        what = "--kv-cache-dtype: fp8_e4m3" if in_cache else f"{quantized.name if quantized else 'fp8'} weights"
-        raise ConfigError(
-            f"{what} need a GPU of compute capability 8.9 or higher (Ada, Hopper); this one has "
-            f"{capability[0]}.{capability[1]}; choose another {'--kv-cache-dtype' if in_cache else 'checkpoint'}"
-        )
 
 
 def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
