@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.expert_tiles import Gating, Routes
-from kernels.jit.gemm import _decode_fp8, _decode_int4, _decode_mxfp4
+from kernels.jit.gemm import multiply
+from kernels.jit.quantized import add_nibbles, decode_fp8, of_group
 from kernels.launch import power_of_two, supports_pdl
 from kernels.quant_weight import QuantWeight
 
@@ -137,21 +138,6 @@ def _load_factors(source, there, column, size, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _multiply(acc, rows, weights, SWAP: tl.constexpr):
-    if SWAP:
-        acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _of_group(table, column, row, num_scales, GROUP: tl.constexpr, SPAN: tl.constexpr):
-    """Scales, or zeros, of weight rows in the group of `column`, float32."""
-    return tl.load(table + (column // GROUP) * num_scales + row // SPAN).to(tl.float32)
-
-
-@triton.jit
 def _add_quantized(
     acc, left, right, start, scales, zeros, row, inside, first, size, num_scales,
     BLOCK_K: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
@@ -164,33 +150,17 @@ def _add_quantized(
     """
     if KIND == "fp8":
         codes = _load_weights(start, row, inside, first + tl.arange(0, BLOCK_K), size, EVEN)
-        values = _decode_fp8(codes, left, ASM)
+        values = decode_fp8(codes, left, ASM)
         if GROUP == 0:
-            acc = tl.dot(values, tl.trans(left), acc, input_precision="ieee")
+            acc = multiply(acc, left, values, True)
         else:
             part = tl.dot(values, tl.trans(left), input_precision="ieee")
-            acc += part * _of_group(scales, first, row, num_scales, GROUP, SPAN)[:, None]
+            acc += part * of_group(scales, first, row // SPAN, num_scales, GROUP)[:, None]
     else:
-        HALF: tl.constexpr = BLOCK_K // 2
-        codes = _load_weights(start, row, inside, first // 2 + tl.arange(0, HALF), size // 2, True)
-        scale = _of_group(scales, first, row, num_scales, GROUP, SPAN)
-        other_scale = _of_group(scales, first + HALF, row, num_scales, GROUP, SPAN)
-        if KIND == "mxfp4":
-            low, high = _decode_mxfp4(codes, left, ASM)
-        elif zeros is None:
-            low, high = _decode_int4(codes, tl.full([row.shape[0]], 8.0, tl.float32)[:, None], left, ASM)
-        else:
-            low, high = _decode_int4(codes, _of_group(zeros, first, row, num_scales, GROUP, SPAN)[:, None], left, ASM)
-            if GROUP % BLOCK_K:
-                other = _of_group(zeros, first + HALF, row, num_scales, GROUP, SPAN)
-                _, high = _decode_int4(codes, other[:, None], left, ASM)
-        part = tl.dot(low, tl.trans(left), input_precision="ieee")
-        if GROUP % BLOCK_K == 0:
-            part = tl.dot(high, tl.trans(right), part, input_precision="ieee")
-            acc += part * scale[:, None]
-        else:
-            acc += part * scale[:, None]
-            acc += tl.dot(high, tl.trans(right), input_precision="ieee") * other_scale[:, None]
+        codes = _load_weights(start, row, inside, first // 2 + tl.arange(0, BLOCK_K // 2), size // 2, True)
+        acc = add_nibbles(
+            acc, codes, left, right, scales, zeros, row // SPAN, first, num_scales, BLOCK_K, KIND, GROUP, ASM
+        )  # fmt: skip
     return acc
 
 
@@ -235,9 +205,9 @@ def _expert_linear(
         if KIND == "":
             k = first + tl.arange(0, BLOCK_K)
             factors = _load_factors(source, there, k, size, EVEN)
-            acc = _multiply(acc, factors, _load_weights(start, gate_row, inside, k, size, EVEN), SWAP)
+            acc = multiply(acc, factors, _load_weights(start, gate_row, inside, k, size, EVEN), SWAP)
             if GATED:
-                acc_up = _multiply(acc_up, factors, _load_weights(start, up_row, inside, k, size, EVEN), SWAP)
+                acc_up = multiply(acc_up, factors, _load_weights(start, up_row, inside, k, size, EVEN), SWAP)
         else:
             k = first + tl.arange(0, BLOCK_K // PER_CODE)
             left = _load_factors(source, there, k, size, EVEN)

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.jit.memory import prefetch_rows, scratch
+from kernels.jit.quantized import add_nibbles, decode_mxfp4, e2m1, of_group
 from kernels.launch import num_processors, supports_pdl
 from kernels.linear_configs import GemmConfig, tile_rows
 from kernels.quant_weight import QuantWeight
@@ -74,43 +75,13 @@ def _load_rows(
 
 
 @triton.jit
-def _multiply(acc, rows, weights, SWAP: tl.constexpr):
+def multiply(acc, rows, weights, SWAP: tl.constexpr):
+    """acc plus rows [M, K] times weights [N, K]: [M, N], or [N, M] with SWAP."""
     if SWAP:
         acc = tl.dot(weights, tl.trans(rows), acc, input_precision="ieee")
     else:
         acc = tl.dot(rows, tl.trans(weights), acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def _decode_fp8(codes, like, ASM: tl.constexpr):
-    """Bytes of e4m3 in the dtype of `like`."""
-    if ASM:
-        # Of four bytes: to the tops of lanes, sign left and the rest right by four is the value times 2^-120.
-        values = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t;
-            prmt.b32 a, $2, 0, 0x1404;
-            prmt.b32 b, $2, 0, 0x3424;
-            shr.b32 s, a, 4;
-            shr.b32 t, b, 4;
-            and.b32 s, s, 0x07f007f0;
-            and.b32 t, t, 0x07f007f0;
-            lop3.b32 s, a, 0x80008000, s, 0xea;
-            lop3.b32 t, b, 0x80008000, t, 0xea;
-            mov.b32 a, 0x7b807b80;
-            mul.bf16x2 $0, s, a;
-            mul.bf16x2 $1, t, a;
-            }""",
-            "=&r,=&r,r",
-            [codes.to(tl.int8, bitcast=True)],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        values = codes.to(like.dtype)
-    return values
 
 
 @triton.jit
@@ -144,99 +115,8 @@ def _fp8_part(
         part = tl.dot(codes.to(tl.float16), tl.trans(values), input_precision="ieee")
     if GROUP > 0:
         of_row = tl.minimum(first + tl.arange(0, BLOCK_N), last) // SPAN
-        part *= _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)[:, None]
+        part *= of_group(scales, column, of_row, num_scales, GROUP)[:, None]
     return part * row_scale[None, :]
-
-
-@triton.jit
-def _decode_int4(codes, zero, like, ASM: tl.constexpr):
-    """Low and high nibbles of bytes less `zero` [weight rows, 1], in the dtype of `like`."""
-    if ASM:
-        # A nibble in the last bits of 128 is 128 more, exactly.
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shr.b32 c, a, 4;
-            shr.b32 d, b, 4;
-            lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 b, b, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-            lop3.b32 d, d, 0x000f000f, 0x43004300, 0xea;
-            sub.bf16x2 $0, a, $5;
-            sub.bf16x2 $1, b, $6;
-            sub.bf16x2 $2, c, $5;
-            sub.bf16x2 $3, d, $6;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [codes.to(tl.int8, bitcast=True), (zero + 128.0).to(tl.bfloat16)],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        low = ((codes & 15).to(tl.float32) - zero).to(like.dtype)
-        high = ((codes >> 4).to(tl.float32) - zero).to(like.dtype)
-    return low, high
-
-
-@triton.jit
-def _decode_mxfp4(codes, like, ASM: tl.constexpr):
-    """Low and high nibbles of bytes, e2m1, in the dtype of `like`."""
-    if ASM:
-        # Exponent and mantissa at the place of bfloat16's are the value times 2^-126.
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, s, t, m;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            mov.b32 m, 0x7e807e80;
-            shl.b32 s, a, 12;
-            shl.b32 t, a, 6;
-            and.b32 t, t, 0x01c001c0;
-            lop3.b32 s, s, 0x80008000, t, 0xea;
-            mul.bf16x2 $0, s, m;
-            shl.b32 s, b, 12;
-            shl.b32 t, b, 6;
-            and.b32 t, t, 0x01c001c0;
-            lop3.b32 s, s, 0x80008000, t, 0xea;
-            mul.bf16x2 $1, s, m;
-            shl.b32 s, a, 8;
-            shl.b32 t, a, 2;
-            and.b32 t, t, 0x01c001c0;
-            lop3.b32 s, s, 0x80008000, t, 0xea;
-            mul.bf16x2 $2, s, m;
-            shl.b32 s, b, 8;
-            shl.b32 t, b, 2;
-            and.b32 t, t, 0x01c001c0;
-            lop3.b32 s, s, 0x80008000, t, 0xea;
-            mul.bf16x2 $3, s, m;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [codes.to(tl.int8, bitcast=True)],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        low = _e2m1(codes & 15).to(like.dtype)
-        high = _e2m1(codes >> 4).to(like.dtype)
-    return low, high
-
-
-@triton.jit
-def _e2m1(codes):
-    magnitude = (codes & 7).to(tl.float32)
-    # 0, 0.5, 1, 1.5, 2, 3, 4, 6: halves up to three, then twice as far apart, and again.
-    value = tl.where(magnitude < 4, magnitude * 0.5, tl.where(magnitude < 6, magnitude - 2.0, 2.0 * magnitude - 8.0))
-    return tl.where(codes >= 8, -value, value)
-
-
-@triton.jit
-def _of_group(table, column, rows_of_scales, num_scales, GROUP: tl.constexpr):
-    """The scales, or zeros, of a tile's weight rows for the group of `column`."""
-    return tl.load(table + (column // GROUP).to(tl.int64) * num_scales + rows_of_scales)
 
 
 @triton.jit
@@ -251,27 +131,9 @@ def _nibble_step(
     codes = _load(weight, first, last, column // 2, size // 2, BLOCK_N, HALF, True, False)
     left = _load_rows(rows, num_rows, column, size, BLOCK_M, HALF, True, False)
     right = _load_rows(rows, num_rows, column + HALF, size, BLOCK_M, HALF, True, False)
-    scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
-    if KIND == "mxfp4":
-        low, high = _decode_mxfp4(codes, left, ASM)
-    else:
-        zero = tl.full([BLOCK_N], 8.0, tl.float32)
-        if zeros is not None:
-            zero = _of_group(zeros, column, of_row, num_scales, GROUP).to(tl.float32)
-        low, high = _decode_int4(codes, zero[:, None], left, ASM)
-    part = tl.dot(low, tl.trans(left), input_precision="ieee")
-    if GROUP % BLOCK_K == 0:
-        part = tl.dot(high, tl.trans(right), part, input_precision="ieee")
-        acc += part * scale[:, None]
-    else:
-        # A group ends between the halves, so the second has a scale and a zero of its own.
-        acc += part * scale[:, None]
-        scale = _of_group(scales, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
-        if zeros is not None:
-            other = _of_group(zeros, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
-            _, high = _decode_int4(codes, other[:, None], left, ASM)
-        acc += tl.dot(high, tl.trans(right), input_precision="ieee") * scale[:, None]
-    return acc
+    return add_nibbles(
+        acc, codes, left, right, scales, zeros, of_row, column, num_scales, BLOCK_K, KIND, GROUP, ASM
+    )  # fmt: skip
 
 
 @triton.jit
@@ -327,18 +189,18 @@ def _single_step(
     codes = _load(weight, first, last, column // 2, size // 2, BLOCK_N, HALF, True, False)
     left = tl.load(rows + column + tl.arange(0, HALF)).to(tl.float32)[None, :]
     right = tl.load(rows + column + HALF + tl.arange(0, HALF)).to(tl.float32)[None, :]
-    scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
+    scale = of_group(scales, column, of_row, num_scales, GROUP)
     other = scale
     if GROUP % BLOCK_K != 0:
-        other = _of_group(scales, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+        other = of_group(scales, column + HALF, of_row, num_scales, GROUP)
     if KIND == "mxfp4":
-        low, high = _decode_mxfp4(codes, left.to(tl.bfloat16), ASM)
+        low, high = decode_mxfp4(codes, left.to(tl.bfloat16), ASM)
         low, high = low.to(tl.float32), high.to(tl.float32)
     else:
         low, high = _wide_int4(codes, ASM)
         if zeros is not None:
-            low -= _of_group(zeros, column, of_row, num_scales, GROUP).to(tl.float32)[:, None] - 8.0
-            high -= _of_group(zeros, column + HALF, of_row, num_scales, GROUP).to(tl.float32)[:, None] - 8.0
+            low -= of_group(zeros, column, of_row, num_scales, GROUP)[:, None] - 8.0
+            high -= of_group(zeros, column + HALF, of_row, num_scales, GROUP)[:, None] - 8.0
     if GROUP % BLOCK_K == 0:
         acc += (low * left + high * right) * scale[:, None]
     else:
@@ -438,11 +300,11 @@ def _stream(
             if KIND is None:
                 factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, EVEN, TMA)
                 weights = _load(weight, first, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
-                acc = _multiply(acc, factors, weights, SWAP)
+                acc = multiply(acc, factors, weights, SWAP)
                 if GATED:
                     up = num_out + first
                     weights = _load(weight, up, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
-                    acc_up = _multiply(acc_up, factors, weights, SWAP)
+                    acc_up = multiply(acc_up, factors, weights, SWAP)
             elif KIND == "fp8":
                 factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, EVEN, False)
                 values, row_scale = _in_fp8(factors, ASM)
@@ -512,7 +374,7 @@ def _dequantize(
     row = tl.minimum(first + tl.arange(0, BLOCK_N), num_rows - 1)
     of_row = row // SPAN
     inside = (first + tl.arange(0, BLOCK_N) < num_rows)[:, None]
-    scale = _of_group(scales, column, of_row, num_scales, GROUP).to(tl.float32)
+    scale = of_group(scales, column, of_row, num_scales, GROUP)
     places = out + row.to(tl.int64)[:, None] * size + column
     if KIND == "fp8":
         columns = tl.arange(0, BLOCK_K)[None, :]
@@ -523,15 +385,15 @@ def _dequantize(
         HALF: tl.constexpr = BLOCK_K // 2
         columns = tl.arange(0, HALF)[None, :]
         codes = _load(weight, first, num_rows - 1, column // 2, size // 2, BLOCK_N, HALF, True, False)
-        other = _of_group(scales, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+        other = of_group(scales, column + HALF, of_row, num_scales, GROUP)
         if KIND == "mxfp4":
-            low, high = _e2m1(codes & 15), _e2m1(codes >> 4)
+            low, high = e2m1(codes & 15), e2m1(codes >> 4)
         else:
             zero = tl.full([BLOCK_N], 8.0, tl.float32)
             high_zero = zero
             if zeros is not None:
-                zero = _of_group(zeros, column, of_row, num_scales, GROUP).to(tl.float32)
-                high_zero = _of_group(zeros, column + HALF, of_row, num_scales, GROUP).to(tl.float32)
+                zero = of_group(zeros, column, of_row, num_scales, GROUP)
+                high_zero = of_group(zeros, column + HALF, of_row, num_scales, GROUP)
             low = (codes & 15).to(tl.float32) - zero[:, None]
             high = (codes >> 4).to(tl.float32) - high_zero[:, None]
         tl.store(places + columns, (low * scale[:, None]).to(out.dtype.element_ty), mask=inside)
