@@ -20,11 +20,11 @@ from outrider_tools.training.layers import (
     llama_layer,
     matrix,
 )
-from outrider_tools.training.learner import DraftInput, Runner, TrainableDrafter, Wrap, channel_sizes
+from outrider_tools.training.learner import DraftInput, DraftVocabularyHead, Runner, Wrap, channel_sizes
 from outrider_tools.training.target import TargetModel
 
 
-class TrainableBlockHead(TrainableDrafter):
+class TrainableBlockHead(DraftVocabularyHead):
     """Guesses `block_size` tokens behind every base at once: its place j guesses token t + 2 + j from base t.
 
     The block of base t is token t + 1 and masks. Its places attend to keys and values of the features up to t, which
@@ -32,11 +32,7 @@ class TrainableBlockHead(TrainableDrafter):
     keys merged into its result (see `attention`).
     """
 
-    d2t: Tensor
-    t2d: Tensor
     mask_row: Tensor
-    feature_scale: Tensor
-    """See TrainableEagle3Head."""
 
     def __init__(
         self,
@@ -69,17 +65,8 @@ class TrainableBlockHead(TrainableDrafter):
         self.markov_head: MarkovPart | None = None
         if markov_rank:
             self.markov_head = MarkovPart(config.vocab_size, target_ids.shape[0], hidden, markov_rank)
-        known = torch.zeros(config.vocab_size, dtype=torch.bool)
-        known[target_ids] = True
-        self.register_buffer("d2t", target_ids - torch.arange(target_ids.shape[0]))
-        self.register_buffer("t2d", known)
-        self.register_buffer("feature_scale", torch.ones(self.fc.in_features))
+        self.register(config.vocab_size, target_ids, self.fc.in_features)
         self.register_buffer("mask_row", torch.zeros(hidden))
-
-    @property
-    def target_ids(self) -> Tensor:
-        """int64 [draft_vocab_size]."""
-        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
     @property
     def output_weight(self) -> Tensor:
@@ -88,16 +75,10 @@ class TrainableBlockHead(TrainableDrafter):
             return self.lm_head.weight
         return torch.cat((self.lm_head.weight, self.markov_head.markov_w2.weight), 1)
 
-    @property
-    def inherited(self) -> list[Tensor]:
-        """See TrainableDrafter: output matrix and the norm before it."""
-        return [self.lm_head.weight, self.norm.weight]
-
     @torch.no_grad()
     def start(self, target: TargetModel) -> None:
-        """Take the target's final norm and rows of its output matrix, and its embedding of the mask."""
-        self.lm_head.weight.copy_(target.stored_output()[self.target_ids.cpu()].float())
-        self.norm.weight.copy_(target.stored("model.norm.weight").float())
+        """See DraftVocabularyHead; and its embedding of the mask."""
+        super().start(target)
         self.mask_row.copy_(target.embed(torch.tensor(self.mask_token, device=target.device)))
 
     @torch.no_grad()

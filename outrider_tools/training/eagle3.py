@@ -26,7 +26,7 @@ from outrider_tools.training.layers import (
     llama_layer,
     matrix,
 )
-from outrider_tools.training.learner import TrainableHead, channel_sizes
+from outrider_tools.training.learner import DraftVocabularyHead, TrainableHead, channel_sizes
 from outrider_tools.training.target import TargetModel
 
 # Of an initial head's layer: what it has in common with the target's, and what no trainable head has.
@@ -49,14 +49,9 @@ class _MidLayer(TrainableLayer):
         super().__init__(plain, ("hidden_norm", INPUT_NORM, MLP_NORM), 2 * config.hidden_size)
 
 
-class TrainableEagle3Head(TrainableHead):
+class TrainableEagle3Head(TrainableHead, DraftVocabularyHead):
     """See the module. Its vocabulary may be a part of the target's."""
 
-    d2t: Tensor
-    t2d: Tensor
-    feature_scale: Tensor
-    """[layers * hidden], what features are divided by before `fc`. Channels of a residual stream differ a
-    hundredfold, and an optimiser that moves all weights alike wants inputs of one size. Part of `fc` when exported."""
     learned: bool
     """Whether `fc` has learned already: `calibrate` then leaves what it computes as it is."""
 
@@ -74,17 +69,7 @@ class TrainableEagle3Head(TrainableHead):
         self.midlayer = _MidLayer(config, mlp_size or config.intermediate_size)
         self.norm = TrainableNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = matrix(config.hidden_size, target_ids.shape[0])
-        known = torch.zeros(config.vocab_size, dtype=torch.bool)
-        known[target_ids] = True
-        # Public heads store the difference of the two ids.
-        self.register_buffer("d2t", target_ids - torch.arange(target_ids.shape[0]))
-        self.register_buffer("t2d", known)
-        self.register_buffer("feature_scale", torch.ones(self.fc.in_features))
-
-    @property
-    def target_ids(self) -> Tensor:
-        """int64 [draft_vocab_size]."""
-        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+        self.register(config.vocab_size, target_ids, self.fc.in_features)
 
     @property
     def decoder_layer(self) -> TrainableLayer:
@@ -95,17 +80,6 @@ class TrainableEagle3Head(TrainableHead):
     def output_weight(self) -> Tensor:
         """See TrainableDrafter."""
         return self.lm_head.weight
-
-    @property
-    def inherited(self) -> list[Tensor]:
-        """See TrainableDrafter: output matrix and the norm before it."""
-        return [self.lm_head.weight, self.norm.weight]
-
-    @torch.no_grad()
-    def start(self, target: TargetModel) -> None:
-        """Take the target's final norm and rows of its output matrix: a new head then speaks its language."""
-        self.lm_head.weight.copy_(target.stored_output()[self.target_ids.cpu()].float())
-        self.norm.weight.copy_(target.stored("model.norm.weight").float())
 
     @torch.no_grad()
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider_tools.training.attention import OwnKeyMerger, Spans, own_attention
-from outrider_tools.training.layers import TrainableLayer
+from outrider_tools.training.layers import TrainableLayer, TrainableNorm
 from outrider_tools.training.loss import TargetLoss
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.target import TargetModel, target_states
@@ -100,6 +100,43 @@ class TrainableDrafter(nn.Module, ABC):
     def inherited(self) -> list[Tensor]:
         """Weights that begin as the target's own, and so move less."""
         return []
+
+
+class DraftVocabularyHead(TrainableDrafter):
+    """Projects features of several layers, and has an output matrix over a part of the target's vocabulary."""
+
+    norm: TrainableNorm
+    lm_head: nn.Linear
+    d2t: Tensor
+    t2d: Tensor
+    feature_scale: Tensor
+    """[layers * hidden], what features are divided by before `fc`. Channels of a residual stream differ a
+    hundredfold, and an optimiser that moves all weights alike wants inputs of one size. Part of `fc` when exported."""
+
+    def register(self, vocab_size: int, target_ids: Tensor, num_channels: int) -> None:
+        """Its buffers. `target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
+        known = torch.zeros(vocab_size, dtype=torch.bool)
+        known[target_ids] = True
+        # Public heads store the difference of the two ids.
+        self.register_buffer("d2t", target_ids - torch.arange(target_ids.shape[0]))
+        self.register_buffer("t2d", known)
+        self.register_buffer("feature_scale", torch.ones(num_channels))
+
+    @property
+    def target_ids(self) -> Tensor:
+        """int64 [draft_vocab_size]."""
+        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+    @property
+    def inherited(self) -> list[Tensor]:
+        """See TrainableDrafter: output matrix and the norm before it."""
+        return [self.lm_head.weight, self.norm.weight]
+
+    @torch.no_grad()
+    def start(self, target: TargetModel) -> None:
+        """Take the target's final norm and rows of its output matrix: a new head then speaks its language."""
+        self.lm_head.weight.copy_(target.stored_output()[self.target_ids.cpu()].float())
+        self.norm.weight.copy_(target.stored("model.norm.weight").float())
 
 
 class TrainableHead(TrainableDrafter):
