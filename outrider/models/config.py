@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.models.families import FAMILIES, Family
-from outrider.models.fields import MAX_LAYERS, get_bool, get_float, get_int, get_token_ids, read_configs
+from outrider.models.fields import MAX_LAYERS, get_bool, get_float, get_int, get_strings, get_token_ids, read_configs
 from outrider.models.quantization import Quantization, Scheme, read_quantization
 from outrider.models.rope import RopeConfig, read_ropes, rotary_dim
 
@@ -412,12 +412,12 @@ def _multiplier(fields: Mapping[str, Any], name: str) -> float:
 
 
 def _architecture(fields: Mapping[str, Any]) -> str:
-    names = fields.get("architectures")
-    if not isinstance(names, list) or not names:
+    names = get_strings(fields, "architectures")
+    if not names:
         raise ConfigError(f"config.json: architectures is missing; supported are {', '.join(FAMILIES)}")
     for name in names:
         if name in FAMILIES:
-            return str(name)
+            return name
     raise ConfigError(f"config.json: architecture {names[0]!r} is not supported; supported are {', '.join(FAMILIES)}")
 
 
@@ -452,12 +452,12 @@ def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
 
     Raises ConfigError: the architecture is of a kind that neither runs, or transformers is needed and not installed.
     """
-    names = fields.get("architectures")
-    if wanted == "outrider" or not isinstance(names, list) or not names:
+    names = get_strings(fields, "architectures")
+    if wanted == "outrider" or not names:
         return "outrider"
     if wanted == "auto" and any(name in FAMILIES for name in names):
         return "outrider"
-    name = str(names[0])
+    name = names[0]
     _refuse_kind(name, fields)
     if find_spec("transformers") is None:
         raise ConfigError(

@@ -61,6 +61,22 @@ def get_bool(fields: Mapping[str, Any], name: str, default: bool) -> bool:
     return bool(_get(fields, name, default, "true or false", lambda value: type(value) is bool))
 
 
+def get_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object field; null counts as absent, and an absent one is empty."""
+    found: Mapping[str, Any] = _get(fields, name, {}, "an object", lambda value: isinstance(value, Mapping))
+    return found
+
+
+def get_strings(fields: Mapping[str, Any], name: str) -> list[str]:
+    """A field that is a list of strings; null counts as absent, and an absent one is empty."""
+    found: list[str] = _get(fields, name, [], "a list of strings", _are_strings)
+    return found
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def _get(fields: Mapping[str, Any], name: str, default: Any, what: str, is_legal: Callable[[Any], bool]) -> Any:
     value = fields.get(name)
     if value is None:

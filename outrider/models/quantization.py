@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.models.fields import get_object, get_strings
 
 _LINEAR = r".*_proj|.*\.experts\.\d+\.w[123]"
 """Matrices of attention and MLPs; Mixtral has names of its own for those of experts."""
@@ -98,11 +99,9 @@ def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
 
     Raises ConfigError: one line that names the method or field which is not supported.
     """
-    config = fields.get("quantization_config") or fields.get("compression_config")
+    config = get_object(fields, "quantization_config") or get_object(fields, "compression_config")
     if not config:
         return None
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"config.json: quantization_config must be an object, got {config!r}")
     method = config.get("quant_method")
     reader = _READERS.get(str(method))
     if reader is None:
@@ -150,26 +149,27 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantization:
 
 
 def _compressed(config: Mapping[str, Any]) -> Quantization:
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    groups = get_object(config, "config_groups")
+    if not groups:
         raise ConfigError("config.json: quantization_config.config_groups is missing")
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if get_object(config, "sparsity_config").get("format", "dense") != "dense":
         raise ConfigError("config.json: quantization_config.sparsity_config is not supported; only dense weights are")
     schemes: list[tuple[str, Scheme]] = []
-    for name, group in groups.items():
+    for name in groups:
+        group = get_object(groups, name)
         scheme = _compressed_scheme(name, group, group.get("format") or config.get("format"))
-        for target in group.get("targets") or ["Linear"]:
+        for target in get_strings(group, "targets") or ["Linear"]:
             schemes.append((f"{_LINEAR}|.*\\.gate|lm_head" if target == "Linear" else _pattern(target), scheme))
-    return Quantization("compressed-tensors", tuple(schemes), tuple(map(_pattern, config.get("ignore") or ())))
+    return Quantization("compressed-tensors", tuple(schemes), tuple(map(_pattern, get_strings(config, "ignore"))))
 
 
 def _compressed_scheme(name: str, group: Mapping[str, Any], form: Any) -> Scheme:
     where = f"quantization_config.config_groups.{name}"
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping):
+    weights = get_object(group, "weights")
+    if not weights:
         raise ConfigError(f"config.json: {where}.weights is missing")
     kind = (weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy"))
-    inputs = group.get("input_activations") or {}
+    inputs = get_object(group, "input_activations")
     static = bool(inputs) and not inputs.get("dynamic", False)
     if kind[:2] == ("float", 8) and form in ("float-quantized", "naive-quantized", None):
         if kind[2] == "tensor":
@@ -220,9 +220,8 @@ def _block(shape: Any) -> tuple[int, int]:
     return rows, columns
 
 
-def _pattern(name: object) -> str:
+def _pattern(text: str) -> str:
     """A regular expression of a name of compressed-tensors: itself one behind `re:`."""
-    text = str(name)
     if not text.startswith("re:"):
         return re.escape(text)
     try:
@@ -234,8 +233,8 @@ def _pattern(name: object) -> str:
 
 def _not_converted(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names, or parts of them between dots; `*` stands for anything."""
-    names = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    return tuple(rf"(.*\.)?{re.escape(str(name)).replace(re.escape('*'), '.*')}(\..*)?" for name in names)
+    names = get_strings(config, "modules_to_not_convert") or get_strings(config, "ignored_layers")
+    return tuple(rf"(.*\.)?{re.escape(name).replace(re.escape('*'), '.*')}(\..*)?" for name in names)
 
 
 _READERS = {

@@ -104,6 +104,7 @@ EXPERTS: dict[str, Any] = {
         ({"vocab_size": None}, ["vocab_size"]),
         ({"hidden_size": "32"}, ["hidden_size", "'32'"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
+        ({"architectures": [["x"]]}, ["architectures"]),
         ({"num_hidden_layers": 10**12}, ["num_hidden_layers", "4096"]),
         ({"num_attention_heads": True}, ["num_attention_heads"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),

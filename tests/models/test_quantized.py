@@ -157,6 +157,12 @@ FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
         ({"quant_method": "fp8", "weight_block_size": [128]}, ["block", "[128]"]),
         ({"quant_method": "fp8", "fmt": "e5m2"}, ["fmt", "e5m2"]),
         (COMPRESSED, ["config_groups"]),
+        ({**COMPRESSED, "config_groups": {"a": []}}, ["a must be an object"]),
+        ({**COMPRESSED, "config_groups": {"a": {"weights": FP8, "targets": 5}}}, ["targets", "5"]),
+        ({**COMPRESSED, "config_groups": {"a": {"weights": FP8, "input_activations": "x"}}}, ["input_activations"]),
+        ({**COMPRESSED, "config_groups": {"a": {"weights": FP8}}, "ignore": 5}, ["ignore", "5"]),
+        ({**COMPRESSED, "config_groups": {"a": {"weights": FP8}}, "sparsity_config": "x"}, ["sparsity_config"]),
+        ({"quant_method": "fp8", "modules_to_not_convert": 5}, ["modules_to_not_convert"]),
         ({**COMPRESSED, "config_groups": {"a": {"weights": {**FP8, "type": "int"}}}}, ["config_groups.a", "int8"]),
         (
             {**COMPRESSED, "config_groups": {"a": {"weights": FP8}}, "ignore": ["re:.*k_proj"]},

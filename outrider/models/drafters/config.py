@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
-from outrider.models.fields import get_bool, get_int
+from outrider.models.fields import get_bool, get_int, get_object
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 QUANTIZED_NAMES = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".qweight")
@@ -82,9 +82,9 @@ def eagle3_config(
     Raises:
         ConfigError: names the field or option at fault.
     """
-    eagle = _object(fields, "eagle_config")
+    eagle = get_object(fields, "eagle_config")
     # Speculators' checkpoints keep the decoder's fields in an object of their own.
-    flat = {**fields, **_object(fields, "transformer_layer_config")}
+    flat = {**fields, **get_object(fields, "transformer_layer_config")}
     decoder = _decoder(flat, names)
     hidden = get_int(flat, "target_hidden_size", decoder.hidden_size, minimum=1)
     _check_target_hidden(hidden, target_hidden)
@@ -173,8 +173,8 @@ def block_config(
     z-lab's fields are in `dflash_config`, DeepSpec's beside the others; both number feature layers by their outputs.
     Speculators' ids name what enters.
     """
-    own = _object(fields, "dflash_config")
-    flat = {**fields, **_object(fields, "transformer_layer_config"), **own}
+    own = get_object(fields, "dflash_config")
+    flat = {**fields, **get_object(fields, "transformer_layer_config"), **own}
     decoder = _decoder(flat, names)
     hidden = get_int(flat, "target_hidden_size", decoder.hidden_size, minimum=1)
     _check_target_hidden(hidden, target_hidden)
@@ -238,13 +238,6 @@ def _decoder(fields: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
         qk_norm="layers.0.self_attn.q_norm.weight" in names,
         mlp_bias="layers.0.mlp.up_proj.bias" in names,
     )
-
-
-def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = fields.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json: {name} must be an object, got {found!r}")
-    return found
 
 
 def _feature_layers(fields: Mapping[str, Any], eagle: Mapping[str, Any], target_layers: int | None) -> tuple[int, ...]:
