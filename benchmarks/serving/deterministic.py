@@ -101,7 +101,8 @@ class Mode:
         for case in cases:
             argv += case.verify_arguments(self._paths)
         with StartedTarget(verify_options(arguments, argv), [case.drafter for case in remote], on_line) as target:
-            print(f"{self.name}: verify started in {target.start():.1f} s", flush=True)
+            target.start()
+            print(f"{self.name}: verify started in {target.start_seconds:.1f} s", flush=True)
             self._dtype = asyncio.run(dtype_of(target.cluster.verify_address))
             for case in cases:
                 if case not in remote:

@@ -14,7 +14,8 @@ verify where it drafts itself.
 Colocated cases draft inside verify's rounds: there is a verify service for each such drafter, and a draft service only
 for n-grams and further models (`eagle3+ngram,colocated`); in lockstep, too, they always grow as much as their options
 allow.
-Verify stays up between cases; lockstep has a verify service of its own on the same GPU. Draft services are started
+Verify stays up for all cases that it answers; lockstep has another one, and so has each drafter inside rounds, started
+on the same GPU one after the other, or `--targets-at-once` together where they fit. Draft services are started
 anew for every case, several at a time, but nothing starts while a case is measured. The first `--limit` prompts are
 answered, in a batch at least two for each place; `--max-tokens` tokens each, past the end of sequence, through the
 gateway. Texts are compared with plain decoding's in the same batch: on a GPU without --deterministic rounding may
@@ -27,8 +28,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -61,36 +61,47 @@ class SplitBench:
 
     def run(self) -> None:
         """Run all cases; those that fail are noted in `failed`."""
-        at_once = self.arguments.drafts_at_once
-        drafting = [case for case in self.cases if case.has_service]
-        with ExitStack() as stack:
-            self._start_targets(stack)
-            for case in self.cases:
-                if not case.has_service:
-                    self._attempt(case, None)
-            for start in range(0, len(drafting), at_once):
-                for case, draft in self._started(drafting[start : start + at_once], stack):
-                    self._attempt(case, draft)
+        names = list(dict.fromkeys(case.target for case in self.cases))
+        at_once = self.arguments.targets_at_once
+        for start in range(0, len(names), at_once):
+            with ExitStack() as stack:
+                self._start_targets(names[start : start + at_once], len(names) > 1, stack)
+                self._run_with_targets(stack)
+            self._targets.clear()
 
-    def _start_targets(self, stack: ExitStack) -> None:
-        """One verify service for each that the cases ask for, at the same time."""
-        modes = {case.target: case for case in self.cases}
-        for name, first in modes.items():
-            argv = ["--disable-radix-cache", *first.verify_arguments(self.paths)]
-            if len(modes) > 1:
-                # What is free differs while several start; so much holds every batch that is measured here.
+    def _run_with_targets(self, stack: ExitStack) -> None:
+        """Cases of the verify services that are up."""
+        cases = [case for case in self.cases if case.target in self._targets]
+        for case in cases:
+            if not case.has_service:
+                self._attempt(case, None)
+        drafting, at_once = [case for case in cases if case.has_service], self.arguments.drafts_at_once
+        for start in range(0, len(drafting), at_once):
+            for case, draft in self._started(drafting[start : start + at_once], stack):
+                self._attempt(case, draft)
+
+    def _start_targets(self, names: Sequence[str], sized: bool, stack: ExitStack) -> None:
+        """These verify services, at the same time; `sized`: with a KV cache that is not as large as what is free."""
+        targets = {}
+        for name in names:
+            cases = [case for case in self.cases if case.target == name]
+            argv = ["--disable-radix-cache", *cases[0].verify_arguments(self.paths)]
+            if sized:
+                # All alike, and so much holds every batch that is measured here.
                 argv.append("--max-total-tokens=65536")
-            options = verify_options(self.arguments, argv)
-            alike = [case for case in self.cases if case.has_service and case.target == name]
-            keys = sorted({_key(case) for case in alike})
-            target = StartedTarget(options, keys, self._printer(f"verify {name}".strip()))
-            self._targets[name] = stack.enter_context(target)
-        with ThreadPoolExecutor(len(modes)) as pool:
-            seconds = list(pool.map(StartedTarget.start, self._targets.values()))
-        for name, value in zip(self._targets, seconds, strict=True):
-            print(f"verify {name or 'split'} started in {value:.1f} s", flush=True)
+            keys = sorted({_key(case) for case in cases if case.has_service})
+            target = StartedTarget(verify_options(self.arguments, argv), keys, self._printer(f"verify {name}".strip()))
+            targets[name] = stack.enter_context(target)
+        for (name, target), error in zip(targets.items(), start_together(list(targets.values())), strict=True):
+            if error is None:
+                print(f"verify {name or 'split'} started in {target.start_seconds:.1f} s", flush=True)
+                self._targets[name] = target
+            else:
+                for case in self.cases:
+                    if case.target == name:
+                        self._fail(case, error)
 
-    def _started(self, cases: list[SplitCase], stack: ExitStack) -> Iterator[tuple[SplitCase, StartedDraft]]:
+    def _started(self, cases: Sequence[SplitCase], stack: ExitStack) -> Iterator[tuple[SplitCase, StartedDraft]]:
         """Draft services of these cases, one after the other; all are started before the first is handed out."""
         if time.monotonic() > self._end:
             self.failed += [f"{self._title(case)}: no time left" for case in cases]
@@ -189,6 +200,7 @@ def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-tokens", type=int, default=96)
     parser.add_argument("--draft", action="append", default=[], metavar="LABEL=PATH")
     parser.add_argument("--cases", nargs="+", default=["plain", "ngram"])
+    parser.add_argument("--targets-at-once", type=int, default=1, help="verify services that are up together")
     parser.add_argument("--drafts-at-once", type=int, default=1, help="draft services started together")
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which no case begins")
     add_service_arguments(parser, "llama-8b")

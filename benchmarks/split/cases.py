@@ -76,10 +76,14 @@ class SplitCase:
         return self.drafter.split("+") if self.drafts else []
 
     @property
+    def inside(self) -> str:
+        """The part that verify drafts by itself, or none."""
+        return next((part for part in self.parts if part != "ngram"), "") if self.colocated else ""
+
+    @property
     def outside(self) -> list[str]:
         """Parts that a draft service drafts: where verify drafts by itself, all but the first model."""
-        inside = next((part for part in self.parts if part != "ngram"), "") if self.colocated else ""
-        return [part for part in self.parts if part != inside]
+        return [part for part in self.parts if part != self.inside]
 
     @property
     def has_service(self) -> bool:
@@ -103,7 +107,7 @@ class SplitCase:
     def target(self) -> str:
         """Cases of the same one are answered by the same verify service."""
         options = ",".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.drafter} {self.mode} {options}" if self.colocated else self.mode if self.lockstep else ""
+        return f"{self.inside} {self.mode} {options}".strip() if self.colocated else self.mode if self.lockstep else ""
 
     @property
     def decoding(self) -> str:
@@ -126,8 +130,7 @@ class SplitCase:
         mode = ["--lockstep"] if self.lockstep else []
         if not self.colocated:
             return mode
-        inside = [part for part in self.parts if part not in self.outside]
-        return [*mode, *self._drafters(inside, paths), *self._further()]
+        return [*mode, *self._drafters([self.inside], paths), *self._further()]
 
     def draft_options(self, paths: dict[str, Path], common: list[str]) -> DraftOptions:
         """The draft service's options; `paths` are model folders by label. Raises ConfigError."""

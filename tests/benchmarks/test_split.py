@@ -40,11 +40,15 @@ def test_a_case_says_drafters_mode_load_and_options() -> None:
     ]
     assert both.draft_options(paths, []).speculative_algorithm == ("STANDALONE", "NGRAM")
     assert not inside.has_service
+    inside_alone = SplitCase.parse("eagle3,colocated")
     both = SplitCase.parse("eagle3+ngram,colocated,json")
     assert both.title("m", "bf16") == "m eagle3+ngram colocated b1 json bf16 greedy" and both.has_service
     assert both.draft_options({}, ["--device=cpu"]).speculative_algorithm == ("NGRAM",)
     assert request("x", 1, 8, both).grammar.json_schema and not request("x", 1, 8, both).ignore_eos
+    assert both.target == SplitCase.parse("eagle3+standalone@small,colocated,b=16").target == inside_alone.target
+    assert len({both.target, inside.target, SplitCase.parse("standalone,colocated").target}) == 3
     plain = SplitCase.parse("plain")
+    assert plain.target == SplitCase.parse("standalone,steps=4").target
     assert not plain.drafts and not plain.has_service and plain.title("m", "fp32") == "m plain b1 fp32 greedy"
 
 
