@@ -69,6 +69,13 @@ class ImportedMemory:
         # Streams of one priority may share a queue of the device: the copy would wait for what is before it there.
         self._stream = torch.cuda.Stream(self._device, priority=-1)
 
+    @property
+    def address(self) -> int:
+        """Where the device sees it. Raises ValueError once it is unmapped."""
+        if self._pointer is None:
+            raise ValueError("the memory is not mapped any more")
+        return self._pointer
+
     def read(self, offset: int, num_bytes: int) -> Tensor:
         """A copy uint8 [num_bytes] on the device, complete when this returns; work on other streams is not waited for.
 

@@ -1,0 +1,435 @@
+"""The exchange between ranks of a tensor-parallel round: right over many repetitions first, then how fast.
+
+Each rank is a process; `--devices 0 1` gives two GPUs, `--devices 0 0` two processes on one (they take turns on it, a
+time slice each, so times say nothing there); `--streams 2` has ranks as streams of one process on one GPU, which run
+at the same time. Times are those of a launch within a CUDA graph on rank 0, beside the norm alone and beside NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.elementwise import rms_norm
+from kernels.exchange import Mailboxes, empty, join_columns, mailbox_bytes, sum_rows, sum_rows_normed
+from kernels.reference import exchange as reference
+from outrider.peer_mailboxes import PeerMailboxes, Trade
+from outrider_tools.bench.report import Row, write_report
+
+EPS = 1e-5
+NUM_INPUTS = 7
+"""Sets of inputs, which follow each other: a prime that is not the number of turns, so what is stale is seen."""
+CALLS = 70
+"""Repetitions in a graph."""
+MAX_DELAY_NS = 20_000
+MAX_BYTES = 2 << 20
+Call = Callable[[int], object]
+
+
+@triton.jit
+def _wait(times, number):
+    """As long as times[number] says, in ns."""
+    begin = tl.extra.cuda.globaltimer()
+    wanted = tl.load(times + number).to(tl.int64)
+    while tl.extra.cuda.globaltimer().to(tl.int64) - begin.to(tl.int64) < wanted:
+        pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is exchanged, and how."""
+
+    kind: str
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """For a report's row."""
+        return f"{self.kind} m{self.num_rows} w{self.width} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a rank's message."""
+        return self.num_rows * self.width * self.dtype.itemsize
+
+
+class Inputs:
+    """NUM_INPUTS sets of what every rank gives, which all ranks can make, and what must come of each."""
+
+    def __init__(self, case: Case, rank: int, world: int, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(case.num_bytes)
+
+        def made(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, device=device).to(case.dtype)
+
+        self.case, self.rank = case, rank
+        self.weight = made(case.width)
+        self.residuals = [made(case.num_rows, case.width) for _ in range(NUM_INPUTS)]
+        parts = [[made(case.num_rows, case.width) for _ in range(world)] for _ in range(NUM_INPUTS)]
+        self.own = [part[rank] for part in parts]
+        if case.kind == "join":
+            self.expected = [reference.join_columns(part) for part in parts]
+        else:
+            self.expected = [
+                reference.sum_rows(part, residual) for part, residual in zip(parts, self.residuals, strict=True)
+            ]
+
+    def exchanged(self, boxes: Mailboxes, number: int) -> tuple[Tensor, Tensor | None]:
+        """The sum or the join for a set of inputs, and the sum's norm."""
+        at = number % NUM_INPUTS
+        if self.case.kind == "join":
+            return join_columns(boxes, self.own[at]), None
+        two_shot = self.case.kind == "two-shot"
+        return sum_rows_normed(boxes, self.own[at], self.residuals[at], self.weight, EPS, two_shot)
+
+
+class Check:
+    """Repetitions with random delays before each, in a graph, and how many numbers were wrong in them."""
+
+    def __init__(self, inputs: Inputs, boxes: Mailboxes, device: torch.device) -> None:
+        self.inputs, self.boxes = inputs, boxes
+        self.stream = torch.cuda.Stream(device)
+        self.wrong = torch.zeros(1, dtype=torch.int64, device=device)
+        self._norms = [rms_norm(wanted, inputs.weight, EPS) for wanted in inputs.expected if inputs.case.kind != "join"]
+        self._times = torch.zeros(CALLS, dtype=torch.int32, device=device)
+        self._graph = torch.cuda.CUDAGraph()
+
+    def warm(self) -> None:
+        """Launch each kernel."""
+        with torch.cuda.stream(self.stream):
+            for number in range(NUM_INPUTS):
+                self._call(number)
+
+    def capture(self) -> None:
+        """Once all ranks are warm and have ended."""
+        with torch.cuda.graph(self._graph, stream=self.stream):
+            self._times.random_(0, MAX_DELAY_NS)
+            for number in range(CALLS):
+                self._call(number)
+
+    def replay(self) -> None:
+        """CALLS repetitions more."""
+        with torch.cuda.stream(self.stream):
+            self._graph.replay()
+
+    def num_wrong(self) -> int:
+        """When all has ended. Raises RuntimeError if a rank was waited for in vain."""
+        self.stream.synchronize()
+        raise_silent(self.boxes)
+        return int(self.wrong)
+
+    def _call(self, number: int) -> None:
+        _wait[(1,)](self._times, number)
+        at = number % NUM_INPUTS
+        found, normed = self.inputs.exchanged(self.boxes, number)
+        word = torch.int32 if found.dtype == torch.float32 else torch.int16
+        self.wrong.add_((found.view(word) != self.inputs.expected[at].view(word)).sum())
+        if normed is not None:
+            self.wrong.add_((normed.view(word) != self._norms[at].view(word)).sum())
+
+
+def raise_silent(boxes: Mailboxes) -> None:
+    """Raise RuntimeError if a rank was waited for in vain."""
+    if (silent := boxes.silent_rank()) is not None:
+        raise RuntimeError(f"rank {silent} did not send to rank {boxes.rank} within {boxes.timeout_seconds} s")
+
+
+def graph_us(call: Call, replays: int = 5) -> float:
+    """Microseconds of a call in a graph of CALLS, the median of some replays; all ranks must do the same."""
+    for number in range(3):
+        call(number)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(CALLS):
+            call(number)
+    times = []
+    for _ in range(replays + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / CALLS)
+    return sorted(times[1:])[replays // 2]
+
+
+class Rank:
+    """What a rank's process does, question by question."""
+
+    def __init__(self, rank: int, world: int, device: torch.device, trade: Trade, timeout: float) -> None:
+        self.rank, self.world, self.device, self.trade, self.timeout = rank, world, device, trade, timeout
+        self._boxes: dict[tuple[int, torch.dtype], PeerMailboxes] = {}
+        torch.cuda.set_device(device)
+
+    def boxes(self, case: Case) -> Mailboxes:
+        """Mailboxes for messages of at most MAX_BYTES, or for a joined row's pieces."""
+        width = join_width(case.width) if case.kind == "join" else case.width
+        key = width, case.dtype
+        if key not in self._boxes:
+            max_rows = MAX_BYTES // (width * case.dtype.itemsize)
+            self._boxes[key] = PeerMailboxes(
+                self.rank, self.world, max_rows, width, case.dtype, self.device, self.trade, self.timeout
+            )
+        return self._boxes[key].boxes
+
+    def check(self, case: Case, repetitions: int) -> tuple[int, int]:
+        """Repetitions, and numbers that were wrong in them."""
+        check = Check(Inputs(case, self.rank, self.world, self.device), self.boxes(case), self.device)
+        torch.cuda.synchronize()
+        self.trade(b"")
+        check.warm()
+        check.num_wrong()
+        check.capture()
+        replays = -(-repetitions // CALLS)
+        for _ in range(replays):
+            check.replay()
+        return replays * CALLS, check.num_wrong()
+
+    def times(self, case: Case) -> dict[str, float]:
+        """Microseconds by what was done."""
+        boxes = self.boxes(case)
+        inputs = Inputs(case, self.rank, self.world, self.device)
+        found = {}
+        with torch.inference_mode():
+            self.trade(b"")
+            found["exchange"] = graph_us(lambda number: inputs.exchanged(boxes, number))
+            if case.kind == "one-shot":
+                found["norm"] = graph_us(lambda number: rms_norm(inputs.own[0], inputs.weight, EPS))
+                self.trade(b"")
+                found["sum"] = graph_us(lambda number: sum_rows(boxes, inputs.own[0]))
+        raise_silent(boxes)
+        return found
+
+    def nccl(self, case: Case) -> dict[str, float]:
+        """Microseconds of the same through NCCL."""
+        inputs = Inputs(case, self.rank, self.world, self.device)
+        rows = inputs.own[0].clone()
+        joined = rows.new_empty(self.world * case.num_rows, case.width)
+
+        def summed(_: int) -> object:
+            torch.distributed.all_reduce(rows)
+            return rows
+
+        def normed(_: int) -> object:
+            torch.distributed.all_reduce(rows)
+            return rms_norm(inputs.residuals[0] + rows, inputs.weight, EPS)
+
+        def gathered(_: int) -> object:
+            torch.distributed.all_gather_into_tensor(joined, rows)
+            return joined
+
+        with torch.inference_mode():
+            if case.kind == "join":
+                return {"NCCL": graph_us(gathered)}
+            return {"NCCL sum": graph_us(summed), "NCCL and norm": graph_us(normed)}
+
+    def start_nccl(self, path: str) -> bool:
+        """Meet the others in a file."""
+        torch.distributed.init_process_group(
+            "nccl", init_method=f"file://{path}", rank=self.rank, world_size=self.world, device_id=self.device
+        )
+        return True
+
+
+def join_width(width: int) -> int:
+    """Columns of a piece: the largest divisor of at most 4096."""
+    return next(size for size in range(min(width, 4096), 0, -1) if width % size == 0 and size % 8 == 0)
+
+
+def serve(pipe: Connection, rank: int, world: int, device: int, timeout: float) -> None:
+    """A rank's process: does what it is told by its name until the pipe ends."""
+
+    def trade(own: bytes) -> Sequence[bytes]:
+        pipe.send(("trade", own))
+        told: Sequence[bytes] = pipe.recv()
+        return told
+
+    mine = Rank(rank, world, torch.device("cuda", device), trade, timeout)
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("done", getattr(mine, name)(*arguments)))
+        except Exception:
+            pipe.send(("failed", traceback.format_exc()))
+
+
+class Ranks:
+    """Processes that are asked the same at the same time."""
+
+    def __init__(self, devices: Sequence[int], timeout: float) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes, self.processes = [], []
+        for rank, device in enumerate(devices):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(theirs, rank, len(devices), device, timeout), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def ask(self, name: str, *arguments: object) -> list[Any]:
+        """All answers, in the order of ranks. Raises RuntimeError with the words of those that failed."""
+        for pipe in self._pipes:
+            pipe.send((name, arguments))
+        while True:
+            answers = [pipe.recv() for pipe in self._pipes]
+            failed = [words for kind, words in answers if kind == "failed"]
+            if failed:
+                # A rank that trades is told that nobody else does.
+                for pipe, (kind, _) in zip(self._pipes, answers, strict=True):
+                    if kind == "trade":
+                        pipe.send([])
+                        pipe.recv()
+                raise RuntimeError("\n".join(failed))
+            if all(kind == "done" for kind, _ in answers):
+                return [found for _, found in answers]
+            for pipe in self._pipes:
+                pipe.send([own for _, own in answers])
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def local_boxes(world: int, max_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[Mailboxes]:
+    """Mailboxes of ranks that are all in this process."""
+    memory = [
+        torch.empty(mailbox_bytes(world, max_rows, width, dtype), dtype=torch.uint8, device=device)
+        for _ in range(world)
+    ]
+    for one in memory:
+        empty(one, dtype)
+    table = torch.tensor([one.data_ptr() for one in memory], dtype=torch.int64, device=device)
+    _kept.append(memory)
+    report = torch.zeros(1, dtype=torch.int32)
+    return [
+        Mailboxes(
+            rank, world, max_rows, width, dtype, table,
+            turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
+            failed=torch.zeros(1, dtype=torch.int32, device=device),
+            report=report.pin_memory() if device.type == "cuda" else report.clone(),
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+
+
+_kept: list[list[Tensor]] = []
+"""Memory that addresses point to."""
+
+
+def check_streams(case: Case, world: int, repetitions: int) -> tuple[int, int]:
+    """As Rank.check, with ranks as streams of this process."""
+    device = torch.device("cuda", 0)
+    width = join_width(case.width) if case.kind == "join" else case.width
+    boxes = local_boxes(world, MAX_BYTES // (width * case.dtype.itemsize), width, case.dtype, device)
+    checks = [Check(Inputs(case, rank, world, device), boxes[rank], device) for rank in range(world)]
+    # A kernel that is launched for the first time may wait for the device. So a rank does it alone first, and waits
+    # for nobody.
+    for check in checks:
+        alone = local_boxes(world, check.boxes.max_rows, width, case.dtype, device)[check.boxes.rank]
+        check.inputs.exchanged(replace(alone, timeout_seconds=0.0), 0)
+        _wait[(1,)](torch.zeros(1, dtype=torch.int32, device=device), 0)
+    torch.cuda.synchronize()
+    for check in checks:
+        check.warm()
+    torch.cuda.synchronize()
+    for check in checks:
+        check.capture()
+    replays = -(-repetitions // CALLS)
+    for _ in range(replays):
+        for check in checks:
+            check.replay()
+    return replays * CALLS, sum(check.num_wrong() for check in checks)
+
+
+def cases(kinds: Sequence[str], dtypes: Sequence[str], widths: Sequence[int], sizes: Sequence[int]) -> list[Case]:
+    """Messages of so many KiB; joined rows are float32 and as wide as a rank's part of a vocabulary of 128,256."""
+    found = []
+    for kind in kinds:
+        if kind == "join":
+            found += [Case(kind, count, 64128, torch.float32) for count in (1, 8, 32)]
+            continue
+        for name in dtypes:
+            dtype = getattr(torch, name)
+            for width in widths:
+                counts = sorted({max(1, (size << 10) // (width * dtype.itemsize)) for size in sizes})
+                found += [Case(kind, count, width, dtype) for count in counts]
+    return found
+
+
+def main() -> None:
+    """Parse options, check, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--streams", type=int, default=0, help="ranks in this process, on one GPU; only for checks")
+    parser.add_argument("--kinds", nargs="+", default=["one-shot"], choices=["one-shot", "two-shot", "join"])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--widths", nargs="+", type=int, default=[4096])
+    parser.add_argument("--kib", nargs="+", type=int, default=[8, 16, 32, 72, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--repetitions", type=int, default=0, help="of each case, checked; 0 leaves it out")
+    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--nccl", action="store_true", help="its times, too")
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for a rank")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    options = parser.parse_args()
+    rows = list(measure(options))
+    if options.out:
+        write_report(options.out, "exchange", torch.cuda.get_device_name(), rows, ("torch", "triton"))
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """All figures that are asked for, printed as they come."""
+    with ExitStack() as stack:
+        ranks = None
+        if not options.streams:
+            ranks = stack.enter_context(closing(Ranks(options.devices, options.timeout)))
+        if ranks and options.nccl:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            ranks.ask("start_nccl", str(Path(folder) / "meet"))
+        for case in cases(options.kinds, options.dtypes, options.widths, options.kib):
+            found: dict[str, tuple[float, str]] = {}
+            begin = time.monotonic()
+            if options.repetitions:
+                if ranks:
+                    told = ranks.ask("check", case, options.repetitions)
+                    count, wrong = told[0][0], sum(bad for _, bad in told)
+                else:
+                    count, wrong = check_streams(case, options.streams, options.repetitions)
+                found |= {"repetitions": (count, ""), "wrong_numbers": (wrong, "")}
+                found["check_seconds"] = (round(time.monotonic() - begin, 2), "s")
+            if ranks and options.times:
+                times = ranks.ask("times", case)[0] | (ranks.ask("nccl", case)[0] if options.nccl else {})
+                found |= {f"{name}_us".replace(" ", "_"): (us, "us") for name, us in times.items()}
+            print(f"{case.num_bytes / 1024:7.0f} KiB  {case.name:28s}", end="")
+            print("  ".join(f"{name} {value:.4g}" for name, (value, _) in found.items()), flush=True)
+            for metric, (value, unit) in found.items():
+                yield Row(case.name, metric, value, unit)
+
+
+if __name__ == "__main__":
+    main()

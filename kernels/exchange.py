@@ -1,0 +1,161 @@
+"""Sums and joins over the ranks of a tensor-parallel model, through memory that each rank's device writes directly.
+
+Every rank owns mailboxes [3, world, rows, width], empty at first. In a round of exchange a rank writes its rows into the
+mailboxes of the others, then waits until its own are full. There are no flags and no fences: a number is its own
+flag, because EMPTY, the bits of -0.0, is never sent (zeros are sent as +0.0), and each number is written at once.
+
+    round e      writes and reads turn e % 3, and empties turn (e + 2) % 3 of its own mailboxes, which it read in e - 1
+    round e + 1  another rank may be here as soon as it has what this rank sent in e; it writes turn (e + 1) % 3
+    round e + 2  another rank is here only when it has what this rank sent in e + 1: after its launch e, which emptied
+                 the turn that is written now
+
+So three turns need no barrier at the end. Each row has a counter of its own on the device: launches of different
+numbers of rows may follow each other, and a CUDA graph may be replayed, as long as all ranks launch the same in the same order.
+
+The sum is taken in float32 in the order of ranks and rounded once, so it has the same bits on every rank and in every
+run. `two_shot` has one rank sum a row and send the sum: fewer bytes for several ranks, one more way, the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.launch import supports_pdl
+
+NUM_TURNS = 3
+MAX_WIDTH = 16384
+"""Elements of a row that one program holds."""
+TIMEOUT_SECONDS = 10.0
+_WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+@dataclass(frozen=True)
+class Mailboxes:
+    """A rank's view of the mailboxes of all.
+
+    table: int64 [world], the addresses of each rank's mailboxes, as this device reaches them.
+    turns: int32 [max_rows], this rank's counters.
+    failed: int32 [1] on the device: 0, or 1 + a rank that was waited for in vain. Nothing is waited for from then on.
+    report: int32 [1] in pinned memory of the host: the same, to be read at any time.
+    timeout_seconds: after which a rank is not waited for any more. In the interpreter it counts looks.
+    """
+
+    rank: int
+    world: int
+    max_rows: int
+    width: int
+    dtype: torch.dtype
+    table: Tensor
+    turns: Tensor
+    failed: Tensor
+    report: Tensor
+    timeout_seconds: float = TIMEOUT_SECONDS
+
+    def silent_rank(self) -> int | None:
+        """A rank that did not send in time, if there is one: what was computed since is worthless."""
+        found = int(self.report[0])
+        return found - 1 if found else None
+
+
+def mailbox_bytes(world: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
+    """Size of a rank's mailboxes."""
+    return NUM_TURNS * world * max_rows * width * dtype.itemsize
+
+
+def empty(memory: Tensor, dtype: torch.dtype) -> None:
+    """Fill mailboxes, uint8 [mailbox_bytes], with what stands for nothing; before any rank writes to them."""
+    word = _WORDS[dtype]
+    memory.view(word).fill_(torch.iinfo(word).min)
+
+
+def sum_rows(boxes: Mailboxes, rows: Tensor, residual: Tensor | None = None, two_shot: bool = False) -> Tensor:
+    """The sum of all ranks' `rows`, added to `residual` if there is one.
+
+    Args:
+        boxes: of the width and dtype of the rows.
+        rows: [M, width], contiguous: this rank's part. M may be larger than `max_rows`: it takes several launches then.
+        residual: [M, width], the same on all ranks.
+        two_shot: see above; the same on all ranks.
+
+    Returns:
+        [M, width]: the same bits on all ranks.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    return _sum(boxes, rows, residual, None, 0.0, two_shot)[0]
+
+
+def sum_rows_normed(
+    boxes: Mailboxes, rows: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`sum_rows` with a residual, and its RMS norm (kernels.elementwise.rms_norm) by `weight` [width], in one launch.
+
+    Returns:
+        (stream, normed), [M, width] each.
+    """
+    if weight.shape != (boxes.width,):
+        raise ValueError(f"rows of {boxes.width} with a norm's weight of {list(weight.shape)}")
+    stream, normed = _sum(boxes, rows, residual, weight, eps, two_shot)
+    return stream, normed
+
+
+def join_columns(boxes: Mailboxes, rows: Tensor) -> Tensor:
+    """All ranks' `rows` side by side in the order of ranks: [M, columns] to [M, world * columns].
+
+    The columns must be a multiple of the mailboxes' width; a row takes as many of their rows as it has widths.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    pieces, rest = divmod(rows.shape[1], boxes.width)
+    if rows.dim() != 2 or rest or not 0 < pieces <= boxes.max_rows or not rows.is_contiguous():
+        raise ValueError(
+            f"{list(rows.shape)} to be joined must be contiguous, of a multiple of {boxes.width} columns and at most"
+            f" {boxes.max_rows} times that"
+        )
+    if rows.dtype != boxes.dtype:
+        raise ValueError(f"rows of {rows.dtype} through mailboxes of {boxes.dtype}")
+    from kernels.jit import exchange as jit
+
+    out = rows.new_empty(rows.shape[0], boxes.world, rows.shape[1])
+    step = boxes.max_rows // pieces
+    for first in range(0, rows.shape[0], step):
+        part, target = rows[first : first + step], out[first : first + step]
+        jit.join_columns(boxes, part, target, pieces, supports_pdl(rows))
+    return out.flatten(1)
+
+
+def two_shot_pays(num_bytes: int, world: int) -> bool:
+    """Whether messages of so many bytes are better summed by one rank a row: by arithmetic, for NVLink.
+
+    One shot sends (world - 1) messages' bytes, two shots 2 (world - 1) / world, some 2 us later: 0.5 MB at 250 GB/s.
+    """
+    saved = num_bytes * (world - 1) * (world - 2) // world
+    return saved > 512 << 10
+
+
+def _sum(
+    boxes: Mailboxes, rows: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, two_shot: bool
+) -> tuple[Tensor, Tensor]:
+    """(sum, its norm); the second is the first without a weight."""
+    if rows.dim() != 2 or rows.shape[1] != boxes.width or rows.dtype != boxes.dtype or not rows.is_contiguous():
+        raise ValueError(
+            f"{rows.dtype} {list(rows.shape)} through mailboxes of {boxes.dtype} and {boxes.width} columns, contiguous"
+        )
+    if residual is not None:
+        if residual.shape != rows.shape or residual.dtype != rows.dtype or not residual.is_contiguous():
+            raise ValueError(f"rows {list(rows.shape)} with a residual of {residual.dtype} {list(residual.shape)}")
+    from kernels.jit import exchange as jit
+
+    stream = torch.empty_like(rows)
+    normed = stream if weight is None else torch.empty_like(rows)
+    for first in range(0, rows.shape[0], boxes.max_rows):
+        part = slice(first, first + boxes.max_rows)
+        before = None if residual is None else residual[part]
+        pdl = supports_pdl(rows)
+        jit.sum_rows(boxes, rows[part], before, weight, eps, stream[part], normed[part], two_shot, pdl)
+    return stream, normed

@@ -1,0 +1,242 @@
+"""See kernels.exchange."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.launch import power_of_two
+
+if TYPE_CHECKING:
+    from kernels.exchange import Mailboxes
+
+TURNS = tl.constexpr(3)
+
+
+@triton.jit
+def _box(table, rank, words: tl.constexpr):
+    """The mailboxes of a rank, as words."""
+    pointer = tl.load(table + rank).to(tl.pointer_type(words))
+    return tl.multiple_of(pointer, 16)
+
+
+@triton.jit
+def _plain(values):
+    """Without the zero that stands for nothing."""
+    return tl.where(values == 0, tl.zeros_like(values), values)
+
+
+@triton.jit
+def _now(ON_GPU: tl.constexpr):
+    """Nanoseconds; in the interpreter time stands still."""
+    if ON_GPU:
+        now = tl.extra.cuda.globaltimer()
+    else:
+        now = tl.zeros([], tl.int64)
+    return now.to(tl.int64)
+
+
+@triton.jit
+def _or_give_up(missing, begin, looks, failed, report, limit, ON_GPU: tl.constexpr):
+    """`missing`, or 0 where its rank, `missing` - 1, is not to be waited for any more: all are told then."""
+    late = looks >= limit
+    if ON_GPU:
+        late = (_now(ON_GPU) - begin >= limit) | (tl.load(failed, volatile=True) > 0)
+    late = late & (missing > 0)
+    if late:
+        tl.store(failed, missing)
+        tl.store(report, missing)
+    return tl.where(late, 0, missing)
+
+
+@triton.jit
+def _take(box, source, inside, failed, report, limit, empty: tl.constexpr, ON_GPU: tl.constexpr):
+    """Words at `box`, which rank `source` writes, when all are there."""
+    words = tl.load(box, mask=inside, other=0, volatile=True)
+    begin, looks = _now(ON_GPU), tl.zeros([], tl.int64)
+    missing = tl.max((words == empty).to(tl.int32), 0) * (source + 1)
+    while missing > 0:
+        looks += 1
+        words = tl.load(box, mask=inside, other=0, volatile=True)
+        missing = tl.max((words == empty).to(tl.int32), 0) * (source + 1)
+        missing = _or_give_up(missing, begin, looks, failed, report, limit, ON_GPU)
+    return words
+
+
+@triton.jit
+def _look(box, part, inside, plane, empty: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """The sum over ranks in their order, float32, and 1 + the last rank of which a number is missing, or 0."""
+    total = tl.zeros_like(part).to(tl.float32)
+    missing = tl.zeros_like(part).to(tl.int32)
+    for source in tl.static_range(WORLD):
+        if source == RANK:
+            total += part.to(tl.float32)
+        else:
+            words = tl.load(box + source * plane, mask=inside, other=0, volatile=True)
+            missing = tl.where(words == empty, source + 1, missing)
+            total += words.to(part.dtype, bitcast=True).to(tl.float32)
+    return total, tl.max(missing, 0)
+
+
+@triton.jit
+def _take_sum(
+    box, part, inside, plane, failed, report, limit,
+    empty: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """The sum of `part` and of what the others write at their planes of `box`, when all of it is there."""
+    total, missing = _look(box, part, inside, plane, empty, RANK, WORLD)
+    begin, looks = _now(ON_GPU), tl.zeros([], tl.int64)
+    while missing > 0:
+        looks += 1
+        total, missing = _look(box, part, inside, plane, empty, RANK, WORLD)
+        missing = _or_give_up(missing, begin, looks, failed, report, limit, ON_GPU)
+    return total
+
+
+@triton.jit
+def _sum_rows(
+    rows, residual, weight, stream, normed, table, turns, failed, report, eps, limit,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    TWO_SHOT: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """A program a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    words: tl.constexpr = tl.int32 if rows.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
+    empty: tl.constexpr = -(2**31) if rows.dtype.element_ty.primitive_bitwidth == 32 else -(2**15)
+    plane: tl.constexpr = MAX_ROWS * SIZE
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    place = row * SIZE + columns
+    own = _box(table, RANK, words) + place
+    if weight is not None:
+        factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    at = row.to(tl.int64) * SIZE + columns
+    part = _plain(tl.load(rows + at, mask=inside, other=0.0))
+    state = tl.load(turns + row)
+    turn = state % TURNS
+    limit = tl.where(tl.load(failed) > 0, 0, limit)
+    owner = row % WORLD
+    if residual is not None:
+        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    bits = part.to(words, bitcast=True)
+    for step in tl.static_range(1, WORLD):
+        other = (RANK + step) % WORLD
+        if TWO_SHOT:
+            if owner == other:
+                tl.store(_box(table, other, words) + place + (turn * WORLD + RANK) * plane, bits, mask=inside)
+        else:
+            tl.store(_box(table, other, words) + place + (turn * WORLD + RANK) * plane, bits, mask=inside)
+    # What was read in the round before: by one shot, or as the row's owner, from all; else from the owner alone.
+    from_all = (state < TURNS) | (owner == RANK)
+    nothing = tl.full([BLOCK], empty, words)
+    read = own + (turn + 2) % TURNS * (WORLD * plane)
+    for source in tl.static_range(WORLD):
+        if source != RANK:
+            tl.store(read + source * plane, nothing, mask=inside & (from_all | (owner == source)))
+
+    box = own + turn * (WORLD * plane)
+    if TWO_SHOT:
+        if owner == RANK:
+            total = _take_sum(box, part, inside, plane, failed, report, limit, empty, RANK, WORLD, ON_GPU)
+            if residual is not None:
+                total += before
+            value = _plain(total.to(part.dtype))
+            sums = value.to(words, bitcast=True)
+            for step in tl.static_range(1, WORLD):
+                other = (RANK + step) % WORLD
+                tl.store(_box(table, other, words) + place + (turn * WORLD + RANK) * plane, sums, mask=inside)
+        else:
+            taken = _take(box + owner * plane, owner, inside, failed, report, limit, empty, ON_GPU)
+            value = taken.to(part.dtype, bitcast=True)
+    else:
+        total = _take_sum(box, part, inside, plane, failed, report, limit, empty, RANK, WORLD, ON_GPU)
+        if residual is not None:
+            total += before
+        value = _plain(total.to(part.dtype))
+    tl.store(stream + at, value, mask=inside)
+    if weight is not None:
+        wide = value.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+        tl.store(normed + at, (wide * scale * factors).to(normed.dtype.element_ty), mask=inside)
+    tl.store(turns + row, (turn + 1) % TURNS + (TURNS if TWO_SHOT else 0))
+
+
+@triton.jit
+def _join_columns(
+    rows, out, table, turns, failed, report, limit, pieces,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    PDL: tl.constexpr, ON_GPU: tl.constexpr,
+):  # fmt: skip
+    """A program a piece of a row, which is a row of the mailboxes."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    words: tl.constexpr = tl.int32 if rows.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
+    empty: tl.constexpr = -(2**31) if rows.dtype.element_ty.primitive_bitwidth == 32 else -(2**15)
+    plane: tl.constexpr = MAX_ROWS * SIZE
+    piece = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    place = piece * SIZE + columns
+    own = _box(table, RANK, words) + place
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    part = _plain(tl.load(rows + piece.to(tl.int64) * SIZE + columns, mask=inside, other=0.0))
+    turn = tl.load(turns + piece) % TURNS
+    limit = tl.where(tl.load(failed) > 0, 0, limit)
+    bits = part.to(words, bitcast=True)
+    for step in tl.static_range(1, WORLD):
+        target = _box(table, (RANK + step) % WORLD, words)
+        tl.store(target + place + (turn * WORLD + RANK) * plane, bits, mask=inside)
+    nothing = tl.full([BLOCK], empty, words)
+    to = out + (piece // pieces).to(tl.int64) * (pieces * WORLD * SIZE) + piece % pieces * SIZE + columns
+    box = own + turn * (WORLD * plane)
+    read = own + (turn + 2) % TURNS * (WORLD * plane)
+    for source in tl.static_range(WORLD):
+        if source == RANK:
+            tl.store(to + source * pieces * SIZE, part, mask=inside)
+        else:
+            tl.store(read + source * plane, nothing, mask=inside)
+            taken = _take(box + source * plane, source, inside, failed, report, limit, empty, ON_GPU)
+            tl.store(to + source * pieces * SIZE, taken.to(part.dtype, bitcast=True), mask=inside)
+    tl.debug_barrier()
+    tl.store(turns + piece, (turn + 1) % TURNS)
+
+
+def sum_rows(
+    boxes: Mailboxes, rows: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float,
+    stream: Tensor, normed: Tensor, two_shot: bool, pdl: bool,
+) -> None:  # fmt: skip
+    """As kernels.exchange.sum_rows_normed, of at most `max_rows` rows, into `stream` and `normed`."""
+    block = power_of_two(boxes.width)
+    _sum_rows[(rows.shape[0],)](
+        rows, residual, weight, stream, normed, boxes.table, boxes.turns, boxes.failed, boxes.report, eps,
+        _limit(boxes, rows), SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows, RANK=boxes.rank,
+        WORLD=boxes.world, TWO_SHOT=two_shot, PDL=pdl, ON_GPU=rows.is_cuda, num_warps=_warps(block), launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def join_columns(boxes: Mailboxes, rows: Tensor, out: Tensor, pieces: int, pdl: bool) -> None:
+    """As kernels.exchange.join_columns, of at most `max_rows` pieces, into `out`."""
+    block = power_of_two(boxes.width)
+    _join_columns[(rows.shape[0] * pieces,)](
+        rows, out, boxes.table, boxes.turns, boxes.failed, boxes.report, _limit(boxes, rows), pieces,
+        SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows, RANK=boxes.rank, WORLD=boxes.world,
+        PDL=pdl, ON_GPU=rows.is_cuda, num_warps=_warps(block), launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _limit(boxes: Mailboxes, rows: Tensor) -> int:
+    return int(boxes.timeout_seconds * 1e9) if rows.is_cuda else int(boxes.timeout_seconds)
+
+
+def _warps(block: int) -> int:
+    # Eight elements a thread: one load of 16 bytes for two-byte numbers.
+    return min(max(block // 256, 1), 16)

@@ -1,0 +1,33 @@
+"""Compiles the kernels of exchange. Run by test_exchange.py, as a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+from compile_only import compile_only
+
+
+def main() -> None:
+    """Call every launcher; each launch is a compilation."""
+    compiled = compile_only()
+    from kernels.exchange import Mailboxes
+    from kernels.jit import exchange
+
+    def ints(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=torch.int32)
+
+    for dtype, world, width in itertools.product((torch.bfloat16, torch.float32), (2, 4), (576, 8192)):
+        rows, weight = torch.zeros(8, width, dtype=dtype), torch.zeros(width, dtype=dtype)
+        table = torch.zeros(world, dtype=torch.int64)
+        boxes = Mailboxes(1, world, 16, width, dtype, table, ints(16), ints(1), ints(1))
+        for two_shot in (False, True):
+            exchange.sum_rows(boxes, rows, rows, weight, 1e-5, rows, rows, two_shot, True)
+            exchange.sum_rows(boxes, rows, None, None, 0.0, rows, rows, two_shot, True)
+        exchange.join_columns(boxes, rows, torch.zeros(8, world, width, dtype=dtype), 2, True)
+    sys.stdout.write(" ".join(sorted(set(compiled))))
+
+
+if __name__ == "__main__":
+    main()
