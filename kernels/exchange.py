@@ -1,16 +1,17 @@
 """Sums and joins over the ranks of a tensor-parallel model, through memory that each rank's device writes directly.
 
-Every rank owns mailboxes [3, world, rows, width], empty at first. In a round of exchange a rank writes its rows into the
+Every rank owns mailboxes [3, world, rows, width], empty at first. In an exchange a rank writes its rows into the
 mailboxes of the others, then waits until its own are full. There are no flags and no fences: a number is its own
-flag, because EMPTY, the bits of -0.0, is never sent (zeros are sent as +0.0), and each number is written at once.
+flag, because the bits of -0.0 stand for nothing and are never sent (zeros are sent as +0.0).
 
-    round e      writes and reads turn e % 3, and empties turn (e + 2) % 3 of its own mailboxes, which it read in e - 1
-    round e + 1  another rank may be here as soon as it has what this rank sent in e; it writes turn (e + 1) % 3
-    round e + 2  another rank is here only when it has what this rank sent in e + 1: after its launch e, which emptied
-                 the turn that is written now
+    exchange e      writes and reads turn e % 3, and empties turn (e + 2) % 3 of its own mailboxes, read in e - 1
+    exchange e + 1  another rank may be here as soon as it has what this rank sent in e; it writes turn (e + 1) % 3
+    exchange e + 2  another rank is here only when it has what this rank sent in e + 1, which this rank did after
+                    launch e had ended: the turn that is written now is empty
 
 So three turns need no barrier at the end. Each row has a counter of its own on the device: launches of different
-numbers of rows may follow each other, and a CUDA graph may be replayed, as long as all ranks launch the same in the same order.
+numbers of rows may follow each other, and CUDA graphs may be replayed, as long as all ranks launch the same in the same
+order.
 
 The sum is taken in float32 in the order of ranks and rounded once, so it has the same bits on every rank and in every
 run. `two_shot` has one rank sum a row and send the sum: fewer bytes for several ranks, one more way, the same bits.
@@ -77,7 +78,7 @@ def sum_rows(boxes: Mailboxes, rows: Tensor, residual: Tensor | None = None, two
     Args:
         boxes: of the width and dtype of the rows.
         rows: [M, width], contiguous: this rank's part. M may be larger than `max_rows`: it takes several launches then.
-        residual: [M, width], the same on all ranks.
+        residual: [M, width] of the rows' dtype, the same on all ranks.
         two_shot: see above; the same on all ranks.
 
     Returns:
@@ -146,9 +147,9 @@ def _sum(
         raise ValueError(
             f"{rows.dtype} {list(rows.shape)} through mailboxes of {boxes.dtype} and {boxes.width} columns, contiguous"
         )
-    if residual is not None:
-        if residual.shape != rows.shape or residual.dtype != rows.dtype or not residual.is_contiguous():
-            raise ValueError(f"rows {list(rows.shape)} with a residual of {residual.dtype} {list(residual.shape)}")
+    if residual is not None and (residual.shape != rows.shape or residual.dtype != rows.dtype):
+        raise ValueError(f"rows {list(rows.shape)} with a residual of {residual.dtype} {list(residual.shape)}")
+    residual = None if residual is None else residual.contiguous()
     from kernels.jit import exchange as jit
 
     stream = torch.empty_like(rows)

@@ -32,10 +32,7 @@ def _plain(values):
 @triton.jit
 def _now(ON_GPU: tl.constexpr):
     """Nanoseconds; in the interpreter time stands still."""
-    if ON_GPU:
-        now = tl.extra.cuda.globaltimer()
-    else:
-        now = tl.zeros([], tl.int64)
+    now = tl.extra.cuda.globaltimer() if ON_GPU else tl.zeros([], tl.int64)
     return now.to(tl.int64)
 
 
