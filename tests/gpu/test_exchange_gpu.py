@@ -1,0 +1,48 @@
+"""Exchanges between ranks that run at the same time: processes on one GPU or on two, and streams of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.kernels.exchange import CALLS, Case, Ranks, check_streams
+
+KINDS = ["one-shot", "two-shot", "join"]
+WHERE = [pytest.param((0, 0), marks=pytest.mark.gpu), pytest.param((0, 1), marks=pytest.mark.multi_gpu)]
+
+
+@pytest.fixture
+def ranks(devices: tuple[int, int]) -> Iterator[Ranks]:
+    """Two processes that wait five seconds for each other."""
+    made = Ranks(devices, timeout=5.0)
+    yield made
+    made.close()
+
+
+def case_of(kind: str, dtype: torch.dtype) -> Case:
+    return Case(kind, 3, 4096 if kind == "join" else 1536, dtype)
+
+
+@pytest.mark.parametrize("devices", WHERE)
+def test_processes_that_map_each_other_s_memory_get_the_same_bits(ranks: Ranks, devices: tuple[int, int]) -> None:
+    # Processes on one GPU take turns on it, a time slice each.
+    repetitions = CALLS if devices[0] == devices[1] else 100 * CALLS
+    for kind in KINDS:
+        for dtype in (torch.bfloat16, torch.float32):
+            answers = ranks.ask("check", case_of(kind, dtype), repetitions)
+            assert answers == [(repetitions, 0)] * 2, (kind, dtype)
+
+
+@pytest.mark.parametrize("devices", WHERE)
+def test_a_rank_that_does_not_send_is_named_by_the_one_that_waits(ranks: Ranks, devices: tuple[int, int]) -> None:
+    assert ranks.ask("silent", case_of("one-shot", torch.bfloat16), 0) == [1, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_run_at_the_same_time_get_the_same_bits(kind: str, dtype: torch.dtype, world: int) -> None:
+    assert check_streams(case_of(kind, dtype), world, 20 * CALLS) == (20 * CALLS, 0)
