@@ -48,10 +48,9 @@ class AttentionBench:
         self.kv.v.normal_()
         self.tables = torch.randperm(pages, device=DEVICE).to(torch.int32)[None]
         self.rotary = Rotary(RopeConfig(), options.head_dim, DEVICE)
-        self.backends: dict[str, AttentionBackend] = {
-            "triton": TritonAttention(),
-            "flashinfer": FlashInferAttention(self.shape, DEVICE),
-        }
+        self.backends: dict[str, AttentionBackend] = {"triton": TritonAttention()}
+        if options.flashinfer:
+            self.backends["flashinfer"] = FlashInferAttention(self.shape, DEVICE)
 
     def heads(self, num_tokens: int) -> Tensor:
         """Random query, key and value heads."""
@@ -185,6 +184,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 16384], help="cached tokens below the tree")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    parser.set_defaults(flashinfer=True)
     options = parser.parse_args()
     with torch.inference_mode():
         rows = run(options)
