@@ -1,0 +1,100 @@
+"""Tables of ranks: the exchange between them, and a round of a target that is cut in N."""
+
+from __future__ import annotations
+
+from benchmarks.results_page.reports import Cells, ResultFile, report, table, targets
+from kernels.exchange import two_shot_pays
+
+EXCHANGE, CUT = "exchange_h100x2", "cut_round_h100"
+WIDTHS = (4096, 8192)
+JOINED = "join m{} w64128 float32"
+HIDDEN, LAYERS = 8192, 80
+
+
+def _sizes(one: ResultFile, width: int) -> list[int]:
+    """Rows of the messages of that width, ascending."""
+    names = {row.case for row in one.rows if row.case.startswith("one-shot") and f" w{width} " in row.case}
+    return sorted(int(name.split()[1].removeprefix("m")) for name in names)
+
+
+def exchange_table() -> str:
+    """By the size of a message: ours, the norm alone, NCCL."""
+    one = report(EXCHANGE)
+    lines: list[Cells] = []
+    for width in WIDTHS:
+        for count in _sizes(one, width):
+            case, other = (f"{kind} m{count} w{width} bfloat16" for kind in ("one-shot", "two-shot"))
+            fused, norm = one(case, "exchange_us"), one(case, "norm_us")
+            lines.append(
+                (
+                    f"{2 * count * width / 1024:,.0f}",
+                    f"{count} x {width}",
+                    f"{fused:.1f}",
+                    f"{norm:.1f}",
+                    f"{fused - norm:.1f}",
+                    one.cell(other, "exchange_us", ".1f") if (other, "exchange_us") in one else "",
+                    one.cell(case, "sum_us", ".1f"),
+                    one.cell(case, "NCCL_sum_us", ".1f"),
+                    one.cell(case, "NCCL_and_norm_us", ".1f"),
+                )
+            )
+    head = (
+        "KiB",
+        "rows",
+        "sum, residual and norm, us",
+        "norm alone",
+        "difference",
+        "by two shots",
+        "sum alone",
+        "NCCL: sum",
+        "NCCL: sum, then residual and norm",
+    )
+    joins = [
+        (f"{count}", *(one.cell(JOINED.format(count), name, ".1f") for name in ("exchange_us", "NCCL_us")))
+        for count in (1, 8, 32)
+    ]
+    checked = [row.value for row in one.rows if row.metric == "repetitions"]
+    wrong = sum(row.value for row in one.rows if row.metric == "wrong_numbers")
+    words = f"{sum(checked):,.0f} repetitions with random delays, {wrong:.0f} wrong numbers."
+    aims = [("72 KiB, two ranks, us", "at most", 8.0, [("", one("one-shot m9 w4096 bfloat16", "exchange_us"))])]
+    logits = table(("rows of logits, 64,128 columns a rank", "joined, us", "NCCL's all-gather, us"), joins)
+    return f"{one.source()}\n\n{words}\n\n{table(head, lines)}\n\n{logits}\n\n{targets(aims)}"
+
+
+def exchange_us(one: ResultFile, count: int, ranks: int) -> float:
+    """Of `count` rows of HIDDEN between `ranks`: measured for two; for more, two's and the further bytes' time."""
+    two_shot = two_shot_pays(2 * count * HIDDEN, ranks)
+    kind = "two-shot" if two_shot else "one-shot"
+    messages = 2 * (ranks - 1) / ranks if two_shot else ranks - 1
+    few, many = (f"one-shot m{size} w{HIDDEN} bfloat16" for size in (32, 128))
+    us_a_row = (one(many, "exchange_us") - one(few, "exchange_us")) / 96
+    return one(f"{kind} m{count} w{HIDDEN} bfloat16", "exchange_us") + (messages - 1) * count * us_a_row
+
+
+def cut_table() -> str:
+    """Milliseconds of a round of a 70B target, by ranks and tokens."""
+    cut, exchange = report(CUT), report(EXCHANGE)
+    lines: list[Cells] = []
+    for ranks in (1, 2, 4, 8):
+        for count in (1, 8, 32, 64):
+            case = f"tp{ranks} m{count}"
+            products = LAYERS * sum(cut(case, f"{name}_us") for name in ("qkv", "output", "gate_up", "down"))
+            attention = [LAYERS * cut(f"{case} ctx{context}k", "attention_us") for context in (1, 4)]
+            between = cut(f"m{count}", "norm_us") if ranks == 1 else exchange_us(exchange, count, ranks)
+            parts = [products, attention[0], 2 * LAYERS * between, cut(case, "head_us")]
+            total = sum(parts)
+            cells = [f"{part / 1000:.2f}" for part in (*parts, total, total - attention[0] + attention[1])]
+            first = "" if count > 1 else f"{1e6 / total:.0f}"
+            lines.append((f"{ranks}", f"{count}", *cells, first))
+    head = (
+        "ranks",
+        "tokens",
+        "products, ms",
+        "attention over 1k",
+        "exchange and norms",
+        "logits",
+        "sum",
+        "sum over 4k",
+        "rounds a second",
+    )
+    return f"{cut.source()}\n\n{table(head, lines)}"
