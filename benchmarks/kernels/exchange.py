@@ -99,49 +99,80 @@ class Inputs:
         return sum_rows_normed(boxes, self.own[at], self.residuals[at], self.weight, EPS, two_shot)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """After `repetitions`: numbers that had not the bits they should have, and what norms are, in one number."""
+
+    repetitions: int
+    num_wrong: int
+    norms: int
+
+
 class Check:
-    """Repetitions with random delays before each, in a graph, and how many numbers were wrong in them."""
+    """Repetitions with random delays before each, in a graph, and how many numbers were wrong in them.
+
+    Norms must have the bits that they had in the first exchange, and be near those of the kernel that only norms.
+    """
 
     def __init__(self, inputs: Inputs, boxes: Mailboxes, device: torch.device) -> None:
         self.inputs, self.boxes = inputs, boxes
         self.stream = torch.cuda.Stream(device)
         self.wrong = torch.zeros(1, dtype=torch.int64, device=device)
-        self._norms = [rms_norm(wanted, inputs.weight, EPS) for wanted in inputs.expected if inputs.case.kind != "join"]
+        self._norms: list[Tensor] = []
         self._times = torch.zeros(CALLS, dtype=torch.int32, device=device)
         self._graph = torch.cuda.CUDAGraph()
 
+    def load(self, boxes: Mailboxes) -> None:
+        """Launch each kernel, on mailboxes where nobody is waited for."""
+        _wait[(1,)](self._times, 0)
+        self.inputs.exchanged(boxes, 0)
+        self._compare(self.inputs.expected[0], self.inputs.expected[0])
+
     def warm(self) -> None:
-        """Launch each kernel."""
+        """The first exchanges."""
         with torch.cuda.stream(self.stream):
             for number in range(NUM_INPUTS):
-                self._call(number)
+                normed = self._exchange(number)
+                if normed is not None:
+                    self._norms.append(normed)
 
     def capture(self) -> None:
         """Once all ranks are warm and have ended."""
         with torch.cuda.graph(self._graph, stream=self.stream):
             self._times.random_(0, MAX_DELAY_NS)
             for number in range(CALLS):
-                self._call(number)
+                normed = self._exchange(number)
+                if normed is not None:
+                    self._compare(normed, self._norms[number % NUM_INPUTS])
 
     def replay(self) -> None:
         """CALLS repetitions more."""
         with torch.cuda.stream(self.stream):
             self._graph.replay()
 
-    def num_wrong(self) -> int:
+    def verdict(self, repetitions: int) -> Verdict:
         """When all has ended. Raises RuntimeError if a rank was waited for in vain."""
         self.stream.synchronize()
         raise_silent(self.boxes)
-        return int(self.wrong)
+        digest = 0
+        for normed, expected in zip(self._norms, self.inputs.expected, strict=False):
+            torch.testing.assert_close(normed, rms_norm(expected, self.inputs.weight, EPS))
+            digest = (31 * digest + int(words_of(normed).long().sum())) % (1 << 61)
+        return Verdict(repetitions, int(self.wrong), digest)
 
-    def _call(self, number: int) -> None:
+    def _exchange(self, number: int) -> Tensor | None:
         _wait[(1,)](self._times, number)
-        at = number % NUM_INPUTS
         found, normed = self.inputs.exchanged(self.boxes, number)
-        word = torch.int32 if found.dtype == torch.float32 else torch.int16
-        self.wrong.add_((found.view(word) != self.inputs.expected[at].view(word)).sum())
-        if normed is not None:
-            self.wrong.add_((normed.view(word) != self._norms[at].view(word)).sum())
+        self._compare(found, self.inputs.expected[number % NUM_INPUTS])
+        return normed
+
+    def _compare(self, found: Tensor, expected: Tensor) -> None:
+        self.wrong.add_((words_of(found) != words_of(expected)).sum())
+
+
+def words_of(numbers: Tensor) -> Tensor:
+    """Their bits."""
+    return numbers.view(torch.int32 if numbers.dtype == torch.float32 else torch.int16)
 
 
 def raise_silent(boxes: Mailboxes) -> None:
@@ -191,18 +222,18 @@ class Rank:
             )
         return self._boxes[key].boxes
 
-    def check(self, case: Case, repetitions: int) -> tuple[int, int]:
-        """Repetitions, and numbers that were wrong in them."""
+    def check(self, case: Case, repetitions: int) -> Verdict:
+        """At least so many repetitions."""
         check = Check(Inputs(case, self.rank, self.world, self.device), self.boxes(case), self.device)
         torch.cuda.synchronize()
         self.trade(b"")
         check.warm()
-        check.num_wrong()
+        check.verdict(0)
         check.capture()
         replays = -(-repetitions // CALLS)
         for _ in range(replays):
             check.replay()
-        return replays * CALLS, check.num_wrong()
+        return check.verdict(replays * CALLS)
 
     def silent(self, case: Case, sender: int) -> int | None:
         """Whom this rank waits for in vain if `sender` alone sends."""
@@ -352,18 +383,16 @@ _kept: list[list[Tensor]] = []
 """Memory that addresses point to."""
 
 
-def check_streams(case: Case, world: int, repetitions: int) -> tuple[int, int]:
-    """As Rank.check, with ranks as streams of this process."""
+def check_streams(case: Case, world: int, repetitions: int) -> list[Verdict]:
+    """As Rank.check of all ranks, as streams of this process."""
     device = torch.device("cuda", 0)
     width = join_width(case.width) if case.kind == "join" else case.width
     boxes = local_boxes(world, MAX_BYTES // (width * case.dtype.itemsize), width, case.dtype, device)
     checks = [Check(Inputs(case, rank, world, device), boxes[rank], device) for rank in range(world)]
-    # A kernel that is launched for the first time may wait for the device. So a rank does it alone first, and waits
-    # for nobody.
+    # A kernel that is launched for the first time may wait for the device: first without waiting for other ranks.
     for check in checks:
         alone = local_boxes(world, check.boxes.max_rows, width, case.dtype, device)[check.boxes.rank]
-        check.inputs.exchanged(replace(alone, timeout_seconds=0.0), 0)
-        _wait[(1,)](torch.zeros(1, dtype=torch.int32, device=device), 0)
+        check.load(replace(alone, timeout_seconds=0.0))
     torch.cuda.synchronize()
     for check in checks:
         check.warm()
@@ -374,7 +403,7 @@ def check_streams(case: Case, world: int, repetitions: int) -> tuple[int, int]:
     for _ in range(replays):
         for check in checks:
             check.replay()
-    return replays * CALLS, sum(check.num_wrong() for check in checks)
+    return [check.verdict(replays * CALLS) for check in checks]
 
 
 def cases(kinds: Sequence[str], dtypes: Sequence[str], widths: Sequence[int], sizes: Sequence[int]) -> list[Case]:
@@ -426,11 +455,13 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             begin = time.monotonic()
             if options.repetitions:
                 if ranks:
-                    told = ranks.ask("check", case, options.repetitions)
-                    count, wrong = told[0][0], sum(bad for _, bad in told)
+                    verdicts = ranks.ask("check", case, options.repetitions)
                 else:
-                    count, wrong = check_streams(case, options.streams, options.repetitions)
-                found |= {"repetitions": (count, ""), "wrong_numbers": (wrong, "")}
+                    verdicts = check_streams(case, options.streams, options.repetitions)
+                if len({verdict.norms for verdict in verdicts}) > 1:
+                    raise SystemExit(f"{case.name}: ranks have norms of different bits")
+                found["repetitions"] = verdicts[0].repetitions, ""
+                found["wrong_numbers"] = sum(verdict.num_wrong for verdict in verdicts), ""
                 found["check_seconds"] = (round(time.monotonic() - begin, 2), "s")
             if ranks and options.times:
                 times = ranks.ask("times", case)[0] | (ranks.ask("nccl", case)[0] if options.nccl else {})

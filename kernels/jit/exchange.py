@@ -64,100 +64,99 @@ def _take(box, source, inside, failed, report, limit, empty: tl.constexpr, ON_GP
 
 
 @triton.jit
-def _look(box, part, inside, plane, empty: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
+def _send(table, other, place, values, inside):
+    """Write words into the mailboxes of rank `other`."""
+    tl.store(_box(table, other, values.dtype) + place, values, mask=inside)
+
+
+@triton.jit
+def _look(box, inside, plane, dtype: tl.constexpr, empty: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr):
     """The sum over ranks in their order, float32, and 1 + the last rank of which a number is missing, or 0."""
-    total = tl.zeros_like(part).to(tl.float32)
-    missing = tl.zeros_like(part).to(tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    missing = tl.zeros([BLOCK], tl.int32)
     for source in tl.static_range(WORLD):
-        if source == RANK:
-            total += part.to(tl.float32)
-        else:
-            words = tl.load(box + source * plane, mask=inside, other=0, volatile=True)
-            missing = tl.where(words == empty, source + 1, missing)
-            total += words.to(part.dtype, bitcast=True).to(tl.float32)
+        words = tl.load(box + source * plane, mask=inside, other=0, volatile=True)
+        missing = tl.where(words == empty, source + 1, missing)
+        total += words.to(dtype, bitcast=True).to(tl.float32)
     return total, tl.max(missing, 0)
 
 
 @triton.jit
 def _take_sum(
-    box, part, inside, plane, failed, report, limit,
-    empty: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, ON_GPU: tl.constexpr,
+    box, inside, plane, failed, report, limit,
+    dtype: tl.constexpr, empty: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """The sum of `part` and of what the others write at their planes of `box`, when all of it is there."""
-    total, missing = _look(box, part, inside, plane, empty, RANK, WORLD)
+    """The sum of what all ranks write at their planes of `box`, when all of it is there."""
+    total, missing = _look(box, inside, plane, dtype, empty, BLOCK, WORLD)
     begin, looks = _now(ON_GPU), tl.zeros([], tl.int64)
     while missing > 0:
         looks += 1
-        total, missing = _look(box, part, inside, plane, empty, RANK, WORLD)
+        total, missing = _look(box, inside, plane, dtype, empty, BLOCK, WORLD)
         missing = _or_give_up(missing, begin, looks, failed, report, limit, ON_GPU)
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "limit"])
 def _sum_rows(
-    rows, residual, weight, stream, normed, table, turns, failed, report, eps, limit,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    rows, residual, weight, stream, normed, table, turns, failed, report, rank, eps, limit,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr, WORLD: tl.constexpr,
     TWO_SHOT: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
-    """A program a row."""
+    """A program a row. All ranks run the same code, so that they cannot round in different ways."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    words: tl.constexpr = tl.int32 if rows.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
-    empty: tl.constexpr = -(2**31) if rows.dtype.element_ty.primitive_bitwidth == 32 else -(2**15)
+    dtype: tl.constexpr = rows.dtype.element_ty
+    words: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    empty: tl.constexpr = -(2 ** (dtype.primitive_bitwidth - 1))
     plane: tl.constexpr = MAX_ROWS * SIZE
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    place = row * SIZE + columns
-    own = _box(table, RANK, words) + place
+    own = _box(table, rank, words) + row * SIZE + columns
     if weight is not None:
         factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
     at = row.to(tl.int64) * SIZE + columns
-    part = _plain(tl.load(rows + at, mask=inside, other=0.0))
+    part = _plain(tl.load(rows + at, mask=inside, other=0.0)).to(words, bitcast=True)
     state = tl.load(turns + row)
     turn = state % TURNS
     limit = tl.where(tl.load(failed) > 0, 0, limit)
     owner = row % WORLD
     if residual is not None:
         before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    bits = part.to(words, bitcast=True)
-    for step in tl.static_range(1, WORLD):
-        other = (RANK + step) % WORLD
-        if TWO_SHOT:
-            if owner == other:
-                tl.store(_box(table, other, words) + place + (turn * WORLD + RANK) * plane, bits, mask=inside)
-        else:
-            tl.store(_box(table, other, words) + place + (turn * WORLD + RANK) * plane, bits, mask=inside)
-    # What was read in the round before: by one shot, or as the row's owner, from all; else from the owner alone.
-    from_all = (state < TURNS) | (owner == RANK)
+    place = (turn * WORLD + rank) * plane + row * SIZE + columns
+    if TWO_SHOT:
+        _send(table, owner, place, part, inside)
+    else:
+        for step in tl.static_range(1, WORLD + 1):
+            _send(table, (rank + step) % WORLD, place, part, inside)
+    # What was read in the exchange before: by one shot, or as the row's owner, from all; else from the owner alone.
+    from_all = (state < TURNS) | (owner == rank)
     nothing = tl.full([BLOCK], empty, words)
     read = own + (turn + 2) % TURNS * (WORLD * plane)
     for source in tl.static_range(WORLD):
-        if source != RANK:
-            tl.store(read + source * plane, nothing, mask=inside & (from_all | (owner == source)))
+        tl.store(read + source * plane, nothing, mask=inside & (from_all | (owner == source)))
 
     box = own + turn * (WORLD * plane)
     if TWO_SHOT:
-        if owner == RANK:
-            total = _take_sum(box, part, inside, plane, failed, report, limit, empty, RANK, WORLD, ON_GPU)
+        value = tl.zeros([BLOCK], dtype)
+        if owner == rank:
+            total = _take_sum(box, inside, plane, failed, report, limit, dtype, empty, BLOCK, WORLD, ON_GPU)
             if residual is not None:
                 total += before
-            value = _plain(total.to(part.dtype))
-            sums = value.to(words, bitcast=True)
+            value = _plain(total.to(dtype))
             for step in tl.static_range(1, WORLD):
-                other = (RANK + step) % WORLD
-                tl.store(_box(table, other, words) + place + (turn * WORLD + RANK) * plane, sums, mask=inside)
+                _send(table, (rank + step) % WORLD, place, value.to(words, bitcast=True), inside)
         else:
             taken = _take(box + owner * plane, owner, inside, failed, report, limit, empty, ON_GPU)
-            value = taken.to(part.dtype, bitcast=True)
+            value = taken.to(dtype, bitcast=True)
     else:
-        total = _take_sum(box, part, inside, plane, failed, report, limit, empty, RANK, WORLD, ON_GPU)
+        total = _take_sum(box, inside, plane, failed, report, limit, dtype, empty, BLOCK, WORLD, ON_GPU)
         if residual is not None:
             total += before
-        value = _plain(total.to(part.dtype))
+        value = _plain(total.to(dtype))
     tl.store(stream + at, value, mask=inside)
     if weight is not None:
         wide = value.to(tl.float32)
@@ -166,44 +165,39 @@ def _sum_rows(
     tl.store(turns + row, (turn + 1) % TURNS + (TURNS if TWO_SHOT else 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "limit"])
 def _join_columns(
-    rows, out, table, turns, failed, report, limit, pieces,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    rows, out, table, turns, failed, report, rank, limit, pieces,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr, WORLD: tl.constexpr,
     PDL: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """A program a piece of a row, which is a row of the mailboxes."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    words: tl.constexpr = tl.int32 if rows.dtype.element_ty.primitive_bitwidth == 32 else tl.int16
-    empty: tl.constexpr = -(2**31) if rows.dtype.element_ty.primitive_bitwidth == 32 else -(2**15)
+    dtype: tl.constexpr = rows.dtype.element_ty
+    words: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    empty: tl.constexpr = -(2 ** (dtype.primitive_bitwidth - 1))
     plane: tl.constexpr = MAX_ROWS * SIZE
     piece = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    place = piece * SIZE + columns
-    own = _box(table, RANK, words) + place
+    own = _box(table, rank, words) + piece * SIZE + columns
     if PDL:
         tl.extra.cuda.gdc_wait()
     part = _plain(tl.load(rows + piece.to(tl.int64) * SIZE + columns, mask=inside, other=0.0))
     turn = tl.load(turns + piece) % TURNS
     limit = tl.where(tl.load(failed) > 0, 0, limit)
-    bits = part.to(words, bitcast=True)
-    for step in tl.static_range(1, WORLD):
-        target = _box(table, (RANK + step) % WORLD, words)
-        tl.store(target + place + (turn * WORLD + RANK) * plane, bits, mask=inside)
+    place = (turn * WORLD + rank) * plane + piece * SIZE + columns
+    for step in tl.static_range(1, WORLD + 1):
+        _send(table, (rank + step) % WORLD, place, part.to(words, bitcast=True), inside)
     nothing = tl.full([BLOCK], empty, words)
     to = out + (piece // pieces).to(tl.int64) * (pieces * WORLD * SIZE) + piece % pieces * SIZE + columns
     box = own + turn * (WORLD * plane)
     read = own + (turn + 2) % TURNS * (WORLD * plane)
     for source in tl.static_range(WORLD):
-        if source == RANK:
-            tl.store(to + source * pieces * SIZE, part, mask=inside)
-        else:
-            tl.store(read + source * plane, nothing, mask=inside)
-            taken = _take(box + source * plane, source, inside, failed, report, limit, empty, ON_GPU)
-            tl.store(to + source * pieces * SIZE, taken.to(part.dtype, bitcast=True), mask=inside)
-    tl.debug_barrier()
+        tl.store(read + source * plane, nothing, mask=inside)
+        taken = _take(box + source * plane, source, inside, failed, report, limit, empty, ON_GPU)
+        tl.store(to + source * pieces * SIZE, taken.to(dtype, bitcast=True), mask=inside)
     tl.store(turns + piece, (turn + 1) % TURNS)
 
 
@@ -214,8 +208,8 @@ def sum_rows(
     """As kernels.exchange.sum_rows_normed, of at most `max_rows` rows, into `stream` and `normed`."""
     block = power_of_two(boxes.width)
     _sum_rows[(rows.shape[0],)](
-        rows, residual, weight, stream, normed, boxes.table, boxes.turns, boxes.failed, boxes.report, eps,
-        _limit(boxes, rows), SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows, RANK=boxes.rank,
+        rows, residual, weight, stream, normed, boxes.table, boxes.turns, boxes.failed, boxes.report, boxes.rank,
+        eps, _limit(boxes, rows), SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows,
         WORLD=boxes.world, TWO_SHOT=two_shot, PDL=pdl, ON_GPU=rows.is_cuda, num_warps=_warps(block), launch_pdl=pdl,
     )  # fmt: skip
 
@@ -224,8 +218,8 @@ def join_columns(boxes: Mailboxes, rows: Tensor, out: Tensor, pieces: int, pdl: 
     """As kernels.exchange.join_columns, of at most `max_rows` pieces, into `out`."""
     block = power_of_two(boxes.width)
     _join_columns[(rows.shape[0] * pieces,)](
-        rows, out, boxes.table, boxes.turns, boxes.failed, boxes.report, _limit(boxes, rows), pieces,
-        SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows, RANK=boxes.rank, WORLD=boxes.world,
+        rows, out, boxes.table, boxes.turns, boxes.failed, boxes.report, boxes.rank, _limit(boxes, rows), pieces,
+        SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows, WORLD=boxes.world,
         PDL=pdl, ON_GPU=rows.is_cuda, num_warps=_warps(block), launch_pdl=pdl,
     )  # fmt: skip
 

@@ -106,6 +106,7 @@ def test_sums_are_those_in_the_order_of_ranks_on_every_rank_whoever_comes_first(
             if residual is not None:
                 _, wanted = reference.sum_rows_normed(parts, residual, weight, EPS)
                 assert normed is not None
+                assert found[0][1] is not None and same_bits(normed, found[0][1])
                 torch.testing.assert_close(normed, wanted)
 
 
