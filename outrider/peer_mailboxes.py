@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.exchange import TIMEOUT_SECONDS, Mailboxes, empty, mailbox_bytes
+from kernels.exchange_state import TIMEOUT_SECONDS, Mailboxes, empty, mailbox_bytes
 from outrider.cuda_ipc import ExportedMemory, ImportedMemory
 
 Trade = Callable[[bytes], Sequence[bytes]]

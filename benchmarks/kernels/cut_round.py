@@ -37,7 +37,7 @@ def products(options: argparse.Namespace, ranks: int) -> dict[str, tuple[int, in
     }
 
 
-class Product:
+class CutProduct:
     """A matrix of a rank, as copies that together are larger than L2."""
 
     def __init__(self, num_out: int, size: int, call: Callable[[Linear, Tensor], Tensor]) -> None:
@@ -71,9 +71,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     """All parts."""
     allow_threads()
     for ranks in options.ranks:
-        made = {name: Product(*each) for name, each in products(options, ranks).items()}
+        made = {name: CutProduct(*each) for name, each in products(options, ranks).items()}
 
-        def compiled(case: tuple[str, int], made: dict[str, Product] = made) -> None:
+        def compiled(case: tuple[str, int], made: dict[str, CutProduct] = made) -> None:
             with torch.inference_mode():
                 made[case[0]].compile(case[1])
 

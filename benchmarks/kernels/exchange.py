@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.elementwise import rms_norm
-from kernels.exchange import Mailboxes, empty, join_columns, mailbox_bytes, sum_rows, sum_rows_normed
+from kernels.exchange import join_columns, sum_rows, sum_rows_normed
+from kernels.exchange_state import Mailboxes, empty, mailbox_bytes
 from kernels.reference import exchange as reference
 from outrider.peer_mailboxes import PeerMailboxes, Trade
 from outrider_tools.bench.report import Row, write_report
@@ -50,7 +51,7 @@ def _wait(times, number):
 
 
 @dataclass(frozen=True)
-class Case:
+class ExchangeCase:
     """What is exchanged, and how."""
 
     kind: str
@@ -69,10 +70,10 @@ class Case:
         return self.num_rows * self.width * self.dtype.itemsize
 
 
-class Inputs:
+class RankInputs:
     """NUM_INPUTS sets of what every rank gives, which all ranks can make, and what must come of each."""
 
-    def __init__(self, case: Case, rank: int, world: int, device: torch.device) -> None:
+    def __init__(self, case: ExchangeCase, rank: int, world: int, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(case.num_bytes)
 
         def made(*size: int) -> Tensor:
@@ -100,7 +101,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ExchangeVerdict:
     """After `repetitions`: numbers that had not the bits they should have, and what norms are, in one number."""
 
     repetitions: int
@@ -108,13 +109,13 @@ class Verdict:
     norms: int
 
 
-class Check:
+class RankCheck:
     """Repetitions with random delays before each, in a graph, and how many numbers were wrong in them.
 
     Norms must have the bits that they had in the first exchange, and be near those of the kernel that only norms.
     """
 
-    def __init__(self, inputs: Inputs, boxes: Mailboxes, device: torch.device) -> None:
+    def __init__(self, inputs: RankInputs, boxes: Mailboxes, device: torch.device) -> None:
         self.inputs, self.boxes = inputs, boxes
         self.stream = torch.cuda.Stream(device)
         self.wrong = torch.zeros(1, dtype=torch.int64, device=device)
@@ -150,7 +151,7 @@ class Check:
         with torch.cuda.stream(self.stream):
             self._graph.replay()
 
-    def verdict(self, repetitions: int) -> Verdict:
+    def verdict(self, repetitions: int) -> ExchangeVerdict:
         """When all has ended. Raises RuntimeError if a rank was waited for in vain."""
         self.stream.synchronize()
         raise_silent(self.boxes)
@@ -158,7 +159,7 @@ class Check:
         for normed, expected in zip(self._norms, self.inputs.expected, strict=False):
             torch.testing.assert_close(normed, rms_norm(expected, self.inputs.weight, EPS))
             digest = (31 * digest + int(words_of(normed).long().sum())) % (1 << 61)
-        return Verdict(repetitions, int(self.wrong), digest)
+        return ExchangeVerdict(repetitions, int(self.wrong), digest)
 
     def _exchange(self, number: int) -> Tensor | None:
         _wait[(1,)](self._times, number)
@@ -203,7 +204,7 @@ def graph_us(call: Call, replays: int = 10) -> float:
     return sorted(times[1:])[1]
 
 
-class Rank:
+class RankWorker:
     """What a rank's process does, question by question."""
 
     def __init__(self, rank: int, world: int, device: torch.device, trade: Trade, timeout: float) -> None:
@@ -211,7 +212,7 @@ class Rank:
         self._boxes: dict[tuple[int, torch.dtype], PeerMailboxes] = {}
         torch.cuda.set_device(device)
 
-    def boxes(self, case: Case) -> Mailboxes:
+    def boxes(self, case: ExchangeCase) -> Mailboxes:
         """Mailboxes for messages of at most MAX_BYTES, or for a joined row's pieces."""
         width = join_width(case.width) if case.kind == "join" else case.width
         key = width, case.dtype
@@ -222,9 +223,9 @@ class Rank:
             )
         return self._boxes[key].boxes
 
-    def check(self, case: Case, repetitions: int) -> Verdict:
+    def check(self, case: ExchangeCase, repetitions: int) -> ExchangeVerdict:
         """At least so many repetitions."""
-        check = Check(Inputs(case, self.rank, self.world, self.device), self.boxes(case), self.device)
+        check = RankCheck(RankInputs(case, self.rank, self.world, self.device), self.boxes(case), self.device)
         torch.cuda.synchronize()
         self.trade(b"")
         check.warm()
@@ -235,18 +236,18 @@ class Rank:
             check.replay()
         return check.verdict(replays * CALLS)
 
-    def silent(self, case: Case, sender: int) -> int | None:
+    def silent(self, case: ExchangeCase, sender: int) -> int | None:
         """Whom this rank waits for in vain if `sender` alone sends."""
         boxes = self.boxes(case)
         if self.rank == sender:
-            Inputs(case, self.rank, self.world, self.device).exchanged(boxes, 0)
+            RankInputs(case, self.rank, self.world, self.device).exchanged(boxes, 0)
             torch.cuda.synchronize()
         return boxes.silent_rank()
 
-    def times(self, case: Case) -> dict[str, float]:
+    def times(self, case: ExchangeCase) -> dict[str, float]:
         """Microseconds by what was done."""
         boxes = self.boxes(case)
-        inputs = Inputs(case, self.rank, self.world, self.device)
+        inputs = RankInputs(case, self.rank, self.world, self.device)
         found = {}
         with torch.inference_mode():
             self.trade(b"")
@@ -258,9 +259,9 @@ class Rank:
         raise_silent(boxes)
         return found
 
-    def nccl(self, case: Case) -> dict[str, float]:
+    def nccl(self, case: ExchangeCase) -> dict[str, float]:
         """Microseconds of the same through NCCL."""
-        inputs = Inputs(case, self.rank, self.world, self.device)
+        inputs = RankInputs(case, self.rank, self.world, self.device)
         rows = inputs.own[0].clone()
         joined = rows.new_empty(self.world * case.num_rows, case.width)
 
@@ -302,7 +303,7 @@ def serve(pipe: Connection, rank: int, world: int, device: int, timeout: float) 
         told: Sequence[bytes] = pipe.recv()
         return told
 
-    mine = Rank(rank, world, torch.device("cuda", device), trade, timeout)
+    mine = RankWorker(rank, world, torch.device("cuda", device), trade, timeout)
     while True:
         try:
             name, arguments = pipe.recv()
@@ -314,7 +315,7 @@ def serve(pipe: Connection, rank: int, world: int, device: int, timeout: float) 
             pipe.send(("failed", traceback.format_exc()))
 
 
-class Ranks:
+class RankProcesses:
     """Processes that are asked the same at the same time."""
 
     def __init__(self, devices: Sequence[int], timeout: float) -> None:
@@ -383,12 +384,12 @@ _kept: list[list[Tensor]] = []
 """Memory that addresses point to."""
 
 
-def check_streams(case: Case, world: int, repetitions: int) -> list[Verdict]:
-    """As Rank.check of all ranks, as streams of this process."""
+def check_streams(case: ExchangeCase, world: int, repetitions: int) -> list[ExchangeVerdict]:
+    """As RankWorker.check of all ranks, as streams of this process."""
     device = torch.device("cuda", 0)
     width = join_width(case.width) if case.kind == "join" else case.width
     boxes = local_boxes(world, MAX_BYTES // (width * case.dtype.itemsize), width, case.dtype, device)
-    checks = [Check(Inputs(case, rank, world, device), boxes[rank], device) for rank in range(world)]
+    checks = [RankCheck(RankInputs(case, rank, world, device), boxes[rank], device) for rank in range(world)]
     # A kernel that is launched for the first time may wait for the device: first without waiting for other ranks.
     for check in checks:
         alone = local_boxes(world, check.boxes.max_rows, width, case.dtype, device)[check.boxes.rank]
@@ -406,18 +407,20 @@ def check_streams(case: Case, world: int, repetitions: int) -> list[Verdict]:
     return [check.verdict(replays * CALLS) for check in checks]
 
 
-def cases(kinds: Sequence[str], dtypes: Sequence[str], widths: Sequence[int], sizes: Sequence[int]) -> list[Case]:
+def cases(
+    kinds: Sequence[str], dtypes: Sequence[str], widths: Sequence[int], sizes: Sequence[int]
+) -> list[ExchangeCase]:
     """Messages of so many KiB; joined rows are float32 and as wide as a rank's part of a vocabulary of 128,256."""
     found = []
     for kind in kinds:
         if kind == "join":
-            found += [Case(kind, count, 64128, torch.float32) for count in (1, 8, 32)]
+            found += [ExchangeCase(kind, count, 64128, torch.float32) for count in (1, 8, 32)]
             continue
         for name in dtypes:
             dtype = getattr(torch, name)
             for width in widths:
                 counts = sorted({max(1, (size << 10) // (width * dtype.itemsize)) for size in sizes})
-                found += [Case(kind, count, width, dtype) for count in counts]
+                found += [ExchangeCase(kind, count, width, dtype) for count in counts]
     return found
 
 
@@ -446,7 +449,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     with ExitStack() as stack:
         ranks = None
         if not options.streams:
-            ranks = stack.enter_context(closing(Ranks(options.devices, options.timeout)))
+            ranks = stack.enter_context(closing(RankProcesses(options.devices, options.timeout)))
         if ranks and options.nccl:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             ranks.ask("start_nccl", str(Path(folder) / "meet"))

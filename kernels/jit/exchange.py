@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.exchange_state import Mailboxes
 from kernels.launch import power_of_two
-
-if TYPE_CHECKING:
-    from kernels.exchange import Mailboxes
 
 TURNS = tl.constexpr(3)
 

@@ -8,29 +8,29 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 
-from benchmarks.kernels.exchange import CALLS, Case, Ranks, Verdict, check_streams
+from benchmarks.kernels.exchange import CALLS, ExchangeCase, ExchangeVerdict, RankProcesses, check_streams
 
 KINDS = ["one-shot", "two-shot", "join"]
 WHERE = [pytest.param((0, 0), marks=pytest.mark.gpu), pytest.param((0, 1), marks=pytest.mark.multi_gpu)]
 
 
 Devices = tuple[int, int]
-Start = Callable[[Devices, float], Ranks]
+Start = Callable[[Devices, float], RankProcesses]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts two processes on devices, which wait so many seconds for each other."""
     with ExitStack() as stack:
-        yield lambda devices, timeout: stack.enter_context(closing(Ranks(devices, timeout)))
+        yield lambda devices, timeout: stack.enter_context(closing(RankProcesses(devices, timeout)))
 
 
-def case_of(kind: str, dtype: torch.dtype) -> Case:
-    return Case(kind, 3, 4096 if kind == "join" else 1536, dtype)
+def case_of(kind: str, dtype: torch.dtype) -> ExchangeCase:
+    return ExchangeCase(kind, 3, 4096 if kind == "join" else 1536, dtype)
 
 
-def agree(verdicts: Sequence[Verdict], repetitions: int) -> None:
-    assert verdicts == [Verdict(repetitions, 0, verdicts[0].norms)] * len(verdicts)
+def agree(verdicts: Sequence[ExchangeVerdict], repetitions: int) -> None:
+    assert verdicts == [ExchangeVerdict(repetitions, 0, verdicts[0].norms)] * len(verdicts)
 
 
 @pytest.mark.parametrize("devices", WHERE)

@@ -12,7 +12,7 @@ from compile_only import compile_only
 def main() -> None:
     """Call every launcher; each launch is a compilation."""
     compiled = compile_only()
-    from kernels.exchange import Mailboxes
+    from kernels.exchange_state import Mailboxes
     from kernels.jit import exchange
 
     def ints(*size: int) -> torch.Tensor:
