@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -119,26 +119,22 @@ class RankCheck:
         self.inputs, self.boxes = inputs, boxes
         self.stream = torch.cuda.Stream(device)
         self.wrong = torch.zeros(1, dtype=torch.int64, device=device)
-        self._norms: list[Tensor] = []
+        shape = (case.num_rows, case.width) if (case := inputs.case).kind != "join" else (0, 0)
+        self._norms = [torch.empty(shape, dtype=case.dtype, device=device) for _ in range(NUM_INPUTS)]
         self._times = torch.zeros(CALLS, dtype=torch.int32, device=device)
         self._graph = torch.cuda.CUDAGraph()
 
-    def load(self, boxes: Mailboxes) -> None:
-        """Launch each kernel, on mailboxes where nobody is waited for."""
-        _wait[(1,)](self._times, 0)
-        self.inputs.exchanged(boxes, 0)
-        self._compare(self.inputs.expected[0], self.inputs.expected[0])
-
     def warm(self) -> None:
-        """The first exchanges."""
+        """The first exchanges, all of which are compared but for the norm."""
         with torch.cuda.stream(self.stream):
-            for number in range(NUM_INPUTS):
+            self.wrong.zero_()
+            for number, kept in enumerate(self._norms):
                 normed = self._exchange(number)
                 if normed is not None:
-                    self._norms.append(normed)
+                    kept.copy_(normed)
 
     def capture(self) -> None:
-        """Once all ranks are warm and have ended."""
+        """Once it is warm."""
         with torch.cuda.graph(self._graph, stream=self.stream):
             self._times.random_(0, MAX_DELAY_NS)
             for number in range(CALLS):
@@ -156,7 +152,9 @@ class RankCheck:
         self.stream.synchronize()
         raise_silent(self.boxes)
         digest = 0
-        for normed, expected in zip(self._norms, self.inputs.expected, strict=False):
+        for normed, expected in zip(self._norms, self.inputs.expected, strict=True):
+            if self.inputs.case.kind == "join":
+                break
             torch.testing.assert_close(normed, rms_norm(expected, self.inputs.weight, EPS))
             digest = (31 * digest + int(words_of(normed).long().sum())) % (1 << 61)
         return ExchangeVerdict(repetitions, int(self.wrong), digest)
@@ -265,10 +263,6 @@ class RankWorker:
         rows = inputs.own[0].clone()
         joined = rows.new_empty(self.world * case.num_rows, case.width)
 
-        def summed(_: int) -> object:
-            torch.distributed.all_reduce(rows)
-            return rows
-
         def normed(_: int) -> object:
             torch.distributed.all_reduce(rows)
             return rms_norm(inputs.residuals[0] + rows, inputs.weight, EPS)
@@ -280,7 +274,7 @@ class RankWorker:
         with torch.inference_mode():
             if case.kind == "join":
                 return {"NCCL": graph_us(gathered)}
-            return {"NCCL sum": graph_us(summed), "NCCL and norm": graph_us(normed)}
+            return {"NCCL and norm": graph_us(normed)}
 
     def start_nccl(self, path: str) -> bool:
         """Meet the others in a file."""
@@ -358,48 +352,47 @@ class RankProcesses:
                 process.kill()
 
 
-def local_boxes(world: int, max_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[Mailboxes]:
+class LocalMailboxes:
     """Mailboxes of ranks that are all in this process."""
-    memory = [
-        torch.empty(mailbox_bytes(world, max_rows, width, dtype), dtype=torch.uint8, device=device)
-        for _ in range(world)
-    ]
-    for one in memory:
-        empty(one, dtype)
-    table = torch.tensor([one.data_ptr() for one in memory], dtype=torch.int64, device=device)
-    _kept.append(memory)
-    report = torch.zeros(1, dtype=torch.int32)
-    return [
-        Mailboxes(
-            rank, world, max_rows, width, dtype, table,
-            turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
-            failed=torch.zeros(1, dtype=torch.int32, device=device),
-            report=report.pin_memory() if device.type == "cuda" else report.clone(),
-        )
-        for rank in range(world)
-    ]  # fmt: skip
 
+    def __init__(self, world: int, max_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        size = mailbox_bytes(world, max_rows, width, dtype)
+        self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(world)]
+        table = torch.tensor([one.data_ptr() for one in self._memory], dtype=torch.int64, device=device)
+        self.boxes = []
+        for rank in range(world):
+            turns, failed = (torch.zeros(count, dtype=torch.int32, device=device) for count in (max_rows, 1))
+            report = torch.zeros(1, dtype=torch.int32).pin_memory()
+            self.boxes.append(Mailboxes(rank, world, max_rows, width, dtype, table, turns, failed, report))
 
-_kept: list[list[Tensor]] = []
-"""Memory that addresses point to."""
+    def reset(self, wait: bool) -> None:
+        """As new. `wait` False: nobody waits for anybody."""
+        torch.cuda.synchronize()
+        for memory, boxes in zip(self._memory, self.boxes, strict=True):
+            empty(memory, boxes.dtype)
+            boxes.turns.zero_()
+            boxes.failed.fill_(0 if wait else 1)
+            boxes.report.zero_()
+        torch.cuda.synchronize()
 
 
 def check_streams(case: ExchangeCase, world: int, repetitions: int) -> list[ExchangeVerdict]:
     """As RankWorker.check of all ranks, as streams of this process."""
     device = torch.device("cuda", 0)
     width = join_width(case.width) if case.kind == "join" else case.width
-    boxes = local_boxes(world, MAX_BYTES // (width * case.dtype.itemsize), width, case.dtype, device)
-    checks = [RankCheck(RankInputs(case, rank, world, device), boxes[rank], device) for rank in range(world)]
-    # A kernel that is launched for the first time may wait for the device: first without waiting for other ranks.
+    local = LocalMailboxes(world, MAX_BYTES // (width * case.dtype.itemsize), width, case.dtype, device)
+    checks = [RankCheck(RankInputs(case, boxes.rank, world, device), boxes, device) for boxes in local.boxes]
+    # What is launched for the first time may wait for the device, where another rank would wait for this one.
+    local.reset(wait=False)
     for check in checks:
-        alone = local_boxes(world, check.boxes.max_rows, width, case.dtype, device)[check.boxes.rank]
-        check.load(replace(alone, timeout_seconds=0.0))
-    torch.cuda.synchronize()
+        check.warm()
+        check.stream.synchronize()
+        check.capture()
+        check.replay()
+    local.reset(wait=True)
     for check in checks:
         check.warm()
     torch.cuda.synchronize()
-    for check in checks:
-        check.capture()
     replays = -(-repetitions // CALLS)
     for _ in range(replays):
         for check in checks:
@@ -441,7 +434,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = list(measure(options))
     if options.out:
-        write_report(options.out, "exchange", torch.cuda.get_device_name(), rows, ("torch", "triton"))
+        number = 1 if options.streams else len(set(options.devices))
+        device = f"{number} x {torch.cuda.get_device_name()}" if number > 1 else torch.cuda.get_device_name()
+        write_report(options.out, "exchange", device, rows, ("torch", "triton"))
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:

@@ -34,7 +34,6 @@ def exchange_table() -> str:
                     f"{fused - norm:.1f}",
                     one.cell(other, "exchange_us", ".1f") if (other, "exchange_us") in one else "",
                     one.cell(case, "sum_us", ".1f"),
-                    one.cell(case, "NCCL_sum_us", ".1f"),
                     one.cell(case, "NCCL_and_norm_us", ".1f"),
                 )
             )
@@ -46,8 +45,7 @@ def exchange_table() -> str:
         "difference",
         "by two shots",
         "sum alone",
-        "NCCL: sum",
-        "NCCL: sum, then residual and norm",
+        "NCCL, then residual and norm",
     )
     joins = [
         (f"{count}", *(one.cell(JOINED.format(count), name, ".1f") for name in ("exchange_us", "NCCL_us")))

@@ -171,9 +171,9 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         join_columns(boxes, torch.zeros(2, 24, device=device))
 
 
-def test_two_ranks_never_gain_by_two_shots() -> None:
-    assert not two_shot_pays(1 << 30, 2)
-    assert two_shot_pays(2 << 20, 4) and not two_shot_pays(8 << 10, 8)
+def test_large_messages_go_by_two_shots_unless_told() -> None:
+    assert [two_shot_pays(size << 10, 2) for size in (8, 1024, 2048)] == [False, False, True]
+    assert [two_shot_pays(size << 10, 8) for size in (8, 64, 128)] == [False, False, True]
 
 
 def test_the_compiler_takes_what_the_interpreter_runs() -> None:
