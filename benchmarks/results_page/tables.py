@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from benchmarks.chaos.cases import CASES
 from benchmarks.engine.cost import Point, round_times
-from benchmarks.results_page.ranks import exchange_table
+from benchmarks.results_page.ranks import cut_table, exchange_table
 from benchmarks.results_page.reports import ROOT, Cells, ResultFile, report, table, targets
 from benchmarks.results_page.split_tables import (
     ACCEPT_COLUMNS,
@@ -524,6 +524,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "model_impl": model_impl_table,
     "exchange": exchange_table,
+    "cut": cut_table,
     "deterministic": deterministic_table,
     "drafts": drafts_table,
     "kinds": kinds_table,
