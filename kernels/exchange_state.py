@@ -41,8 +41,15 @@ class Mailboxes:
 
 
 def mailbox_bytes(world: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
-    """Size of a rank's mailboxes."""
-    return NUM_TURNS * world * max_rows * width * dtype.itemsize
+    """Size of a rank's mailboxes. Raises ValueError for more than the kernels can count, or another dtype."""
+    places = NUM_TURNS * world * max_rows * width
+    if places >= 1 << 31:
+        raise ValueError(
+            f"mailboxes of {max_rows} rows of {width} for {world} ranks have 2^31 places or more: take fewer rows"
+        )
+    if dtype not in _WORDS:
+        raise ValueError(f"exchanges are of bfloat16, float16 or float32, not {dtype}")
+    return places * dtype.itemsize
 
 
 def empty(memory: Tensor, dtype: torch.dtype) -> None:

@@ -167,6 +167,10 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         sum_rows(boxes, rows, rows[:1])
     with pytest.raises(ValueError, match="norm's weight"):
         sum_rows_normed(boxes, rows, rows, torch.zeros(8, device=device), EPS)
+    with pytest.raises(ValueError, match="fewer rows"):
+        mailbox_bytes(8, 1 << 16, 8192, torch.bfloat16)
+    with pytest.raises(ValueError, match="float64"):
+        mailbox_bytes(2, 1, 16, torch.float64)
     with pytest.raises(ValueError, match="multiple of 16"):
         join_columns(boxes, torch.zeros(2, 24, device=device))
 
