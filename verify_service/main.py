@@ -55,7 +55,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             speculates = bool(addresses or (options.speculative_algorithm and not options.no_speculation))
             hello = served.hello()
             dialers = DraftDialers(addresses, lambda address: DraftDialer(address, hello, engine, dial=dial))
-            metrics.watch(engine, dialers)
+            metrics.watch(engine, dialers, options.tensor_parallel_size)
             engine.backlog.max_tokens = options.max_queued_tokens
             info = served.info
             grammars = GrammarChecker(info.model_path, info.vocab_size, info.eos_token_ids)

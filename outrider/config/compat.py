@@ -43,8 +43,11 @@ def _parallel(*flags: str) -> tuple[Foreign, ...]:
     return tuple(
         Foreign(
             flag,
-            moot="one process holds the model",
-            refused="a verify service is one GPU; start several behind one gateway, each with --device cuda:N",
+            moot="one verify service is one replica",
+            refused=(
+                "start several behind one gateway, each with --device cuda:N; --tensor-parallel-size divides a model "
+                "among GPUs"
+            ),
             moot_values=("1",),
         )
         for flag in flags
@@ -72,7 +75,7 @@ SERVING = (
     _same("--ssl-ca-certs", "--gateway-tls-ca", "--tls-ca"),
     _same("--speculative-model", "--speculative-draft-model-path"),
     _same("--num-speculative-tokens", "--speculative-num-steps"),
-    *_parallel("--tensor-parallel-size", "--tp-size", "--tp", "-tp"),
+    *(_same(flag, "--tensor-parallel-size") for flag in ("--tp-size", "--tp", "-tp")),
     *_parallel("--pipeline-parallel-size", "--pp-size", "--data-parallel-size", "--dp-size"),
     Foreign(
         "--enable-prefix-caching", moot="prefixes are always shared; --disable-radix-cache stops it", takes_value=False

@@ -34,7 +34,19 @@ class VerifyOptions(PeerServiceOptions):
         "ours for the families that it has.",
         choices=("auto", "outrider", "transformers"),
     )
-    threads: int = option(0, "Threads of the forward; 0 takes one per core.", minimum=0, maximum=1024)
+    tensor_parallel_size: int = option(
+        1,
+        "Ranks that share each layer of the target, a process each: on GPUs the device and those behind it, on a CPU "
+        "its cores.",
+        minimum=1,
+        maximum=16,
+    )
+    rank_seconds: float = option(
+        10.0, "Seconds without an answer of a rank after which the service ends.", minimum=0.5, maximum=600
+    )
+    threads: int = option(
+        0, "Threads of the forward, of each rank; 0 shares out the cores, one thread each.", minimum=0, maximum=1024
+    )
     engine_cpus: str = option(
         "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."
     )

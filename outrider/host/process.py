@@ -10,7 +10,7 @@ import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -40,6 +40,13 @@ _SWITCH_SECONDS = 0.0001
 
 FrameT = TypeVar("FrameT")
 ServedT = TypeVar("ServedT")
+
+
+class HasDescriptor(Protocol):
+    """A file or a socket."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
 
 
 class FrameConnection(asyncio.Protocol, Generic[FrameT]):
@@ -259,10 +266,13 @@ def switch_threads_often() -> None:
 
 
 def spawn(
-    module: str, sockets: Sequence[socket.socket], environment: Mapping[str, str] | None = None
+    module: str,
+    files: Sequence[HasDescriptor],
+    environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """Run a module as an engine, with the descriptors of these sockets as its arguments. Call it on the main thread:
-    on Linux the end of the starting thread is what ends the child.
+    """Run a module as an engine, with the descriptors of these sockets or files as its arguments, and others behind
+    them. Call it on the main thread: on Linux the end of the starting thread is what ends the child.
 
     `environment`: variables that it gets whatever this process has.
     """
@@ -270,12 +280,15 @@ def spawn(
     # Threads that spin while they wait starve the services beside them on the same cores, and themselves: measured
     # with one busy process beside it on 2 cores, a 57 ms forward took 746 ms.
     env = {"OMP_WAIT_POLICY": "passive", **KERNEL_CACHES, **os.environ, **(environment or {})}
-    descriptors = [one.fileno() for one in sockets]
+    descriptors = [one.fileno() for one in files]
     # Ctrl-C reaches the whole process group. Blocked signals stay so in a child: the door alone decides what follows.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
-            [*launcher, module, *map(str, descriptors)], stdin=subprocess.PIPE, pass_fds=descriptors, env=env
+            [*launcher, module, *map(str, descriptors), *arguments],
+            stdin=subprocess.PIPE,
+            pass_fds=descriptors,
+            env=env,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)

@@ -12,6 +12,7 @@ from kernels.expert_tiles import Gating, Routes
 from kernels.experts import combine, expert_linear, route
 from kernels.quant_weight import QuantWeight, joined
 from outrider.attention.base import AttentionPlan
+from outrider.layers.exchange import Exchange
 from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
@@ -117,15 +118,22 @@ class ExpertMlp:
         scheme = config.scheme_of(f"{first}.{down}")
         self.down = ExpertLinear(experts.num_experts, size, [hidden], bias, dtype, device, scheme)
         self.shared = SharedExpert(config, experts, prefix, dtype, device) if experts.shared_size else None
+        self._exchange: Exchange | None = None
 
     def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the experts' output for it, normed."""
         rows = stream if norm is None else norm(stream)
         routes = route(self.router.to_float32(rows), self.config.num_active, self.config.normed, plan.token_slots)
         inside = self.gate_up(rows, routes, self._gating, self._interleaved)
+        base = stream if self._exchange is None else torch.zeros_like(stream)
         if self.shared is not None:
-            stream = self.shared.add_to(stream, rows)
-        return combine(self.down(inside, routes), routes, stream)
+            base = self.shared.add_to(base, rows)
+        total = combine(self.down(inside, routes), routes, base)
+        return total if self._exchange is None else self._exchange.add(stream, total)
+
+    def join(self, exchange: Exchange) -> None:
+        """Compute as one of several ranks, of which each has some channels of every expert."""
+        self._exchange = exchange
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the mixture's own."""
@@ -139,6 +147,9 @@ class ExpertMlp:
 
     def finish_loading(self) -> None:
         """See SelfAttention."""
+        if self._exchange is not None and self._exchange.rank:
+            # It is added once.
+            self.down.bias = None
         self.router.pack()
         self.gate_up.pack()
         self.down.pack()

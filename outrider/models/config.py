@@ -144,6 +144,7 @@ class ModelConfig(ModelShape):
         embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and MLP add to the
             residual stream, and on logits.
         unpadded_head_dim: head_dim in the checkpoint, where zeros stand behind each half of a head; else 0.
+        vocab_cuts: ranks that share the rows of the output matrix; see `outrider.models.cuts`.
     """
 
     intermediate_size: int
@@ -171,6 +172,7 @@ class ModelConfig(ModelShape):
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     unpadded_head_dim: int = 0
+    vocab_cuts: int = 1
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from kernels.attention_tiles import ScoreRules
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
+from outrider.layers.exchange import Exchange
 from outrider.layers.experts import ExpertMlp
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
@@ -30,16 +31,24 @@ class ResidualOutput:
         self.linear = linear
         self.norm = layer_norm(config, dtype, device) if config.norms != "before" else None
         self._scale = config.residual_scale
+        self.exchange: Exchange | None = None
+        """Among ranks of which each has some of the matrix's columns."""
 
     def add_to(self, stream: Tensor, rows: Tensor) -> Tensor:
         """The residual stream [M, hidden] plus what comes of `rows` [M, in]."""
+        exchange = self.exchange
         if self.norm is None and self._scale == 1.0:
-            return self.linear.add_to(stream, rows)
+            return self.linear.add_to(stream, rows) if exchange is None else exchange.add(stream, self.linear(rows))
         product = self.linear(rows)
+        if exchange is not None:
+            product = exchange.total(product)
         return torch.add(stream, product if self.norm is None else self.norm(product), alpha=self._scale)
 
     def finish_loading(self) -> None:
         """See SelfAttention."""
+        if self.exchange is not None and self.exchange.rank:
+            # It is added once.
+            self.linear.bias = None
         self.linear.pack()
         if self.norm is not None:
             self.norm.finish_loading()
@@ -196,6 +205,10 @@ class GatedMlp:
             gate_up = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
         return gate_up | self.down.linear.tensors("down_proj")
 
+    def join(self, exchange: Exchange) -> None:
+        """See CausalLM."""
+        self.down.exchange = exchange
+
     def finish_loading(self) -> None:
         """See SelfAttention."""
         self.gate_up.pack()
@@ -288,9 +301,20 @@ class CausalLM(LanguageModel):
             for layer in range(config.num_layers)
         ]
         self.norm = layer_norm(config, dtype, device)
-        rows = 0 if config.tie_embeddings else config.vocab_size
+        rows = 0 if config.tie_embeddings else config.vocab_size // config.vocab_cuts
         scheme = None if config.tie_embeddings else config.scheme_of("lm_head")
         self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme)
+        self._exchange: Exchange | None = None
+
+    def join(self, exchange: Exchange) -> None:
+        """Compute as one of several ranks, of which each has its part of the weights; before `finish_loading`.
+
+        `config` is what `ModelConfig.cut` makes for so many.
+        """
+        self._exchange = exchange
+        for layer in self.layers:
+            layer.attention.output.exchange = exchange
+            layer.mlp.join(exchange)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint belongs: its name to a tensor, or a view of a fused one, of its shape."""
@@ -309,6 +333,8 @@ class CausalLM(LanguageModel):
         if self.config.tie_embeddings:
             # Rows are looked up in the plain layout; where packing helps, the head is a second copy in another one.
             self.head.weight = self.embedding
+            if self._exchange is not None and self.config.vocab_cuts > 1:
+                self.head.weight = self.embedding.chunk(self.config.vocab_cuts)[self._exchange.rank]
         self.head.pack()
         self.norm.finish_loading()
         for layer in self.layers:
@@ -337,6 +363,8 @@ class CausalLM(LanguageModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """See LanguageModel."""
         logits = self.head.to_float32(hidden)
+        if self._exchange is not None and self.config.vocab_cuts > 1:
+            logits = self._exchange.join(logits)
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         if cap := self.config.logit_softcap:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from outrider.errors import ConfigError
+from outrider.layers.exchange import Exchange
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig, ModelShape, choose_impl
+from outrider.models.cuts import cut, spans
 from outrider.models.decoder import CausalLM
 from outrider.models.families import FAMILIES
 from outrider.models.fields import read_configs
@@ -36,16 +39,19 @@ def load_model(
     progress: Progress | None = None,
     impl: str = "auto",
     context_length: int = 0,
+    exchange: Exchange | None = None,
 ) -> LanguageModel:
     """Load a Hugging Face folder as our decoder, or through transformers. `impl`: see --model-impl.
 
-    No sequence will be longer than `context_length`; 0: than the model allows.
+    No sequence will be longer than `context_length`; 0: than the model allows. `exchange`: see `load_decoder`.
     Raises ConfigError: names the architecture, field, file or tensor that is at fault.
     """
     if choose_impl(read_configs(Path(path))[0], impl) == "transformers":
+        if exchange is not None:
+            cut(describe_transformers(Path(path)), exchange.world)
         _check_dtype(dtype)
         return load_transformers(Path(path), dtype, torch.device(device), progress)
-    return load_decoder(path, dtype, device, progress, context_length)
+    return load_decoder(path, dtype, device, progress, context_length, exchange)
 
 
 def load_decoder(
@@ -54,12 +60,13 @@ def load_decoder(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     context_length: int = 0,
+    exchange: Exchange | None = None,
 ) -> CausalLM:
     """Load a Hugging Face folder as our decoder: config.json and safetensors, in one file or sharded.
 
     Names and shapes of all tensors are checked before memory is taken for weights; then they go tensor by tensor to
     `dtype` and `device`. `progress(done_bytes, total_bytes)` is called from this thread as they do. No sequence will be
-    longer than `context_length`; 0: than the model allows.
+    longer than `context_length`; 0: than the model allows. `exchange`: among ranks of which each loads its part.
     Raises ConfigError: names the architecture, field, file or tensor that is at fault.
     """
     folder = Path(path)
@@ -67,10 +74,21 @@ def load_decoder(
     config = config.limited_to(context_length) if context_length else config
     config = config.with_padded_heads() if torch.device(device).type == "cuda" else config
     _check_dtype(dtype)
+    rank, world = (0, 1) if exchange is None else (exchange.rank, exchange.world)
+    part = config if exchange is None else cut(config, world)
     stored = decoder_tensors(folder, config)
     with torch.inference_mode():
-        model = CausalLM(config, dtype, torch.device(device))
-        fill(model.checkpoint_tensors(), lambda name: stored[name].read(), progress)
+        model = CausalLM(part, dtype, torch.device(device))
+        if exchange is not None:
+            model.join(exchange)
+        targets = model.checkpoint_tensors()
+
+        def read(name: str) -> Tensor:
+            tensor, wanted = stored[name], tuple(targets[name].shape)
+            whole = tensor.shape == wanted or not tensor.shape
+            return tensor.read(() if whole else spans(name, tensor.shape, wanted, config, rank, world))
+
+        fill(targets, read, progress)
         model.finish_loading()
     return model
 

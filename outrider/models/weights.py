@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +28,19 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
 
-    def read(self) -> Tensor:
-        """The tensor on the CPU, in its own dtype. Raises ConfigError where the file cannot be read."""
+    def read(self, spans: Sequence[Sequence[tuple[int, int]]] = ()) -> Tensor:
+        """The tensor on the CPU, in its own dtype; of each dimension only the `spans`, one behind another, if given.
+
+        Raises ConfigError where the file cannot be read.
+        """
         try:
             with safe_open(self.path, framework="pt", device="cpu") as shard:
-                found: Tensor = shard.get_tensor(self.name)
+                if not spans or not self.shape:
+                    found: Tensor = shard.get_tensor(self.name)
+                else:
+                    stored = shard.get_slice(self.name)
+                    rest = tuple(slice(*pieces[0]) for pieces in spans[1:])
+                    found = torch.cat([stored[(slice(*piece), *rest)] for piece in spans[0]])
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self.path}: cannot be read as safetensors: {error}") from None
         return found

@@ -95,9 +95,9 @@ def test_the_words_of_other_engines_start_the_target() -> None:
     )
 
 
-@pytest.mark.parametrize("words", ["--tensor-parallel-size 2", "--tp=2", "--data_parallel_size 4"])
-def test_what_needs_more_than_a_gpu_is_answered_with_what_to_do(words: str) -> None:
-    with pytest.raises(ConfigError, match=r"one GPU; start several behind one gateway, each with --device cuda:N"):
+@pytest.mark.parametrize("words", ["--pp-size 2", "--dp-size=2", "--data_parallel_size 4"])
+def test_what_needs_more_than_a_replica_is_answered_with_what_to_do(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"start several behind one gateway, each with --device cuda:N"):
         verify(*words.split())
 
 

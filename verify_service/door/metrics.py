@@ -143,7 +143,7 @@ class VerifyMetrics:
         horizon = time.monotonic() - _WINDOW_SECONDS
         return sum(count for at, count in list(self._recent) if at >= horizon) / _WINDOW_SECONDS
 
-    def watch(self, engine: RemoteVerifyEngine, dialers: Iterable[DraftDialer]) -> None:
+    def watch(self, engine: RemoteVerifyEngine, dialers: Iterable[DraftDialer], num_ranks: int = 1) -> None:
         """Report this engine and its drafts too."""
         self._has_drafts = bool(dialers)
 
@@ -158,6 +158,7 @@ class VerifyMetrics:
             "kv_pages_used", "KV pages that requests or the radix cache hold.", lambda: engine.snapshot.num_pages_used
         )
         gauge("tokens_per_second", "Committed tokens per second, lately.", lambda: self.tokens_per_second)
+        gauge("ranks", "Processes that share each layer of the target.", lambda: num_ranks)
         gauge("healthy_drafts", "Draft services connected and answering.", lambda: engine.num_healthy)
         gauge(
             "drafts_waiting_for_features",

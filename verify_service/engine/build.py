@@ -26,10 +26,13 @@ from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.graphs import compile_aside
 from outrider.host.garbage import disable_automatic_collection
+from outrider.host.rank_memory import RankMemory
 from outrider.host.worker import pin_to_cores
+from outrider.layers.exchange import HostExchange
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES
+from outrider.models.cuts import cut
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
 from outrider.models.drafters.loader import load_draft_model
@@ -54,6 +57,8 @@ from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.executors.torch_executor import TorchExecutor
 from verify_service.features.base import FeatureExecutor
 from verify_service.frames import TargetProfile
+from verify_service.ranks.leader import RankProcesses
+from verify_service.ranks.replay import lead
 from verify_service.speculation.budget import CostModel
 from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.growth_policy import GrowthPolicy
@@ -72,9 +77,14 @@ class Built:
 def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
     """Load and warm up what the options name, which takes from seconds to minutes. Raises ConfigError."""
     pin_to_cores(options.engine_cpus)
-    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
-    path, model = load(options)
-    parts = build(options, path, model, load_draft(options, path, model))
+    torch.set_num_threads(choose_threads(options))
+    ranks = RankProcesses(options) if options.tensor_parallel_size > 1 else None
+    path, model = load(options, None if ranks is None else ranks.memory)
+    draft = load_draft(options, path, model)
+    if ranks is not None:
+        ranks.memory.trade(b"loaded")
+        model = lead(model, ranks.memory)
+    parts = build(options, path, model, draft)
     limits = parts.limits
     info = VerifyInfo(
         model=options.served_model_name or served_name(options.model),
@@ -98,6 +108,8 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     engine = VerifyEngine(
         *(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary, parts.growth, colocated)
     )
+    if ranks is not None:
+        ranks.started()
     # A collection at a time of its own choosing could fall between two rounds.
     disable_automatic_collection()
     return Built(engine, served)
@@ -184,11 +196,23 @@ class RoundDraft:
         return kv + width * model.dtype.itemsize
 
 
-def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
-    """Find and load the target. Raises ConfigError for what cannot run, where possible before weights are read."""
+def choose_threads(options: VerifyOptions) -> int:
+    """Threads of a rank's forward."""
+    return options.threads or max(len(os.sched_getaffinity(0)) // options.tensor_parallel_size, 1)
+
+
+def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path, LanguageModel]:
+    """Find and load the target, or a rank's part of it. `memory`: which the ranks share.
+
+    Raises ConfigError for what cannot run, where possible before weights are read.
+    """
     path = resolve_model(options.model)
     device = choose_device(options.device)
     config = describe_model(path, options.model_impl)
+    if memory is not None:
+        config = cut(config, memory.world)
+        if device.type == "cuda":
+            raise ConfigError("--tensor-parallel-size: ranks on GPUs are not supported; leave it at 1")
     _check_context_length(options, min(config.max_positions, options.max_total_tokens or config.max_positions))
     told = named_draft(options, path)
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
@@ -206,8 +230,9 @@ def load(options: VerifyOptions) -> tuple[Path, LanguageModel]:
             check_fp8(device, "--kv-cache-dtype: fp8_e4m3")
         check_model(config, dtype, device, options.mem_fraction_static)
     with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
-        report = partial(progress, "loading weights")
-        model = load_model(path, dtype, device, report, options.model_impl, options.context_length)
+        report = partial(progress, "loading weights") if memory is None or not memory.rank else None
+        exchange = None if memory is None else HostExchange(memory)
+        model = load_model(path, dtype, device, report, options.model_impl, options.context_length, exchange)
     if fp8_kv:
         model.kv_dtype = torch.float8_e4m3fn
     return path, model
@@ -266,7 +291,9 @@ def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
 def build(options: VerifyOptions, path: Path, model: LanguageModel, draft: RoundDraft | None = None) -> EngineParts:
     """Everything else, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
-    tokens = options.max_total_tokens or (gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model))
+    tokens = options.max_total_tokens or (
+        gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model, options.tensor_parallel_size)
+    )
     num_pages = tokens // options.page_size
     if num_pages * options.page_size < 512:
         raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few to warm up; allow at least 512")
@@ -391,10 +418,11 @@ def attention_backend(name: str, model: LanguageModel, page_size: int, determini
     return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
 
 
-def _cpu_tokens(model: LanguageModel) -> int:
+def _cpu_tokens(model: LanguageModel, num_ranks: int) -> int:
     """KV tokens that a quarter of the free memory holds, within what one CPU can use."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(min(int(free * _CPU_MEMORY_SHARE) // model.kv_bytes, _MAX_CPU_KV_TOKENS), 1024)
+    share = free * _CPU_MEMORY_SHARE / num_ranks
+    return max(min(int(share) // model.kv_bytes, _MAX_CPU_KV_TOKENS), 1024)
 
 
 def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft | None) -> int:

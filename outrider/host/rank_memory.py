@@ -1,0 +1,197 @@
+"""Memory that the ranks of a tensor-parallel model share on one host: messages of rank 0, and words to each other.
+
+One piece of anonymous memory, whose descriptor followers inherit. No locks and no system calls: each number has one
+writer, and who waits looks until it has changed. Torch-free.
+
+    numbers     of each rank: exchanges entered, bytes of messages read; and once, bytes of messages written
+    words       of each rank: why it cannot go on
+    messages    a ring of bytes that rank 0 writes and every other rank reads all of
+    boxes       two of each rank, used in turn: who writes a box again knows that all have read it, since they have
+                entered the exchange after it
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import ConfigError, InternalError
+
+TIMEOUT_SECONDS = 10.0
+"""How long a rank is waited for."""
+START_SECONDS = 1800.0
+"""How long at the start, when ranks read weights and compile kernels."""
+BOX_BYTES = 1 << 20
+RING_BYTES = 1 << 22
+_LINE = 8
+"""Numbers of 8 bytes in a cache line: ranks do not write to the same one."""
+_WORDS_BYTES = 1024
+_ENTERED, _READ = range(2)
+_HEADER = struct.Struct("<ii")
+_SPIN_LOOKS = 200
+_YIELD_SECONDS = 0.002
+_NAP_SECONDS = 0.0002
+_CALM_SECONDS = 1.0
+"""After so long without a message a follower looks for one less often."""
+_CALM_NAP_SECONDS = 0.002
+
+
+class RankError(InternalError):
+    """A rank died, hangs, or said that it cannot go on."""
+
+
+class RankMemory:
+    """One rank's view. Every rank calls `swap` and `trade` equally often and in the same order."""
+
+    def __init__(self, descriptor: int, rank: int, world: int, seconds: float = TIMEOUT_SECONDS) -> None:
+        """`seconds`: how long other ranks are waited for, once all have started (`started`)."""
+        self.rank, self.world, self.descriptor = rank, world, descriptor
+        self.check: Callable[[], None] = lambda: None
+        """Called now and then by who waits; may raise."""
+        self._seconds = seconds
+        self._limit = START_SECONDS
+        self._map = mmap.mmap(descriptor, _size(world))
+        control = 8 * _LINE * (world + 1)
+        self._numbers: NDArray[np.int64] = np.frombuffer(self._map, np.int64, _LINE * (world + 1)).reshape(-1, _LINE)
+        self._words = control
+        self._ring: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8, RING_BYTES, control + world * _WORDS_BYTES)
+        boxes = np.frombuffer(self._map, np.uint8, offset=control + world * _WORDS_BYTES + RING_BYTES)
+        self._boxes: NDArray[np.uint8] = boxes.reshape(2, world, BOX_BYTES)
+        self._num_entered = 0
+        self._at = 0
+        """Bytes of messages that this rank has written, or read."""
+
+    @classmethod
+    def create(cls, world: int, seconds: float = TIMEOUT_SECONDS) -> RankMemory:
+        """Memory for so many ranks, as rank 0 sees it. Raises ConfigError where the system has no such memory."""
+        if sys.platform != "linux":
+            raise ConfigError("--tensor-parallel-size: ranks share memory as Linux alone has it; leave it at 1")
+        descriptor = os.memfd_create("outrider-ranks")
+        os.ftruncate(descriptor, _size(world))
+        return cls(descriptor, 0, world, seconds)
+
+    def started(self) -> None:
+        """From now on no rank may take long."""
+        self._limit = self._seconds
+
+    def fileno(self) -> int:
+        """Its descriptor, for a process to inherit."""
+        return self.descriptor
+
+    def close(self) -> None:
+        """Give the descriptor back; what is mapped stays until the process ends."""
+        os.close(self.descriptor)
+
+    def send(self, kind: int, body: bytes | bytearray | memoryview = b"") -> None:
+        """Leave a message for all other ranks. Waits while the ring is full. Raises RankError."""
+        view = memoryview(_HEADER.pack(kind, len(body)) + bytes(body)).cast("B")
+        while len(view):
+            space = RING_BYTES - (self._at - self._slowest())
+            if not space:
+                full = self._at - RING_BYTES
+                self._wait(lambda full=full: self._slowest() > full, self._latest_reader)  # type: ignore[misc]
+                continue
+            start = self._at % RING_BYTES
+            count = min(len(view), space, RING_BYTES - start)
+            self._ring[start : start + count] = np.frombuffer(view[:count], np.uint8)
+            self._at += count
+            self._numbers[self.world, 0] = self._at
+            view = view[count:]
+
+    def receive(self) -> tuple[int, bytes]:
+        """The next message of rank 0, which may come at any time."""
+        kind, length = _HEADER.unpack(self._read(_HEADER.size, is_begin=True))
+        return kind, self._read(length)
+
+    def swap(self, part: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Give `part` [n], n the same on all ranks and at most BOX_BYTES, and get [world, n], of all.
+
+        What is returned is overwritten in the exchange after the next one. Raises RankError.
+        """
+        size, number = len(part), self._num_entered + 1
+        boxes: NDArray[np.uint8] = self._boxes[number % 2]
+        boxes[self.rank, :size] = part
+        self._num_entered = number
+        entered = self._numbers[: self.world, _ENTERED]
+        entered[self.rank] = number
+        if entered.min() < number:
+            self._wait(lambda: bool(entered.min() >= number), lambda: int(entered.argmin()))
+        found: NDArray[np.uint8] = boxes[:, :size]
+        return found
+
+    def trade(self, data: bytes) -> list[bytes]:
+        """Bytes of all ranks, in their order. Raises RankError."""
+        lengths = self.swap(np.frombuffer(struct.pack("<q", len(data)), np.uint8)).copy().view(np.int64)[:, 0].tolist()
+        found = [bytearray() for _ in lengths]
+        for first in range(0, max(lengths), BOX_BYTES):
+            piece = np.zeros(min(BOX_BYTES, max(lengths) - first), np.uint8)
+            own = np.frombuffer(data[first : first + BOX_BYTES], np.uint8)
+            piece[: len(own)] = own
+            for whole, part in zip(found, self.swap(piece), strict=True):
+                whole += part.tobytes()
+        return [bytes(whole[:length]) for whole, length in zip(found, lengths, strict=True)]
+
+    def is_behind(self, rank: int) -> bool:
+        """Whether a rank has messages left to read."""
+        return bool(self._numbers[rank, _READ] < self._at)
+
+    def num_read(self, rank: int) -> int:
+        """Bytes of messages that a rank has read."""
+        return int(self._numbers[rank, _READ])
+
+    def say(self, words: str) -> None:
+        """Leave word why this rank cannot go on."""
+        data = words.encode()[: _WORDS_BYTES - 1]
+        start = self._words + self.rank * _WORDS_BYTES
+        self._map[start : start + _WORDS_BYTES] = data.ljust(_WORDS_BYTES, b"\0")
+
+    def said(self, rank: int) -> str:
+        """What a rank has left word of, if anything."""
+        start = self._words + rank * _WORDS_BYTES
+        return self._map[start : start + _WORDS_BYTES].rstrip(b"\0").decode(errors="replace")
+
+    def _slowest(self) -> int:
+        return int(self._numbers[1 : self.world, _READ].min())
+
+    def _latest_reader(self) -> int:
+        return 1 + int(self._numbers[1 : self.world, _READ].argmin())
+
+    def _read(self, count: int, is_begin: bool = False) -> bytes:
+        found = bytearray()
+        written = self._numbers[self.world]
+        while len(found) < count:
+            if written[0] == self._at:
+                self._wait(lambda: bool(written[0] > self._at), lambda: 0, is_patient=is_begin)
+            start = self._at % RING_BYTES
+            length = min(count - len(found), int(written[0]) - self._at, RING_BYTES - start)
+            found += self._ring[start : start + length].tobytes()
+            self._at += length
+            self._numbers[self.rank, _READ] = self._at
+        return bytes(found)
+
+    def _wait(self, is_there: Callable[[], bool], culprit: Callable[[], int], is_patient: bool = False) -> None:
+        """Look until something is there. Raises RankError, naming the `culprit`, after the time that ranks have."""
+        for _ in range(_SPIN_LOOKS):
+            if is_there():
+                return
+        begin = time.monotonic()
+        while not is_there():
+            waited = time.monotonic() - begin
+            if waited < _YIELD_SECONDS:
+                os.sched_yield()
+                continue
+            self.check()
+            if waited > self._limit and not is_patient:
+                raise RankError(f"rank {culprit()} of {self.world} did not answer within {self._limit:g} s")
+            time.sleep(_CALM_NAP_SECONDS if waited > _CALM_SECONDS else _NAP_SECONDS)
+
+
+def _size(world: int) -> int:
+    return 8 * _LINE * (world + 1) + world * _WORDS_BYTES + RING_BYTES + 2 * world * BOX_BYTES

@@ -1,0 +1,101 @@
+"""Which part of a checkpoint each rank of a tensor-parallel model has.
+
+Heads, channels of MLPs and of each expert, and rows of the output matrix are divided; embeddings, norms, routers and
+the residual stream are everybody's. Where there are more ranks than KV heads, several have the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outrider.errors import ConfigError
+from outrider.models.config import ExpertsConfig, ModelConfig, ModelShape
+
+Span = tuple[int, int]
+OPTION = "--tensor-parallel-size"
+
+
+def cut(config: ModelShape, world: int) -> ModelConfig:
+    """What one of `world` ranks has of a model, as the config of a smaller one.
+
+    Raises ConfigError for a model that cannot be divided so.
+    """
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"{OPTION}: {world} ranks need outrider's own decoder, which {config.architecture} has not")
+    if config.wide_qk_norm:
+        raise ConfigError(f"{OPTION}: {config.architecture} norms all heads together, so they cannot be divided")
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    _check("num_attention_heads", heads, world)
+    if max(kv_heads, world) % min(kv_heads, world):
+        raise ConfigError(
+            f"{OPTION}: num_key_value_heads {kv_heads} cannot be divided among {world} ranks, nor they among it; use "
+            f"{math.gcd(kv_heads, world)}"
+        )
+    if config.fused and kv_heads < world:
+        raise ConfigError(
+            f"{OPTION}: {config.architecture} has {kv_heads} KV heads in one matrix with q; use {kv_heads}"
+        )
+    experts = config.experts
+    if experts is None or len(experts.layers) < config.num_layers:
+        _check("intermediate_size", config.intermediate_size, world)
+    return replace(
+        config,
+        num_heads=heads // world,
+        num_kv_heads=max(kv_heads // world, 1),
+        intermediate_size=config.intermediate_size // world,
+        experts=None if experts is None else _cut_experts(experts, world),
+        vocab_cuts=world if config.vocab_size % world == 0 and world > 1 else 1,
+    )
+
+
+def spans(
+    name: str, shape: Sequence[int], part: Sequence[int], whole: ModelConfig, rank: int, world: int
+) -> list[list[Span]]:
+    """Of each dimension of a checkpoint's tensor, the pieces that a rank reads, which lie behind one another then.
+
+    `shape` is the checkpoint's, `part` that of what is read. Raises ConfigError for a tensor that is not divisible.
+    """
+    found = []
+    for dimension, (size, wanted) in enumerate(zip(shape, part, strict=True)):
+        sections = _sections(name, whole) if dimension == 0 and whole.fused and size != wanted else [size]
+        if size == wanted:
+            found.append([(0, size)])
+            continue
+        pieces: list[Span] = []
+        first = 0
+        for section in sections:
+            count = section // world if len(sections) > 1 else wanted
+            number = section // count if count else 0
+            if not count or number * count != section or max(number, world) % min(number, world):
+                raise ConfigError(f"{OPTION}: tensor {name} of {list(shape)} cannot be divided among {world} ranks")
+            start = first + rank * number // world * count
+            pieces.append((start, start + count))
+            first += section
+        found.append(pieces)
+    return found
+
+
+def _sections(name: str, whole: ModelConfig) -> list[int]:
+    """Rows of the matrices that lie upon each other in a tensor of a checkpoint that fuses them."""
+    if ".qkv_proj." in name:
+        kv_size = whole.num_kv_heads * whole.weight_head_dim
+        return [whole.num_heads * whole.weight_head_dim, kv_size, kv_size]
+    if ".gate_up_proj." in name:
+        return [whole.intermediate_size] * 2
+    return [whole.vocab_size]
+
+
+def _cut_experts(experts: ExpertsConfig, world: int) -> ExpertsConfig:
+    _check("the size of experts", experts.size, world)
+    if experts.shared_size:
+        _check("shared_expert_intermediate_size", experts.shared_size, world)
+    return replace(experts, size=experts.size // world, shared_size=experts.shared_size // world)
+
+
+def _check(field: str, size: int, world: int) -> None:
+    if size % world:
+        raise ConfigError(
+            f"{OPTION}: {field} {size} cannot be divided among {world} ranks; use {math.gcd(size, world)}"
+        )

@@ -1,0 +1,89 @@
+"""Models divided among ranks say what they say whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import relative_error, run_one, save_tiny, token_ids
+
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig
+from outrider.models.cuts import cut, spans
+from outrider.models.loader import load_decoder
+from outrider.models.weights import stored_tensors
+
+sys.path.append(str(Path(__file__).parents[1] / "verify"))
+from rank_threads import ranked
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("Llama", 2, {}),
+    ("Llama", 4, {"tie_word_embeddings": True, "vocab_size": 96}),
+    ("Llama", 4, {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    ("Qwen2", 4, {}),
+    ("Qwen3", 2, {}),
+    ("Phi3", 2, {}),
+    ("Gemma3Text", 2, {"head_dim": 8}),
+    ("Mixtral", 2, {}),
+    ("GptOss", 4, {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    (
+        "Qwen2Moe",
+        2,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "changes"), CASES)
+def test_ranks_together_are_the_model(family: str, world: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, **changes)
+    whole = load_decoder(tmp_path)
+    ids, slots = token_ids(9, 96), torch.arange(20, 29)
+    with ranked(tmp_path, world) as model:
+        found = run_one(model, model.new_kv(64), ids, slots)  # type: ignore[arg-type]
+    expected = run_one(whole, whole.new_kv(64), ids, slots)
+    assert found.shape == expected.shape
+    assert relative_error(found, expected) < 3e-6
+
+
+def test_a_rank_reads_its_part_alone(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    stored = stored_tensors(tmp_path)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    whole = stored[name].read()
+    for rank in range(4):
+        # Two KV heads of 8 channels among four ranks: the first two have the first head.
+        found = spans(name, (16, 32), (8, 32), config, rank, 4)
+        assert found == [[(rank // 2 * 8, rank // 2 * 8 + 8)], [(0, 32)]]
+        assert torch.equal(stored[name].read(found), whole[rank // 2 * 8 :][:8])
+    name = "model.layers.0.mlp.down_proj.weight"
+    found = spans(name, (32, 48), (32, 24), config, 1, 2)
+    assert torch.equal(stored[name].read(found), stored[name].read()[:, 24:])
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "changes", "words"),
+    [
+        ("Llama", 3, {}, "num_attention_heads 4 cannot be divided among 3 ranks; use 1"),
+        ("Llama", 4, {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6}, "num_key_value_heads 6"),
+        ("Llama", 4, {"intermediate_size": 50}, "intermediate_size 50 cannot be divided among 4 ranks; use 2"),
+        ("Phi3", 4, {}, "2 KV heads in one matrix with q; use 2"),
+        ("Olmo2", 2, {}, "Olmo2ForCausalLM norms all heads together"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    family: str, world: int, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family, **changes)
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size: .*{words}"):
+        cut(ModelConfig.from_folder(tmp_path), world)

@@ -1,0 +1,92 @@
+"""Rank 0's side: it starts the other ranks, and ends the engine when one of them does not go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+from outrider.host.process import spawn
+from outrider.host.rank_memory import RankError, RankMemory
+from outrider.logs import get_logger
+from outrider.rpc.lifecycle import EXIT_FAILURE
+
+log = get_logger(__name__)
+
+WORKER_MODULE = "verify_service.ranks.worker"
+START = 0
+"""Kind of the first message: the options. Kinds of others are the executor's."""
+_LOOK_SECONDS = 0.1
+_GRACE_SECONDS = 2.0
+"""An engine that meets the fault itself tells its clients, and has so long for it."""
+
+
+class RankProcesses:
+    """The processes of ranks 1 and up, tied to the thread that made them."""
+
+    def __init__(self, options: VerifyOptions) -> None:
+        """Start them; they begin to load. Call it on the main thread."""
+        world = options.tensor_parallel_size
+        self.memory = RankMemory.create(world, options.rank_seconds)
+        self._seconds = options.rank_seconds
+        self._processes = {
+            rank: spawn(WORKER_MODULE, [self.memory], arguments=[str(rank), str(world)]) for rank in range(1, world)
+        }
+        self._is_started = False
+        self.memory.check = self.check
+        self.memory.send(START, msgspec.msgpack.encode(options))
+        log.info("%d ranks; those behind this one are processes %s", world, [p.pid for p in self._processes.values()])
+
+    def check(self) -> None:
+        """Raise RankError, or ConfigError at the start, for a rank that has ended."""
+        for rank, process in self._processes.items():
+            if (code := process.poll()) is not None:
+                said = self.memory.said(rank)
+                if said and not self._is_started:
+                    raise ConfigError(said)
+                raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or _ending(code)})")
+
+    def started(self) -> None:
+        """All ranks serve: from now on one that ends or hangs ends the engine, also while nothing is asked of it."""
+        self._is_started = True
+        self.memory.started()
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+        self.memory.close()
+
+    def _watch(self) -> None:
+        read = {rank: (self.memory.num_read(rank), time.monotonic()) for rank in self._processes}
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            fault = ""
+            try:
+                self.check()
+            except RankError as error:
+                fault = error.message
+            for rank, (count, since) in read.items():
+                now, found = time.monotonic(), self.memory.num_read(rank)
+                if found != count or not self.memory.is_behind(rank):
+                    read[rank] = (found, now)
+                elif now - since > self._seconds:
+                    fault = f"rank {rank} of {self.memory.world} did not answer within {self._seconds:g} s"
+            if fault:
+                log.error("%s; the service must be restarted", fault)
+                time.sleep(_GRACE_SECONDS)
+                sys.stderr.flush()
+                os._exit(EXIT_FAILURE)
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
