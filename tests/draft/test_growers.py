@@ -11,6 +11,7 @@ from draft_fakes import VOCAB, RecordingPort, ScriptedDrafter, commit_message, o
 from outrider.config.draft import DraftOptions
 from outrider.drafting import requests as requests_module
 from outrider.drafting.base import AnyDrafter, Grower, Refusal, Tree, TreeGrowth, TreeLimits
+from outrider.drafting.growth import NodeGrowth
 from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Decline, DeclineReason, Pause, Resume
 
@@ -98,6 +99,44 @@ def test_memory_is_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         requests.handle(peer, open_message([5, 6], request=number, credit=30))
     turn(requests)
     assert {grow.request: len(grow.token_ids) for grow in peer.grows()} == {1: 10, 2: 10}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_beside_another_grower_a_drafter_is_asked_about_few_nodes_of_many_requests(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    drafter = ScriptedDrafter(lambda node: {VOCAB - 1: 0.6, VOCAB - 2: 0.3})
+
+    def build(_: AnyDrafter, options: DraftOptions) -> TreeGrowth:
+        growth = TreeGrowth(10000)
+        if shared:
+            ChainGrower(growth, TreeLimits(20, 48, -math.inf, range(1), shared=True))
+        NodeGrowth(drafter, growth, TreeLimits(1000, 48, -math.inf, range(1, 2), shared=shared))
+        return growth
+
+    monkeypatch.setattr(requests_module, "build_growth", build)
+    requests, peer, numbers = Requests(drafter, DraftOptions()), RecordingPort(), range(1, 9)
+    for number in numbers:
+        requests.handle(peer, open_message([5, 6], request=number, credit=900 if shared else 100))
+    lengths, asked = dict.fromkeys(numbers, 2), []
+    for _ in range(12):
+        drafter.asked.clear()
+        while not requests.growth.idle:
+            turn(requests)
+        asked.append(len(drafter.asked))
+        authors = {tree.handle: tree.author for tree in requests._trees.values()}
+        roots = {node.request for node in drafter.asked if node.parent == -1}
+        assert roots == set(authors)
+        # What it said is in the trees, also what it said last.
+        for node in drafter.asked if shared else ():
+            assert VOCAB - 1 in authors[node.request].children(node.node)
+        for number in numbers:
+            requests.handle(peer, commit_message(lengths[number], [7], request=number, credit=900 if shared else 100))
+            lengths[number] += 1
+    if shared:
+        assert all(8 <= count <= 32 for count in asked[1:])
+    else:
+        assert min(asked) > 100
 
 
 @pytest.mark.parametrize("num_growers", [1, 2])
