@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 log = logging.getLogger(__name__)
 
-MAX_WORKERS = 8
+MAX_WORKERS = 16
 _LEAST_CORES = 4
 """With fewer there is nothing to gain."""
 

@@ -17,7 +17,7 @@ __all__ = ["COMPILE_THREADS", "GraphPool", "compile_aside"]
 
 log = get_logger(__name__)
 
-COMPILE_THREADS = 8
+COMPILE_THREADS = 16
 
 Shape = TypeVar("Shape", bound=tuple[int, ...])
 """What tells one graph from another; larger ones compare greater."""
