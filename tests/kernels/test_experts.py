@@ -103,7 +103,7 @@ def test_products_are_the_references(
         rows = torch.randn(count, size, device=device).to(dtype)
         result = expert_linear(rows, weight, routes, bias=bias, gating=gating, interleaved=interleaved)
         expected = reference.expert_linear(rows, weight, routes, bias, gating, interleaved)
-        tolerance = 1e-2 if dtype == HALF else 1e-4
+        tolerance = 2e-2 if dtype == HALF else 1e-4
         torch.testing.assert_close(result[real], expected[real], rtol=tolerance, atol=tolerance)
 
 
