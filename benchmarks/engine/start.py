@@ -1,10 +1,11 @@
-"""How long verify's engine takes until it could serve: the first time ever, with all kernels to compile, and then again.
+"""How long verify's engine takes until it could serve: the very first time, with all kernels to compile, and again.
 
     python -m benchmarks.engine.start --model /models/llama-8b --speculative-algorithm EAGLE3 \
         --speculative-draft-model-path /models/eagle3-8b --out FILE.json
 
 Each start is a process of its own; both share a cache of compiled kernels that is empty at first. Weights are in the
-page cache if they have been read before. Doors and gateway are not counted. Options that are not listed here are verify's.
+page cache if they have been read before. Doors and gateway are not counted. Options that are not listed here are of
+verify.
 """
 
 from __future__ import annotations

@@ -95,12 +95,14 @@ class Mode:
         arguments = self._arguments
         exact = "--deterministic" if on_gpu(arguments) else "--dtype=float32"
         argv = [exact] if self.name == EXACT else []
-        argv += [f"--max-total-tokens={arguments.scarce_tokens}"] if scarce else []
         on_line = printer(arguments.verbose)
         remote = [case for case in cases if case.has_service]
         for case in cases:
             argv += case.verify_arguments(self._paths)
-        with StartedTarget(verify_options(arguments, argv), [case.drafter for case in remote], on_line) as target:
+        options = verify_options(arguments, argv)
+        if scarce:
+            options = replace(options, max_total_tokens=arguments.scarce_tokens)
+        with StartedTarget(options, [case.drafter for case in remote], on_line) as target:
             target.start()
             print(f"{self.name}: verify started in {target.start_seconds:.1f} s", flush=True)
             self._dtype = asyncio.run(dtype_of(target.cluster.verify_address))
