@@ -51,11 +51,34 @@ COLOCATED = {
     "llama-8b standalone colocated b64 ctx1k bf16 greedy": "135M draft, 64 requests of 1,024 tokens",
     "llama-8b plain b64 bf16 greedy": "plain, 64 requests",
     "llama-8b eagle3 colocated b64 bf16 greedy": "EAGLE-3, 64 requests",
-    "llama-8b eagle3@random colocated b64 bf16 greedy": "head of random weights, 64 requests",
     "llama-8b plain b128 bf16 greedy": "plain, 128 requests",
     "llama-8b eagle3 colocated b128 bf16 greedy": "EAGLE-3, 128 requests",
-    "llama-8b eagle3@random colocated b128 bf16 greedy": "head of random weights, 128 requests",
-    "llama-8b eagle3@random colocated b16 n80 bf16 greedy": "head of random weights, 16 requests, 80 questions",
+}
+USELESS = {
+    f"llama-8b {drafter} {words} bf16 greedy": f"{title}, {requests}"
+    for words, requests in (
+        ("b1", "1 request, 6 questions"),
+        ("b1 n8", "1 request, 8 questions"),
+        ("b16", "16 requests, 32 answers"),
+        ("b16 n48", "16 requests, 48 answers"),
+        ("b64", "64 requests, 128 answers"),
+        ("b64 n136", "64 requests, 136 answers"),
+        ("b128", "128 requests, 256 answers"),
+    )
+    for drafter, title in (("plain", "plain"), ("eagle3@random colocated", "head of random weights"))
+}
+LONG = {
+    "llama-8b plain b64 ctx4k n64 bf16 greedy": "plain",
+    "llama-8b eagle3 colocated b64 ctx4k n64 bf16 greedy": "EAGLE-3",
+    "llama-8b standalone colocated b64 ctx4k n64 bf16 greedy": "135M draft",
+}
+JSON = {
+    "llama-8b plain b1 json bf16 greedy": "plain",
+    "llama-8b eagle3 colocated b1 json bf16 greedy": "EAGLE-3",
+    "llama-8b standalone colocated b1 json bf16 greedy": "135M draft",
+    "llama-8b plain b16 json bf16 greedy": "plain, 16 requests",
+    "llama-8b eagle3 colocated b16 json bf16 greedy": "EAGLE-3, 16 requests",
+    "llama-8b standalone colocated b16 json bf16 greedy": "135M draft, 16 requests",
 }
 PLACEMENT = {
     PLAIN: "plain",
@@ -70,7 +93,6 @@ PLACEMENT = {
     "llama-8b standalone colocated lockstep steps=8 topk=4 max_draft_tokens=31 b1 bf16 greedy": (
         "135M draft, inside the round, always 8 steps, 31 nodes"
     ),
-    "llama-8b eagle3@random colocated b1 bf16 greedy": "head of random weights, inside the round",
 }
 NAIVE = {
     "llama-8b plain b32 ctx1k out1024 n32 bf16 greedy": "plain, 32 requests, 1,024 tokens in and out",
@@ -146,7 +168,8 @@ def colocated_targets() -> str:
     one, placed, naive = (report(f"split_{name}_h200") for name in ("colocated", "placement", "naive_eagle"))
     start, line, equal = report("start_colocated_h200"), report("timeline_h200"), report("split_accept_h200")
     always = [case for case in PLACEMENT if "colocated lockstep" in case]
-    ratio, useless = "speedup_over_plain", [case for case in COLOCATED if "@random" in case]
+    useless, long = report("split_useless_h100"), report("split_long_h100")
+    ratio = "speedup_over_plain"
 
     def named(source: ResultFile, metric: str, **cases: str) -> list[tuple[str, float]]:
         return [(name.replace("_", " "), source(case, metric)) for name, case in cases.items()]
@@ -196,19 +219,22 @@ def colocated_targets() -> str:
                 ],
             ),
             (
+                "the same, 4,096 tokens, H100",
+                "at least",
+                1.15,
+                [(title, long(case, ratio)) for case, title in LONG.items() if title != "plain"],
+            ),
+            (
                 "over plain, NAIVE_EAGLE, 1,024 tokens in and out, by requests",
                 "at least",
                 1.1,
                 [(_batch(case), naive(case, ratio)) for case in NAIVE if "naive_eagle" in case],
             ),
             (
-                "over plain, head of random weights, by requests",
+                "over plain, head of random weights, by requests, H100",
                 "at least",
                 0.98,
-                [
-                    ("1", placed("llama-8b eagle3@random colocated b1 bf16 greedy", ratio)),
-                    *((_batch(case), one(case, ratio)) for case in useless),
-                ],
+                [(_batch(case), useless(case, ratio)) for case in USELESS if "@random" in case],
             ),
             (
                 "over plain, temperature 1, EAGLE-3",
