@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from threaded_engine import ThreadedEngine
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, TokenBatch
+from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
@@ -33,6 +34,7 @@ from verify_service.executors.cuda import CudaExecutor
 from verify_service.speculation.growth_policy import GrowthCost, GrowthPolicy
 
 GREEDY = SamplingParams(temperature=0.0)
+PAGE = 2
 Made = list[tuple[ThreadedEngine, CudaExecutor]]
 
 
@@ -123,8 +125,44 @@ def test_pages_of_one_token_hold_rounds_with_trees(model: CausalLM, truth: list[
     check_same(run_all(engine, jobs(), 8), truth)
 
 
+class Watched(StandaloneDraft):
+    """Sees to it that KV is written to pages of the one request that runs."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__(model, "")
+        self.num_checked = self.num_astray = 0
+        self.pages: Callable[[], list[int]] = list
+
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        pages = self.pages()
+        if isinstance(batch, PagedBatch) and batch.region_base is None and pages:
+            written = batch.slots[batch.slots >= 0].tolist()
+            self.num_checked += len(written)
+            # Raising would but switch the drafter off.
+            self.num_astray += sum(slot // PAGE not in pages for slot in written)
+        return super().forward(batch, features, kv, attention)
+
+
+@pytest.mark.parametrize("growth", [None, Growth(3, 4)])
+def test_a_drafter_writes_to_pages_of_its_request_alone(
+    model: CausalLM, truth: list[Answer], made: Made, growth: Growth | None
+) -> None:
+    """Also where a round's last token is the last of a page, and the new root's KV belongs to the next."""
+    draft = Watched(model)
+    engine, executor = make_paged_engine(model, draft=draft, num_pages=512, page_size=PAGE, growth=growth)
+    made.append((engine, executor))
+    draft.pages = lambda: engine.scheduler.running[0].pages if engine.scheduler.running else []
+    engine.start()
+    check_same(run_all(engine, jobs()[:4], 1), truth[:4])
+    assert draft.num_checked > 0 and draft.num_astray == 0
+
+
 class Grown:
     """Trees of so many nodes."""
+
+    num_behind = 0
 
     failed = False
 

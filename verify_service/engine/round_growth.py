@@ -35,6 +35,10 @@ class GrownTreesOf(Protocol):
         """Nodes of all trees together that the next round may take."""
 
     @property
+    def num_behind(self) -> int:
+        """Positions behind a round's last token that the drafter writes to: one, where it has KV of the new root."""
+
+    @property
     def failed(self) -> bool:
         """Whether nothing grows any more."""
 
@@ -142,9 +146,21 @@ class RoundGrowth:
         num_roots = sum(entry.samples for entry in entries)
         num_rows = self._rows_of(num_roots) if num_roots else 0
         growth = self._policy.plan(num_rows) if num_rows and not self._trees.failed else None
+        rests = growth is None and (self._trees.failed or self._policy.rests(num_rows, WARM_ROUNDS))
+        if not rests and not self._has_pages(entries):
+            growth, rests = None, True
         self._grown = None if growth is None else (growth, num_rows)
-        self._trees.rest(growth is None and (self._trees.failed or self._policy.rests(num_rows, WARM_ROUNDS)))
+        self._trees.rest(rests)
         return growth
+
+    def _has_pages(self, entries: Sequence[Entry]) -> bool:
+        """Whether there are pages for what the drafter writes behind the round, which is worth no preemption."""
+        behind = self._trees.num_behind
+        return not behind or all(
+            self._memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + entry.max_grown + behind)
+            for entry in entries
+            if entry.samples
+        )
 
     def learn(self, taken: TakenTrees, entries: Sequence[Entry], results: Sequence[Result]) -> None:
         """Learn how many nodes a finished round accepted from the trees it was given, beside what others had found."""

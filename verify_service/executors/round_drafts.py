@@ -182,6 +182,11 @@ class RoundDrafts:
         """The next round takes the best `num_nodes` nodes at most."""
         self.num_grown = min(self.num_grown, num_nodes)
 
+    @property
+    def num_behind(self) -> int:
+        """Positions behind a round's last token that the drafter writes to."""
+        return 0 if self.drafter.lag else 1
+
     def has_tree(self, request: Request) -> bool:
         """Whether a tree was grown for the request's root."""
         return request in self._growing
