@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,12 +28,20 @@ class GraphPool(Generic[Shape]):
     """Captured work that shares one memory pool. `body(shape)` queues the work on the device and nothing else."""
 
     def __init__(
-        self, name: str, body: Callable[[Shape], None], prepare: Callable[[Shape], None] | None = None
+        self,
+        name: str,
+        body: Callable[[Shape], None],
+        prepare: Callable[[Shape], None] | None = None,
+        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`name` says in the log what is captured, in the plural. `prepare(shape)` is what the host does before."""
+        """`name` says in the log what is captured, in the plural. `prepare(shape)` is what the host does before.
+
+        `compiling`: in what context shapes are run by several threads, in no order.
+        """
         self._name = name
         self._body = body
         self._prepare = prepare
+        self._compiling = compiling
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._next: dict[Shape, torch.cuda.CUDAGraph] = {}
         """Captured anew, and not in use yet."""
@@ -55,7 +64,8 @@ class GraphPool(Generic[Shape]):
         """
         start = time.perf_counter()
         if together:
-            self._compile(shapes)
+            with self._compiling():
+                self._compile(shapes)
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
         if self._stream is None:

@@ -44,6 +44,12 @@ class VerifyOptions(PeerServiceOptions):
     rank_seconds: float = option(
         10.0, "Seconds without an answer of a rank after which the service ends.", minimum=0.5, maximum=600
     )
+    rank_exchange: str = option(
+        "auto",
+        "How ranks on GPUs add up: peer (our kernels, in memory that they map of each other) or nccl; auto takes peer "
+        "where all GPUs reach each other.",
+        choices=("auto", "peer", "nccl"),
+    )
     threads: int = option(
         0, "Threads of the forward, of each rank; 0 shares out the cores, one thread each.", minimum=0, maximum=1024
     )

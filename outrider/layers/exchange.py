@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,18 +20,55 @@ class Exchange(ABC):
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
+        self._is_alone = False
 
-    @abstractmethod
     def add(self, stream: Tensor, part: Tensor) -> Tensor:
         """`stream` [M, hidden], the same on all ranks, plus all ranks' `part` of that shape; rounded once."""
+        return stream + part if self._is_alone else self._add(stream, part)
 
-    @abstractmethod
     def total(self, part: Tensor) -> Tensor:
         """The sum of all ranks' `part` [M, hidden]."""
+        return part if self._is_alone else self._add(None, part)
 
-    @abstractmethod
     def join(self, part: Tensor) -> Tensor:
         """All ranks' `part` float32 [M, n] side by side in the order of ranks: [M, world * n]."""
+        return part.repeat(1, self.world) if self._is_alone else self._join(part)
+
+    def share(self, parts: Sequence[Tensor]) -> None:
+        """Give int32 tensors, of numbers between -2^24 and 2^24, the values that they have on rank 0."""
+        if self._is_alone:
+            return
+        numbers = torch.cat([part.reshape(-1) for part in parts])
+        # float32 holds them exactly, and all other ranks add nothing.
+        shared = self._share(numbers.float() if self.rank == 0 else torch.zeros_like(numbers, dtype=torch.float32))
+        if self.rank:
+            for part, values in zip(parts, shared.int().split([part.numel() for part in parts]), strict=True):
+                part.copy_(values.view(part.shape))
+
+    def silent_rank(self) -> int | None:
+        """A rank that was waited for in vain, if there is one: what was computed since is worthless."""
+        return None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Meanwhile nothing is exchanged, and what comes of it is worthless: kernels are compiled in any order."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
+    @abstractmethod
+    def _add(self, stream: Tensor | None, part: Tensor) -> Tensor:
+        """`add`, or without a stream `total`."""
+
+    @abstractmethod
+    def _join(self, part: Tensor) -> Tensor:
+        """`join`."""
+
+    @abstractmethod
+    def _share(self, numbers: Tensor) -> Tensor:
+        """The sum of all ranks' float32 [n]."""
 
 
 class HostExchange(Exchange):
@@ -39,18 +78,19 @@ class HostExchange(Exchange):
         super().__init__(memory.rank, memory.world)
         self._memory = memory
 
-    def add(self, stream: Tensor, part: Tensor) -> Tensor:
+    def _add(self, stream: Tensor | None, part: Tensor) -> Tensor:
         """See Exchange."""
-        return self._sum(part).add_(stream).to(part.dtype)
+        total = self._sum(part)
+        return (total if stream is None else total.add_(stream)).to(part.dtype)
 
-    def total(self, part: Tensor) -> Tensor:
-        """See Exchange."""
-        return self._sum(part).to(part.dtype)
-
-    def join(self, part: Tensor) -> Tensor:
+    def _join(self, part: Tensor) -> Tensor:
         """See Exchange."""
         pieces = [torch.cat(tuple(parts), 1) for parts in self._swap(part)]
         return torch.cat(pieces)
+
+    def _share(self, numbers: Tensor) -> Tensor:
+        """See Exchange."""
+        return self._sum(numbers[:, None])[:, 0]
 
     def _sum(self, part: Tensor) -> Tensor:
         found = torch.empty(part.shape, dtype=torch.float32)

@@ -304,14 +304,15 @@ class CausalLM(LanguageModel):
         rows = 0 if config.tie_embeddings else config.vocab_size // config.vocab_cuts
         scheme = None if config.tie_embeddings else config.scheme_of("lm_head")
         self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme)
-        self._exchange: Exchange | None = None
+        self.exchange: Exchange | None = None
+        """Among ranks of which each has its part of the weights."""
 
     def join(self, exchange: Exchange) -> None:
         """Compute as one of several ranks, of which each has its part of the weights; before `finish_loading`.
 
         `config` is what `ModelConfig.cut` makes for so many.
         """
-        self._exchange = exchange
+        self.exchange = exchange
         for layer in self.layers:
             layer.attention.output.exchange = exchange
             layer.mlp.join(exchange)
@@ -333,8 +334,8 @@ class CausalLM(LanguageModel):
         if self.config.tie_embeddings:
             # Rows are looked up in the plain layout; where packing helps, the head is a second copy in another one.
             self.head.weight = self.embedding
-            if self._exchange is not None and self.config.vocab_cuts > 1:
-                self.head.weight = self.embedding.chunk(self.config.vocab_cuts)[self._exchange.rank]
+            if self.exchange is not None and self.config.vocab_cuts > 1:
+                self.head.weight = self.embedding.chunk(self.config.vocab_cuts)[self.exchange.rank]
         self.head.pack()
         self.norm.finish_loading()
         for layer in self.layers:
@@ -363,8 +364,8 @@ class CausalLM(LanguageModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """See LanguageModel."""
         logits = self.head.to_float32(hidden)
-        if self._exchange is not None and self.config.vocab_cuts > 1:
-            logits = self._exchange.join(logits)
+        if self.exchange is not None and self.config.vocab_cuts > 1:
+            logits = self.exchange.join(logits)
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         if cap := self.config.logit_softcap:

@@ -16,6 +16,7 @@ from kernels.sampling_state import (
     GOES_ON,
     ILLEGAL_TOKEN,
     IN_PROMPT,
+    LAST_TOKEN,
     MASKED,
     PENALIZED,
     LogprobOutputs,
@@ -143,6 +144,13 @@ class DeviceSampler:
         listed = self._logprobs
         view = LogprobOutputs(listed.logprobs[:num_rows, :], listed.top_ids[:num_rows], listed.top_logprobs[:num_rows])
         logprobs(logits, size, tokens, tables, out, view)
+
+    def note_last(self, tokens: RoundTokens, num_tokens: Tensor, committed: Tensor) -> None:
+        """Enter the last tokens of a round that was sampled elsewhere, as `commit` does; arguments as there."""
+        rows = tokens.table_rows.long()
+        last = committed.gather(1, (num_tokens - 1).clamp(min=0).long()[:, None])[:, 0]
+        before = self._tables.int_params[rows, LAST_TOKEN]
+        self._tables.int_params[rows, LAST_TOKEN] = torch.where(num_tokens > 0, last, before)
 
     def copy_logprobs(self, num_rows: int) -> LogprobOutputs:
         """Queue a copy to the host of those of the round that was queued last: later ones write to the same memory."""

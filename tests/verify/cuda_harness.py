@@ -24,6 +24,7 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.round import Growth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.executors.rank_link import RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
 from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.speculation.budget import CostModel
@@ -103,6 +104,7 @@ def make_paged_engine(
     vocabulary: GrammarVocabulary | None = None,
     draft: DraftModel | None = None,
     growth: Growth | None = None,
+    link: RankLink | None = None,
     **limits: Any,
 ) -> tuple[ThreadedEngine, CudaExecutor]:
     """An engine that finds every draft token cheap, so that speculation is exercised.
@@ -134,7 +136,7 @@ def make_paged_engine(
         deterministic=deterministic,
         accept_rule=rule,
     )
-    executor = CudaExecutor(model, num_pages, page_size, told, attention or TritonAttention())
+    executor = CudaExecutor(model, num_pages, page_size, told, attention or TritonAttention(), link)
     if draft is not None:
         options = DraftingOptions("test", branching=3, lone_branching=4, max_steps=4, max_width=8, region=64)
         executor.draft_inside(draft, options)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from cuda_harness import make_paged_engine
+from threaded_engine import ThreadedEngine
 
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.exchange import HostExchange
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_decoder
+from verify_service.executors.rank_link import RankLink
 from verify_service.ranks.replay import follow, lead
 
 
@@ -21,21 +26,24 @@ class _End(Exception):
     """A follower's end."""
 
 
+Follow = Callable[[CausalLM, RankMemory], None]
+
+
 @contextmanager
-def ranked(folder: Path, world: int, dtype: torch.dtype = torch.float32) -> Iterator[LanguageModel]:
-    """Rank 0's view of the model in `folder`, while the other ranks follow."""
+def _parts(folder: Path, world: int, dtype: torch.dtype, work: Follow) -> Iterator[tuple[CausalLM, RankMemory]]:
+    """Rank 0's part of the model in `folder`, while the other ranks `work`."""
     memory = RankMemory.create(world)
     ending = threading.Event()
     faults: list[BaseException] = []
 
-    def run(mine: RankMemory, part: CausalLM) -> None:
+    def run(part: CausalLM, mine: RankMemory) -> None:
         def check() -> None:
             if ending.is_set():
                 raise _End
 
         mine.check = check
         try:
-            follow(part, mine)
+            work(part, mine)
         except _End:
             pass
         except BaseException as error:
@@ -44,17 +52,43 @@ def ranked(folder: Path, world: int, dtype: torch.dtype = torch.float32) -> Iter
     memories = [memory, *(RankMemory(memory.descriptor, rank, world) for rank in range(1, world))]
     parts = [load_decoder(folder, dtype, exchange=HostExchange(mine)) for mine in memories]
     threads = [
-        threading.Thread(target=run, args=pair, daemon=True) for pair in zip(memories[1:], parts[1:], strict=True)
+        threading.Thread(target=run, args=pair, daemon=True) for pair in zip(parts[1:], memories[1:], strict=True)
     ]
     for thread in threads:
         thread.start()
     for mine in memories:
         mine.started()
     try:
-        yield lead(parts[0], memory)
+        yield parts[0], memory
     finally:
         ending.set()
         for thread in threads:
             thread.join(30)
         memory.close()
         assert not faults, faults
+
+
+@contextmanager
+def ranked(folder: Path, world: int, dtype: torch.dtype = torch.float32) -> Iterator[LanguageModel]:
+    """Rank 0's view of a model whose ranks meet at the model, as on a CPU."""
+    with _parts(folder, world, dtype, follow) as (part, memory):
+        yield lead(part, memory)
+
+
+@contextmanager
+def linked(folder: Path, world: int, draft: Any = None, growth: Any = None, **options: Any) -> Iterator[ThreadedEngine]:
+    """Rank 0's engine on a model whose ranks replay its rounds, as on GPUs; for `options` see make_paged_engine."""
+
+    def replay(part: CausalLM, memory: RankMemory) -> None:
+        _, executor = make_paged_engine(part, link=_link(part, memory), **options)
+        while True:
+            kind, body = memory.receive()
+            executor.replay(kind, np.frombuffer(bytearray(body), np.int32))
+
+    with _parts(folder, world, torch.float32, replay) as (part, memory):
+        yield make_paged_engine(part, link=_link(part, memory), draft=draft, growth=growth, **options)[0]
+
+
+def _link(part: CausalLM, memory: RankMemory) -> RankLink:
+    assert part.exchange is not None
+    return RankLink(memory, part.exchange)

@@ -7,13 +7,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from cuda_harness import VOCAB, jobs, small_model, texts
+from cuda_harness import jobs, make_paged_engine, small_model, texts
 from feature_draft import FeatureDraft
 from harness import Answer, make_engine, run_all, tokens
 from local_draft import LocalDraft, noise, oracle
-from rank_threads import ranked
+from rank_threads import linked, ranked
 from service_process import is_gone, wait_until
 from threaded_engine import ThreadedEngine
 from tokenizers import Tokenizer, models
@@ -23,16 +24,22 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.heads import StandaloneDraft
 from outrider.models.loader import load_decoder
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from verify_service import main
+from verify_service.engine.round import Growth
+
+VOCAB_SIZE = 62
+"""Ranks have the same number of rows of the output matrix."""
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    small_model(folder)
+    small_model(folder, vocab_size=VOCAB_SIZE)
     words = {f"word{number}": number for number in range(61)}
     Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
     return folder
@@ -57,8 +64,8 @@ def test_the_text_is_that_of_one_rank(
     engine = make_engine(two, num_pages, chunk_size=16)
     engines.append(engine)
     if name != "none":
-        guess = oracle(texts(truth), VOCAB) if name == "oracle" else noise(9, VOCAB)
-        engine.draft_connected(LocalDraft(engine, VOCAB, guess))
+        guess = oracle(texts(truth), VOCAB_SIZE) if name == "oracle" else noise(9, VOCAB_SIZE)
+        engine.draft_connected(LocalDraft(engine, VOCAB_SIZE, guess))
     engine.start()
     answers = run_all(engine, jobs(), 4)
     engine.stop()
@@ -76,13 +83,63 @@ def test_features_come_from_rank_0(
 ) -> None:
     engine = make_engine(two, chunk_size=16)
     engines.append(engine)
-    draft = FeatureDraft(engine, VOCAB, oracle(texts(truth), VOCAB), (0, 1, 3))
+    draft = FeatureDraft(engine, VOCAB_SIZE, oracle(texts(truth), VOCAB_SIZE), (0, 1, 3))
     draft.connect()
     engine.start()
     answers = run_all(engine, jobs(), 4)
     engine.stop()
     assert tokens(answers) == tokens(truth)
     assert draft.check(model) > 200
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_pages", [256, 24])
+@pytest.mark.parametrize("name", ["none", "oracle"])
+def test_ranks_that_replay_rounds_give_the_text_of_one(
+    folder: Path, truth: list[Answer], name: str, num_pages: int, deterministic: bool
+) -> None:
+    with linked(folder, 2, num_pages=num_pages, deterministic=deterministic) as engine:
+        if name == "oracle":
+            engine.draft_connected(LocalDraft(engine, VOCAB_SIZE, oracle(texts(truth), VOCAB_SIZE)))
+        engine.start()
+        answers = run_all(engine, jobs(), 4)
+        engine.stop()
+        assert tokens(answers) == tokens(truth)
+        if name == "oracle":
+            assert sum(answer.num_accepted for answer in answers) > 100
+        if num_pages == 24:
+            assert engine.scheduler.num_preemptions > 0
+
+
+def test_trees_that_grow_inside_rounds_are_rank_0s_alone(folder: Path, model: CausalLM, truth: list[Answer]) -> None:
+    with linked(folder, 2, draft=StandaloneDraft(model, ""), growth=Growth(3, 16)) as engine:
+        engine.start()
+        answers = run_all(engine, jobs(), 4)
+        engine.stop()
+        assert tokens(answers) == tokens(truth)
+        assert sum(answer.num_accepted for answer in answers) > 100
+
+
+def test_ranks_have_their_part_of_the_logits_of_prompts(
+    folder: Path, model: CausalLM, engines: list[ThreadedEngine]
+) -> None:
+    given = [(prompt, GREEDY) for prompt, _ in jobs()]
+    engine, _ = make_paged_engine(model)
+    engines.append(engine)
+    engine.start()
+    expected = run_all(engine, given, 2, num_prompt_logprobs=2, max_tokens=4)
+    with linked(folder, 2) as engine:
+        engine.start()
+        found = run_all(engine, given, 2, num_prompt_logprobs=2, max_tokens=4)
+        engine.stop()
+    assert tokens(found) == tokens(expected)
+    for answer, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(prompt_logprobs(answer), prompt_logprobs(other), atol=1e-4)
+    assert sum(len(prompt_logprobs(answer)) for answer in found) > 100
+
+
+def prompt_logprobs(answer: Answer) -> list[float]:
+    return [value for update in answer.updates for piece in update.prompt_logprobs for value in piece.logprobs]
 
 
 def options_for(folder: Path, **fields: object) -> VerifyOptions:

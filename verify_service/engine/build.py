@@ -28,11 +28,14 @@ from outrider.graphs import compile_aside
 from outrider.host.garbage import disable_automatic_collection
 from outrider.host.rank_memory import RankMemory
 from outrider.host.worker import pin_to_cores
-from outrider.layers.exchange import HostExchange
+from outrider.layers.device_exchange import device_exchange
+from outrider.layers.exchange import Exchange, HostExchange
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES
+from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
 from outrider.models.drafters.loader import load_draft_model
@@ -52,12 +55,13 @@ from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.device import check_model, kv_tokens, out_of_memory
+from verify_service.executors.rank_link import RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
 from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.executors.torch_executor import TorchExecutor
 from verify_service.features.base import FeatureExecutor
 from verify_service.frames import TargetProfile
-from verify_service.ranks.leader import RankProcesses
+from verify_service.ranks.leader import Followers
 from verify_service.ranks.replay import lead
 from verify_service.speculation.budget import CostModel
 from verify_service.speculation.colocated_draft import ColocatedDraft
@@ -78,13 +82,15 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     """Load and warm up what the options name, which takes from seconds to minutes. Raises ConfigError."""
     pin_to_cores(options.engine_cpus)
     torch.set_num_threads(choose_threads(options))
-    ranks = RankProcesses(options) if options.tensor_parallel_size > 1 else None
+    ranks = Followers(options) if options.tensor_parallel_size > 1 else None
     path, model = load(options, None if ranks is None else ranks.memory)
     draft = load_draft(options, path, model)
+    link: RankLink | None = None
     if ranks is not None:
         ranks.memory.trade(b"loaded")
-        model = lead(model, ranks.memory)
-    parts = build(options, path, model, draft)
+        link = link_ranks(model, ranks.memory)
+        model = model if link is not None else lead(model, ranks.memory)
+    parts = build(options, path, model, draft, link)
     limits = parts.limits
     info = VerifyInfo(
         model=options.served_model_name or served_name(options.model),
@@ -209,10 +215,10 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     path = resolve_model(options.model)
     device = choose_device(options.device)
     config = describe_model(path, options.model_impl)
+    part: ModelConfig | None = None
     if memory is not None:
-        config = cut(config, memory.world)
-        if device.type == "cuda":
-            raise ConfigError("--tensor-parallel-size: ranks on GPUs are not supported; leave it at 1")
+        config = part = cut(config, memory.world)
+        device = _rank_device(options, device, memory)
     _check_context_length(options, min(config.max_positions, options.max_total_tokens or config.max_positions))
     told = named_draft(options, path)
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
@@ -231,11 +237,55 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
         check_model(config, dtype, device, options.mem_fraction_static)
     with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
         report = partial(progress, "loading weights") if memory is None or not memory.rank else None
-        exchange = None if memory is None else HostExchange(memory)
+        exchange = None
+        if memory is not None and part is not None:
+            exchange = _exchange(options, part, dtype, device, memory)
         model = load_model(path, dtype, device, report, options.model_impl, options.context_length, exchange)
     if fp8_kv:
         model.kv_dtype = torch.float8_e4m3fn
     return path, model
+
+
+def _rank_device(options: VerifyOptions, first: torch.device, memory: RankMemory) -> torch.device:
+    """The device of a rank: that of rank 0, or one of the GPUs behind it."""
+    if first.type != "cuda":
+        return first
+    index, count = first.index or 0, torch.cuda.device_count()
+    if index + memory.world > count:
+        raise ConfigError(
+            f"--tensor-parallel-size: {memory.world} ranks from cuda:{index} on need {index + memory.world} GPUs, and "
+            f"torch sees {count}"
+        )
+    if options.attention_backend not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend: ranks need triton, this is {options.attention_backend}")
+    return torch.device("cuda", index + memory.rank)
+
+
+def _exchange(
+    options: VerifyOptions, part: ModelConfig, dtype: torch.dtype, device: torch.device, memory: RankMemory
+) -> Exchange:
+    if device.type != "cuda":
+        return HostExchange(memory)
+    columns = part.vocab_size // part.vocab_cuts
+    return device_exchange(
+        options.rank_exchange, memory, part.hidden_size, columns, dtype, device, options.rank_seconds
+    )
+
+
+def link_ranks(model: LanguageModel, memory: RankMemory) -> RankLink | None:
+    """The link of a rank's executor to the others; None on a CPU, where they meet at the model."""
+    if model.device.type != "cuda" or not isinstance(model, CausalLM) or model.exchange is None:
+        return None
+    return RankLink(memory, model.exchange)
+
+
+def following_executor(options: VerifyOptions, path: Path, model: LanguageModel, link: RankLink) -> CudaExecutor:
+    """What another rank than 0 replays rounds with. Raises ConfigError."""
+    tokens = link.least(options.max_total_tokens or gpu_tokens(options, model, None))
+    num_pages = tokens // options.page_size
+    limits = _limits(options, path, model, Memory(num_pages, options.page_size))
+    with out_of_memory("KV cache and rounds", "lower --max-total-tokens or --mem-fraction-static"):
+        return _new_cuda_executor(options, model, num_pages, limits, link)
 
 
 def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
@@ -288,12 +338,19 @@ def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
         )
 
 
-def build(options: VerifyOptions, path: Path, model: LanguageModel, draft: RoundDraft | None = None) -> EngineParts:
+def build(
+    options: VerifyOptions,
+    path: Path,
+    model: LanguageModel,
+    draft: RoundDraft | None = None,
+    link: RankLink | None = None,
+) -> EngineParts:
     """Everything else, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
     tokens = options.max_total_tokens or (
         gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model, options.tensor_parallel_size)
     )
+    tokens = tokens if link is None else link.least(tokens)
     num_pages = tokens // options.page_size
     if num_pages * options.page_size < 512:
         raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few to warm up; allow at least 512")
@@ -305,7 +362,7 @@ def build(options: VerifyOptions, path: Path, model: LanguageModel, draft: Round
         executor: CudaExecutor | TorchExecutor
         growth: RoundGrowth | None = None
         if on_gpu:
-            executor = _cuda_executor(options, model, num_pages, limits, draft)
+            executor = _cuda_executor(options, model, num_pages, limits, draft, link)
             # A round that is padded takes the time of its bucket, unless the padding leaves most weights unread.
             padded = () if model.has_experts and not options.deterministic else (executor.buckets.width,)
             cost = CostModel.measured(executor.measure, executor.buckets.widths, *padded)
@@ -320,10 +377,10 @@ def build(options: VerifyOptions, path: Path, model: LanguageModel, draft: Round
     return EngineParts(memory, executor, cost, limits, growth)
 
 
-def _cuda_executor(
-    options: VerifyOptions, model: LanguageModel, num_pages: int, limits: EngineLimits, draft: RoundDraft | None
+def _new_cuda_executor(
+    options: VerifyOptions, model: LanguageModel, num_pages: int, limits: EngineLimits, link: RankLink | None
 ) -> CudaExecutor:
-    executor = CudaExecutor(
+    return CudaExecutor(
         model,
         num_pages,
         options.page_size,
@@ -339,7 +396,19 @@ def _cuda_executor(
             accept_rule=_accept_rule(options),
         ),
         attention_backend(options.attention_backend, model, options.page_size, options.deterministic),
+        link,
     )
+
+
+def _cuda_executor(
+    options: VerifyOptions,
+    model: LanguageModel,
+    num_pages: int,
+    limits: EngineLimits,
+    draft: RoundDraft | None,
+    link: RankLink | None,
+) -> CudaExecutor:
+    executor = _new_cuda_executor(options, model, num_pages, limits, link)
     if draft is not None:
         executor.draft_inside(draft.model, draft.options)
     with ConsoleProgress() as progress, compile_aside():

@@ -5,20 +5,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.paged import MAX_PATH, PATH_SPLITS, TreeBuffers, choose_splits
+from outrider.attention.paged import MAX_PATH, PATH_SPLITS, RoundTokens, TreeBuffers, choose_splits
 from outrider.attention.prompts import PromptShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
 from outrider.drafting.model.round_drafter import RoundResults, RoundShape
 from outrider.grammar.compiler import Mask
-from outrider.graphs import GraphPool
+from outrider.graphs import GraphPool, compile_aside
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.drafters.base import DraftModel
@@ -29,6 +32,7 @@ from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.executors.device import out_of_memory, varied_tokens
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
+from verify_service.executors.rank_link import CAPTURE, CAPTURE_SMALL, LOGITS, PAGES, PROMPTS, ROUND, RankLink
 from verify_service.executors.round_buffers import (
     NUM_COMMITTED,
     Bucket,
@@ -86,9 +90,17 @@ class CudaExecutor(FeatureExecutor):
     """Executor on pages and tables in device memory. Runs on a CPU too, slowly and without graphs, for tests."""
 
     def __init__(
-        self, model: LanguageModel, num_pages: int, page_size: int, limits: CudaLimits, attention: AttentionBackend
+        self,
+        model: LanguageModel,
+        num_pages: int,
+        page_size: int,
+        limits: CudaLimits,
+        attention: AttentionBackend,
+        link: RankLink | None = None,
     ) -> None:
+        """`link`: to the other ranks of the model."""
         super().__init__(model)
+        self._link = link
         device = model.device
         self.limits = limits
         self.page_size = page_size
@@ -98,7 +110,7 @@ class CudaExecutor(FeatureExecutor):
         tokens, rows = limits.max_round_tokens, limits.max_running
         self.buckets = Buckets(tokens, rows, Bucket(tokens, rows, only=True) if limits.deterministic else None)
         self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, limits.accept_rule)
-        self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device)
+        self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device, link)
         self._input = RoundInput(tokens, rows, self.rows.spare, device)
         self._dry_run_input = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
         self._no_rows = NoRows(self.rows.spare)
@@ -108,9 +120,10 @@ class CudaExecutor(FeatureExecutor):
         # Other backends plan prompts on the host, by their lengths: nothing to capture, and nothing gained by padding.
         padded = isinstance(attention, TritonAttention)
         shapes = PrefillShapes(limits.chunk_size, rows, limits.deterministic, padded)
-        self._prefill = Prefill(model, self._kv, attention, self.rows, page_size, shapes)
+        self._prefill = Prefill(model, self._kv, attention, self.rows, page_size, shapes, link)
         self._num_processors = num_processors(device)
-        self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare)
+        compiling = nullcontext if link is None else link.compiling
+        self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare, compiling)
         self._last_end: int | None = None
         self._renewal: _Renewal | None = None
         self._uses: Counter[Bucket] = Counter()
@@ -160,6 +173,8 @@ class CudaExecutor(FeatureExecutor):
                 all_buckets += sorted({self.buckets.bare(bucket.rows) for bucket in all_buckets}, reverse=True)
             buckets = [bucket for bucket in all_buckets if bucket.only or bucket.rows <= self.limits.max_graph_rows]
             self._input.clear()
+            if self._link is not None:
+                self._link.tell(CAPTURE, [number for bucket in buckets for number in bucket])
             self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
 
     @torch.inference_mode()
@@ -200,7 +215,7 @@ class CudaExecutor(FeatureExecutor):
                 if bucket.is_bare:
                     drafts.note_bare(decode)
             self._sampler.set_masks(mask_runs(decode))
-            self.graphs.run(bucket)
+            self._run(bucket)
             answers = self._output.to_host(len(decode))
             wanted = any(entry.request.params.sampling.num_logprobs is not None for entry in decode)
             listed = self._sampler.copy_logprobs(len(decode)) if wanted else None
@@ -283,6 +298,10 @@ class CudaExecutor(FeatureExecutor):
             # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
             self._input.clear()
             self._features = store
+            if self._link is not None:
+                # Here it is run once as it is, and once as it was captured.
+                self._link.tell(ROUND, shape)
+                self._link.tell(ROUND, shape)
             self.graphs.capture_next(shape)
         except torch.OutOfMemoryError:
             log.warning("no memory for the graph of %d tokens in %d rows with features", shape.tokens, shape.rows)
@@ -340,6 +359,37 @@ class CudaExecutor(FeatureExecutor):
         event.record()
         return event
 
+    def _run(self, bucket: Bucket) -> None:
+        """Queue the round that was laid out, on all ranks."""
+        if self._link is not None:
+            self._link.tell(ROUND, bucket)
+        self.graphs.run(bucket)
+
+    def check(self) -> None:
+        """Raise RankError if what a round brought is worthless."""
+        if self._link is not None:
+            self._link.check()
+
+    @torch.inference_mode()
+    def replay(self, kind: int, numbers: NDArray[np.int32]) -> None:
+        """As another rank than 0, do what rank 0 does; `kind`: see RankLink."""
+        if kind == ROUND:
+            self.graphs.run(bucket_of(numbers))
+        elif kind == PROMPTS:
+            self._prefill.forward(PromptShape(*numbers[:2].tolist()), numbers[2:])
+        elif kind == PAGES:
+            self.rows.enter(int(numbers[0]), int(numbers[1]), numbers[2:].tolist())
+        elif kind == LOGITS:
+            self._prefill.logits(*numbers.tolist())
+        elif kind == CAPTURE:
+            with compile_aside():
+                self.graphs.capture([bucket_of(bucket) for bucket in numbers.reshape(-1, 4)], together=True)
+        elif kind == CAPTURE_SMALL:
+            with compile_aside():
+                self._prefill.capture_small(bool(numbers[0]))
+        else:
+            raise ValueError(f"rank 0 sent a message of kind {kind}")
+
     def _prepare(self, bucket: Bucket) -> None:
         self._attention.prepare(bucket.tokens, self._input.lengths(bucket), self.rows.page_tables)
 
@@ -350,6 +400,9 @@ class CudaExecutor(FeatureExecutor):
         drafts, store = (None, None) if bucket.is_bare else (self.drafts, self._features)
         if drafts is not None:
             tokens = drafts.merge(tokens)
+        link = self._link
+        if link is not None:
+            link.share([*(getattr(tokens, field.name) for field in fields(RoundTokens)), self._input.updates])
         tables = self.rows.page_tables
         self.rows.update(self._input.updates)
         splits = self._num_splits(bucket)
@@ -363,7 +416,12 @@ class CudaExecutor(FeatureExecutor):
             store.write(batch.slots, features)
         logits = self._model.logits(hidden)
         num_tokens, error, committed, accepted = self._output.fields(bucket)
-        self._sampler.commit(logits, tokens, bucket.max_row_tokens, num_tokens, error, committed, accepted)
+        if link is None or link.leads:
+            self._sampler.commit(logits, tokens, bucket.max_row_tokens, num_tokens, error, committed, accepted)
+        if link is not None:
+            link.share([self._output.rows(bucket)])
+            if not link.leads:
+                self._sampler.note_last(tokens, num_tokens, committed)
         self._kv.compact(tokens, accepted, num_tokens, tables, self.page_size)
         if store is not None:
             store.compact(tokens, accepted, num_tokens, tables, self.page_size)
@@ -383,18 +441,24 @@ class CudaExecutor(FeatureExecutor):
         """Seconds of the fastest round of `width` tokens in one row over `context` cached ones. Trashes the cache."""
         context = max(min(context, self._kv.num_slots - width, self.limits.context_length), 0)
         num_pages = -(-(context + width) // self.page_size)
-        self.rows.page_tables[self.rows.spare, :num_pages] = torch.arange(num_pages, dtype=torch.int32)
+        self.rows.enter(self.rows.spare, 0, range(num_pages))
         width = min(width, self.buckets.tokens[-1])
         bucket = self.buckets.fit(width, 1)
         self._input.fill_chain(varied_tokens(width, self.limits.vocab_size), context, bucket)
         seconds = []
         for _ in range(repeats):
             start = time.perf_counter()
-            self.graphs.run(bucket)
+            self._run(bucket)
             if self._on_gpu:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         return min(seconds)
+
+
+def bucket_of(numbers: NDArray[np.int32]) -> Bucket:
+    """The bucket that was told as four numbers."""
+    tokens, rows, only, is_bare = numbers.tolist()
+    return Bucket(tokens, rows, bool(only), bool(is_bare))
 
 
 def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
@@ -450,6 +514,7 @@ class CudaRound:
         """Results in the order of the entries."""
         if self._event is not None:
             self._event.synchronize()
+        self._executor.check()
         found: dict[Entry, Result] = {}
         if self._answers is not None:
             results, times = self._executor.read(self._decode, self._answers, self._listed, self._clean)

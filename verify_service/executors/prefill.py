@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
@@ -20,6 +22,7 @@ from outrider.graphs import GraphPool
 from outrider.models.base import LanguageModel
 from verify_service.engine.round import Entry
 from verify_service.executors.prompt_logprobs import PromptScores
+from verify_service.executors.rank_link import CAPTURE_SMALL, LOGITS, PROMPTS, RankLink
 from verify_service.executors.round_buffers import RequestRows
 
 
@@ -39,7 +42,10 @@ class Prefill:
         rows: RequestRows,
         page_size: int,
         shapes: PrefillShapes,
+        link: RankLink | None = None,
     ) -> None:
+        """`link`: to the other ranks of the model, which compute their part of every forward."""
+        self._link = link
         self._model = model
         self._kv = kv
         self._attention = attention
@@ -52,7 +58,10 @@ class Prefill:
         self._description = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(largest.tokens, model.config.hidden_size, dtype=model.dtype, device=device)
         """Hidden states of the last small forward."""
-        self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body)
+        self._last = self._hidden
+        """Hidden states of the last forward."""
+        compiling = nullcontext if link is None else link.compiling
+        self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body, compiling=compiling)
         self.features: FeatureStore | None = None
         """Where features of prompts are stored, if anywhere; what was captured stores them where it did then."""
 
@@ -68,6 +77,14 @@ class Prefill:
         """Capture small forwards, and run all others once without effect, so that the first prompts need not wait for
         kernels to be compiled. `room`: positions that page tables and the cache have.
         """
+        if self._link is not None:
+            self._link.tell(CAPTURE_SMALL, (use_graphs,))
+        self.capture_small(use_graphs)
+        for counts in self._shapes.others(room):
+            self._forward([self._empty_chunk(count) for count in counts])
+
+    def capture_small(self, use_graphs: bool) -> None:
+        """The part of `capture` that is about small forwards."""
         small = self._shapes.small
         self._clear()
         if use_graphs and small:
@@ -75,11 +92,12 @@ class Prefill:
         else:
             for shape in small:
                 self.graphs.run(shape)
-        for counts in self._shapes.others(room):
-            self._forward([self._empty_chunk(count) for count in counts])
 
     def capture_next(self, shape: PromptShape, store: FeatureStore) -> None:
         """Capture a forward that stores features there; see GraphPool.capture_next."""
+        # Here it is run once as it is, and once as it was captured.
+        for _ in range(2):
+            self._tell(shape, self._layout.describe((), self._rows.spare))
         # Queued behind forwards that may still read their description.
         self._clear()
         used, self.features = self.features, store
@@ -118,14 +136,39 @@ class Prefill:
     def _forward(self, chunks: Sequence[PromptChunk]) -> Tensor:
         """Queue a forward. Returns [M, hidden_size], padding included, which the next small forward overwrites."""
         shape = self._shapes.fit(sum(len(chunk.slots) for chunk in chunks), len(chunks))
-        device, tables, spare = self._model.device, self._rows.page_tables, self._rows.spare
+        layout = self._layout if shape in self._shapes.small else PromptLayout(shape)
+        words = layout.describe(chunks, self._rows.spare)
+        self._tell(shape, words)
+        return self.forward(shape, words)
+
+    def _tell(self, shape: PromptShape, words: NDArray[np.int32]) -> None:
+        if self._link is not None:
+            self._link.tell(PROMPTS, np.concatenate((np.array(shape, np.int32), words)))
+
+    def forward(self, shape: PromptShape, words: NDArray[np.int32]) -> Tensor:
+        """Queue a forward of this shape that PromptLayout has described in `words`; returns as `_forward`."""
+        device = self._model.device
         if shape in self._shapes.small:
-            put(self._layout.describe(chunks, spare), device, into=self._description)
+            put(words, device, into=self._description)
             self.graphs.run(shape)
+            self._last = self._hidden
             return self._hidden[: shape.tokens]
         layout = PromptLayout(shape)
-        words = layout.describe(chunks, spare)
-        return self._compute(layout.batch(put(words, device), shape, tables, self._page_size, layout.lengths(words)))
+        tables = self._rows.page_tables
+        batch = layout.batch(put(words, device), shape, tables, self._page_size, layout.lengths(words))
+        self._last = self._compute(batch)
+        return self._last
+
+    def logits(self, first: int, count: int) -> Tensor:
+        """Logits of rows of the last forward."""
+        return self._model.logits(self._last[first : first + count])
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        """Logits of `rows` of the last forward, of which all ranks have their part."""
+        if self._link is not None:
+            first = (rows.data_ptr() - self._last.data_ptr()) // (rows.shape[1] * rows.itemsize)
+            self._link.tell(LOGITS, (first, len(rows)))
+        return self._model.logits(rows)
 
     def _body(self, shape: PromptShape) -> None:
         """The small forward that was described last; may be captured."""
@@ -148,7 +191,7 @@ class Prefill:
                 # Padding behind a chunk of fixed size keeps the products in their shape, too.
                 end = None if self._shapes.fixed else start + len(positions)
                 scores[entry] = PromptScores(entry, positions)
-                scores[entry].compute(self._model, hidden[start:end])
+                scores[entry].compute(self._logits, hidden[start:end])
             first += entry.num_extend
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from outrider.device import put
 from outrider.errors import InternalError, OutriderError, OverloadedError
 from outrider.logs import get_logger
-from outrider.models.base import LanguageModel
 from outrider.protocol.generation import PromptLogprobs
 from verify_service.engine.round import Entry, Result
 
@@ -34,26 +34,26 @@ class PromptScores:
         self._host = torch.empty(0)
         self._error: OutriderError | None = None
 
-    def compute(self, model: LanguageModel, hidden: Tensor) -> None:
+    def compute(self, logits: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Queue the work for `hidden`, [N or more, hidden_size]: its first N rows are the positions, in order.
 
         Rows past N are padding. They are computed where a piece of fixed size reaches into them, so that the shape of
         the products depends on the chunk's alone.
         """
         try:
-            self._compute(model, hidden)
+            self._compute(logits, hidden)
         except torch.OutOfMemoryError:
             log.warning("the device has no memory for log-probabilities of a prompt; the request fails")
             self._error = OverloadedError("no memory for log-probabilities of the prompt; try again later")
 
     @torch.inference_mode()
-    def _compute(self, model: LanguageModel, hidden: Tensor) -> None:
+    def _compute(self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         piece = max(1, _MAX_PIECE_LOGITS // self._vocab_size)
         ids = put(self._token_ids, hidden.device).long()
         parts = []
         for start in range(0, len(ids), piece):
             wanted = ids[start : start + piece]
-            logits = model.logits(hidden[start : start + piece])[: len(wanted), : self._vocab_size]
+            logits = logits_of(hidden[start : start + piece])[: len(wanted), : self._vocab_size]
             parts.append(_describe(logits, wanted, min(self._num_top, self._vocab_size)))
         found = torch.cat(parts)
         self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.device.type == "cuda")

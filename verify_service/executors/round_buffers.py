@@ -21,6 +21,7 @@ from outrider.device import put, stamp
 from outrider.sampling.device import DeviceSampler
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
+from verify_service.executors.rank_link import PAGES, RankLink
 
 MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
@@ -219,6 +220,10 @@ class RoundOutput:
         rows = self._rows[: bucket.rows]
         return rows[:, 0], rows[:, 1], rows[:, 2 : 2 + NUM_COMMITTED], rows[:, 2 + NUM_COMMITTED :]
 
+    def rows(self, bucket: Bucket) -> Tensor:
+        """All fields: [B, 2 + 2 * NUM_COMMITTED]."""
+        return self._rows[: bucket.rows]
+
     def stamp(self, index: int) -> None:
         """Note the device's time: 0 for the begin, 1 for the end, 2 for the end of what is drafted behind it."""
         stamp(self._times, index)
@@ -283,7 +288,16 @@ class RequestRows:
     Row `num_rows` belongs to nobody: padding and measurements use it.
     """
 
-    def __init__(self, num_rows: int, max_pages: int, sampler: DeviceSampler, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_pages: int,
+        sampler: DeviceSampler,
+        device: torch.device,
+        link: RankLink | None = None,
+    ) -> None:
+        """`link`: to the other ranks of the model, which have page tables of their own."""
+        self._link = link
         self.page_tables = torch.zeros(num_rows + 1, max_pages, dtype=torch.int32, device=device)
         self.spare = num_rows
         self._sampler = sampler
@@ -357,9 +371,15 @@ class RequestRows:
     def _copy_pages(self, request: Request) -> None:
         known, pages = self._num_known[request], request.pages
         if known < len(pages):
-            for tables in self._tables:
-                put(pages[known:], tables.device, into=tables[self._rows[request], known : len(pages)])
+            self.enter(self._rows[request], known, pages[known:])
             self._num_known[request] = len(pages)
+
+    def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
+        """Queue a copy of a row's pages from this place on to the page tables."""
+        if self._link is not None:
+            self._link.tell(PAGES, (row, place, *pages))
+        for tables in self._tables:
+            put(pages, tables.device, into=tables[row, place : place + len(pages)])
 
 
 class Buckets:

@@ -167,7 +167,7 @@ class TorchExecutor(FeatureExecutor):
             if part.scored:
                 start = first + part.scored.start - (part.end - part.num_extend)
                 scores = PromptScores(part.entry, part.scored)
-                scores.compute(self._model, hidden[start : start + len(part.scored)])
+                scores.compute(self._model.logits, hidden[start : start + len(part.scored)])
                 results[index] = with_prompt(results[index], scores)
             first += part.num_tokens
         return results

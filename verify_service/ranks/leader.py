@@ -27,7 +27,7 @@ _GRACE_SECONDS = 2.0
 """An engine that meets the fault itself tells its clients, and has so long for it."""
 
 
-class RankProcesses:
+class Followers:
     """The processes of ranks 1 and up, tied to the thread that made them."""
 
     def __init__(self, options: VerifyOptions) -> None:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import torch
 
 from outrider.config.verify import VerifyOptions
@@ -19,7 +20,8 @@ from outrider.host.worker import exit_process, pin_to_cores
 from outrider.logs import configure_logging, get_logger
 from outrider.models.decoder import CausalLM
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
-from verify_service.engine.build import choose_threads, load
+from verify_service.engine.build import choose_threads, following_executor, link_ranks, load
+from verify_service.executors.cuda import CudaExecutor
 from verify_service.ranks.leader import START
 from verify_service.ranks.replay import follow
 
@@ -52,11 +54,22 @@ def serve(options: VerifyOptions, memory: RankMemory) -> None:
     """Load, and follow rank 0 for ever. Raises ConfigError."""
     pin_to_cores(options.engine_cpus)
     torch.set_num_threads(choose_threads(options))
-    _, model = load(options, memory)
+    path, model = load(options, memory)
     if not isinstance(model, CausalLM):
         raise InternalError("a rank's model is not the decoder")
     memory.trade(b"loaded")
-    follow(model, memory)
+    link = link_ranks(model, memory)
+    if link is None:
+        follow(model, memory)
+    else:
+        follow_rounds(following_executor(options, path, model, link), memory)
+
+
+def follow_rounds(executor: CudaExecutor, memory: RankMemory) -> None:
+    """Replay on a GPU what rank 0 launches, for ever."""
+    while True:
+        kind, body = memory.receive()
+        executor.replay(kind, np.frombuffer(bytearray(body), np.int32))
 
 
 if __name__ == "__main__":

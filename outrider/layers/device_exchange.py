@@ -1,0 +1,140 @@
+"""Exchanges between GPUs of one host: through memory that each writes directly, or through NCCL."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.nn import functional
+
+from kernels.exchange import join_columns, sum_rows
+from outrider.errors import ConfigError
+from outrider.host.rank_memory import RankMemory
+from outrider.layers.exchange import Exchange
+from outrider.logs import get_logger
+from outrider.peer_mailboxes import PeerMailboxes
+
+log = get_logger(__name__)
+
+_MAX_ROWS = 512
+"""Of the residual stream in one launch."""
+_JOINED_ROWS = 32
+"""Of logits in one launch."""
+_MAX_PIECE, _MIN_PIECE, _PADDED_PIECE = 4096, 256, 1024
+_SHARED_WIDTH, _SHARED_ROWS = 256, 32
+
+
+class PeerExchange(Exchange):
+    """By our kernels (kernels.exchange); may be captured."""
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        width: int,
+        num_columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        seconds: float,
+    ) -> None:
+        """For a residual stream of `width`, and `num_columns` of logits of each rank; all ranks at the same time.
+
+        Raises DriverError where the devices cannot reach each other's memory.
+        """
+        super().__init__(memory.rank, memory.world)
+        self._piece = next((n for n in range(_MAX_PIECE, _MIN_PIECE - 1, -1) if num_columns % n == 0), _PADDED_PIECE)
+        joined_rows = _JOINED_ROWS * -(-num_columns // self._piece)
+
+        def boxes(max_rows: int, size: int, kind: torch.dtype) -> PeerMailboxes:
+            return PeerMailboxes(memory.rank, memory.world, max_rows, size, kind, device, memory.trade, seconds)
+
+        self._stream = boxes(_MAX_ROWS, width, dtype)
+        self._columns = boxes(joined_rows, self._piece, torch.float32)
+        self._numbers = boxes(_SHARED_ROWS, _SHARED_WIDTH, torch.float32)
+
+    def silent_rank(self) -> int | None:
+        """See Exchange."""
+        found = [held.boxes.silent_rank() for held in (self._stream, self._columns, self._numbers)]
+        return next((rank for rank in found if rank is not None), None)
+
+    def _add(self, stream: Tensor | None, part: Tensor) -> Tensor:
+        """See Exchange."""
+        return sum_rows(self._stream.boxes, part.contiguous(), stream)
+
+    def _join(self, part: Tensor) -> Tensor:
+        """See Exchange."""
+        num_rows, count = part.shape
+        if not (missing := -count % self._piece):
+            return join_columns(self._columns.boxes, part.contiguous())
+        joined = join_columns(self._columns.boxes, functional.pad(part, (0, missing)))
+        return joined.view(num_rows, self.world, -1)[:, :, :count].reshape(num_rows, -1)
+
+    def _share(self, numbers: Tensor) -> Tensor:
+        """See Exchange."""
+        padded = functional.pad(numbers, (0, -len(numbers) % _SHARED_WIDTH)).view(-1, _SHARED_WIDTH)
+        return sum_rows(self._numbers.boxes, padded).view(-1)[: len(numbers)]
+
+
+class NcclExchange(Exchange):
+    """By NCCL, which brings every rank all parts: summed here, they have an order. May be captured."""
+
+    def __init__(self, memory: RankMemory, device: torch.device) -> None:
+        """All ranks at the same time."""
+        super().__init__(memory.rank, memory.world)
+        # Ranks are processes of one host: nothing is to listen on its other interfaces.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        folder = tempfile.mkdtemp(prefix="outrider-ranks-") if memory.rank == 0 else ""
+        folder = memory.trade(folder.encode())[0].decode()
+        store = FileStore(f"{folder}/store", memory.world)
+        distributed.init_process_group("nccl", store=store, rank=memory.rank, world_size=memory.world, device_id=device)
+
+    def _add(self, stream: Tensor | None, part: Tensor) -> Tensor:
+        """See Exchange."""
+        total = self._sum(part)
+        return (total if stream is None else total.add_(stream)).to(part.dtype)
+
+    def _join(self, part: Tensor) -> Tensor:
+        """See Exchange."""
+        return self._gather(part).transpose(0, 1).reshape(part.shape[0], -1)
+
+    def _share(self, numbers: Tensor) -> Tensor:
+        """See Exchange."""
+        return self._sum(numbers)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        parts = self._gather(part)
+        total = parts[0].float()
+        for other in parts[1:]:
+            total += other
+        return total
+
+    def _gather(self, part: Tensor) -> Tensor:
+        part = part.contiguous()
+        found = part.new_empty(self.world, *part.shape)
+        distributed.all_gather_into_tensor(found.view(-1), part.view(-1))
+        return found
+
+
+def device_exchange(
+    name: str,
+    memory: RankMemory,
+    width: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float,
+) -> Exchange:
+    """What --rank-exchange names, the same on all ranks. See PeerExchange. Raises ConfigError."""
+    first = (device.index or 0) - memory.rank
+    devices = range(first, first + memory.world)
+    # Not what this one reaches alone: all ranks must decide alike.
+    apart = [(a, b) for a in devices for b in devices if a != b and not torch.cuda.can_device_access_peer(a, b)]
+    if name != "nccl" and not apart:
+        return PeerExchange(memory, width, num_columns, dtype, device, seconds)
+    if name == "peer":
+        raise ConfigError(f"--rank-exchange: GPU {apart[0][0]} does not reach the memory of {apart[0][1]}; choose nccl")
+    if name == "auto" and memory.rank == 0:
+        log.warning("GPU %d does not reach the memory of %d: ranks exchange through NCCL", *apart[0])
+    return NcclExchange(memory, device)
