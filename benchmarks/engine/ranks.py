@@ -1,0 +1,140 @@
+"""Tokens per second of a verify engine of one rank and of several, and whether they say the same.
+
+    python -m benchmarks.engine.ranks --model /models/llama-8b --prompts mt_bench.jsonl --cases 1 2 2,nccl
+
+Each case starts an engine, N ranks from `--verify-device` on, and asks it directly, without gateway: the same prompts
+with 1, 16 and 64 requests at a time, greedy, past the end of sequence. Two texts of half precision part where two
+candidates are near; how long they agree with the first case's is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from benchmarks.common import add_service_arguments, device_name, verify_options
+from outrider.config.verify import VerifyOptions
+from outrider.errors import OutriderError
+from outrider.models.store import resolve_model
+from outrider.models.store_folder import TOKENIZER_FILE
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
+from outrider.sampling.params import SamplingParams
+from outrider_tools.bench.report import Row, write_report
+from verify_service.frames import RoundReport
+from verify_service.main import start_engine
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def main() -> None:
+    """Run the cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add_service_arguments(parser, "llama-8b")
+    parser.add_argument("--cases", nargs="+", default=["1", "2"], help="ranks, and how they exchange: 2, 2,nccl")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="repeat prompts up to so many tokens")
+    arguments = parser.parse_args()
+    options = verify_options(arguments, ["--metrics-address=", "--draft="])
+    rows: list[Row] = []
+    texts: dict[tuple[int, int], list[int]] = {}
+    for case in arguments.cases:
+        world, _, exchange = case.partition(",")
+        told = replace(options, tensor_parallel_size=int(world), rank_exchange=exchange or options.rank_exchange)
+        try:
+            rows += asyncio.run(_run(arguments, told, case, texts))
+        except (OutriderError, TimeoutError) as error:
+            print(f"{case}: {type(error).__name__} {error}", flush=True)
+    if arguments.out is not None:
+        write_report(arguments.out, "ranks", device_name(), rows, ("torch", "triton"))
+
+
+async def _run(
+    arguments: argparse.Namespace, options: VerifyOptions, case: str, texts: dict[tuple[int, int], list[int]]
+) -> list[Row]:
+    reports: list[RoundReport] = []
+    begin = time.monotonic()
+    process, engine = await start_engine(options, reports.append)
+    rows = []
+    try:
+        if await process.ready(asyncio.Event()) is None:
+            return []
+        label, dtype = f"{arguments.label} plain tp{case.replace(',', ' ')}", options.dtype.replace("bfloat16", "bf16")
+        rows.append(Row(f"{label} {dtype}", "start_seconds", time.monotonic() - begin, "s"))
+        prompts = _prompts(arguments, options.model)
+        for batch in arguments.batches:
+            # Once to fill the cache with the prompts, so that decoding alone is timed.
+            await _ask(engine, prompts, batch, 2)
+            reports.clear()
+            start = time.monotonic()
+            found = await _ask(engine, prompts, batch, arguments.max_tokens)
+            seconds = time.monotonic() - start
+            agreed = [_num_common(text, texts.setdefault((batch, number), text)) for number, text in enumerate(found)]
+            full = [report for report in reports if not report.num_prefilled and len(report.committed) == batch]
+            figures = [report.figures for report in full]
+            name = f"{label} b{batch} {dtype} greedy"
+            values: list[tuple[str, float, str]] = [
+                ("tokens_per_second", sum(map(len, found)) / seconds, "tokens/s"),
+                ("round_ms", 1e3 * median([one.seconds for one in figures] or [0.0]), "ms"),
+                ("round_gpu_ms", 1e3 * median([one.gpu for one in figures if one.gpu] or [0.0]), "ms"),
+                ("host_gap_ms", 1e3 * median([one.gap for one in figures if one.gap is not None] or [0.0]), "ms"),
+                ("agreed_tokens", sum(agreed) / len(agreed), "tokens"),
+            ]
+            rows += [Row(name, *value) for value in values]
+            print(f"{name:45s}", *(f"{metric} {value:.4g}" for metric, value, _ in values), flush=True)
+        await process.stop()
+    finally:
+        await process.close()
+    return rows
+
+
+async def _ask(engine: Any, prompts: list[list[int]], batch: int, max_tokens: int) -> list[list[int]]:
+    """Answers to as many prompts as are asked at a time, one for each of the first."""
+    queue: asyncio.Queue[tuple[int, GenerationUpdate]] = asyncio.Queue()
+    texts: list[list[int]] = [[] for _ in range(batch)]
+    for number in range(batch):
+
+        def take(update: GenerationUpdate, number: int = number) -> None:
+            queue.put_nowait((number, update))
+
+        asked = GenerationRequest(
+            f"r{number}", prompts[number % len(prompts)], GREEDY, max_tokens, disable_speculation=True
+        )
+        engine.submit(asked, take)
+    left = batch
+    while left:
+        number, update = await asyncio.wait_for(queue.get(), 60)
+        if update.error is not None:
+            raise update.error
+        texts[number] += update.token_ids
+        left -= update.last
+    return texts
+
+
+def _num_common(text: list[int], other: list[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next((at for at, pair in enumerate(zip(text, other, strict=True)) if len(set(pair)) > 1), len(text))
+
+
+def _prompts(arguments: argparse.Namespace, model: str) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(resolve_model(model) / TOKENIZER_FILE))
+    found = []
+    for line in Path(arguments.prompts).read_text().splitlines():
+        fields = json.loads(line)
+        ids = tokenizer.encode(fields["turns"][0] if "turns" in fields else fields["prompt"]).ids
+        if arguments.prompt_tokens:
+            ids = (ids * (arguments.prompt_tokens // len(ids) + 1))[: arguments.prompt_tokens]
+        found.append(ids)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Two ranks on two GPUs give the text of one, by either exchange, with trees and prefixes; and a dead rank is named."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from cuda_harness import jobs, small_model
+from service_process import is_gone, wait_until
+from tokenizers import Tokenizer, models
+
+from outrider.config.verify import VerifyOptions
+from outrider.errors import InternalError
+from outrider.protocol.generation import GenerationRequest, GenerationUpdate
+from verify_service.frames import RoundReport
+from verify_service.main import start_engine
+
+pytestmark = pytest.mark.multi_gpu
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+Texts = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    small_model(folder, head_dim=64, **SIZES)
+    words = {f"word{number}": number for number in range(61)}
+    Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def options_for(folder: Path, world: int, exchange: str = "auto", **fields: object) -> VerifyOptions:
+    values: dict[str, object] = {"device": "cuda:0", "dtype": "float32", "max_total_tokens": 2048, "draft": ()}
+    values |= {"max_running_requests": 4, "max_draft_tokens": 12, "chunked_prefill_size": 16, "metrics_address": ""}
+    values |= {"tensor_parallel_size": world, "rank_exchange": exchange}
+    return VerifyOptions(model=str(folder), **values | fields)  # type: ignore[arg-type]
+
+
+async def ask(options: VerifyOptions, speculate: bool = False) -> tuple[Texts, list[RoundReport]]:
+    """Answers to the jobs, four at a time, and how rounds went."""
+    reports: list[RoundReport] = []
+    process, engine = await start_engine(options, reports.append)
+    texts: Texts = [[] for _ in jobs()]
+    try:
+        assert await process.ready(asyncio.Event()) is not None
+        for first in range(0, len(texts), 4):
+            queue: asyncio.Queue[tuple[int, GenerationUpdate]] = asyncio.Queue()
+            group = range(first, min(first + 4, len(texts)))
+            for number in group:
+                prompt, params = jobs()[number]
+                asked = GenerationRequest(
+                    "r", prompt, params, 24, disable_speculation=not speculate, num_prompt_logprobs=1
+                )
+                engine.submit(asked, lambda update, number=number: queue.put_nowait((number, update)))  # type: ignore[misc]
+            left = len(group)
+            while left:
+                number, update = await asyncio.wait_for(queue.get(), 60)
+                assert update.error is None, update.error
+                texts[number] += update.token_ids
+                left -= update.last
+        await process.stop()
+    finally:
+        await process.close()
+    return texts, reports
+
+
+@pytest.fixture(scope="module")
+def truth(folder: Path) -> Texts:
+    return asyncio.run(ask(options_for(folder, 1)))[0]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("exchange", ["peer", "nccl"])
+def test_two_ranks_give_the_text_of_one(folder: Path, truth: Texts, exchange: str, deterministic: bool) -> None:
+    found, _ = asyncio.run(ask(options_for(folder, 2, exchange, deterministic=deterministic)))
+    assert found == truth
+
+
+def test_trees_grow_inside_the_rounds_of_ranks(folder: Path, truth: Texts) -> None:
+    options = options_for(folder, 2, speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(folder))
+    found, reports = asyncio.run(ask(options, speculate=True))
+    assert found == truth
+    assert sum(report.num_grown_accepted for report in reports) > 20
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_rank_that_ends_or_hangs_is_named(
+    folder: Path, fault: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process, engine = await start_engine(options_for(folder, 2, rank_seconds=2.0), lambda report: None)
+    try:
+        assert await process.ready(asyncio.Event()) is not None
+        # Not those that compiled kernels.
+        family = psutil.Process(process._process.pid).children()
+        (rank,) = [child for child in family if "verify_service.ranks.worker" in child.cmdline()]
+        updates: asyncio.Queue[GenerationUpdate] = asyncio.Queue()
+        prompt, params = jobs()[0]
+        engine.submit(GenerationRequest("r", prompt, params, 200, disable_speculation=True), updates.put_nowait)
+        assert (await asyncio.wait_for(updates.get(), 20)).error is None
+        rank.send_signal(fault)
+        last = await asyncio.wait_for(updates.get(), 20)
+        while not last.last:
+            last = await asyncio.wait_for(updates.get(), 20)
+        assert isinstance(last.error, InternalError)
+        await asyncio.wait_for(engine.lost(), 20)
+    finally:
+        await process.close()
+    assert "rank 1 of 2" in capfd.readouterr().err
+    wait_until(lambda: is_gone(rank))
+
+
+def test_more_ranks_than_gpus_are_refused(folder: Path) -> None:
+    world = 2 * torch.cuda.device_count()
+    with pytest.raises(Exception, match="torch sees|cannot be divided"):
+        asyncio.run(ask(options_for(folder, world)))
