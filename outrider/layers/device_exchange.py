@@ -24,6 +24,7 @@ _MAX_ROWS = 512
 _JOINED_ROWS = 32
 """Of logits in one launch."""
 _MAX_PIECE, _MIN_PIECE, _PADDED_PIECE = 4096, 256, 1024
+_START_SECONDS = 60.0
 _SHARED_WIDTH, _SHARED_ROWS = 256, 32
 
 
@@ -45,6 +46,9 @@ class PeerExchange(Exchange):
         """
         super().__init__(memory.rank, memory.world)
         self._piece = next((n for n in range(_MAX_PIECE, _MIN_PIECE - 1, -1) if num_columns % n == 0), _PADDED_PIECE)
+        # Graphs keep the time that they were captured with, and one rank may compile what another one has. Whoever ends
+        # or stands still is found by its process long before.
+        seconds = max(seconds, _START_SECONDS)
         joined_rows = _JOINED_ROWS * -(-num_columns // self._piece)
 
         def boxes(max_rows: int, size: int, kind: torch.dtype) -> PeerMailboxes:

@@ -49,7 +49,7 @@ class Followers:
             if (code := process.poll()) is not None:
                 said = self.memory.said(rank)
                 if said and not self._is_started:
-                    raise ConfigError(said)
+                    raise ConfigError(f"rank {rank}: {said}")
                 raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or _ending(code)})")
 
     def started(self) -> None:
