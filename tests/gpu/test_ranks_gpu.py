@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -41,6 +42,10 @@ def options_for(folder: Path, world: int, exchange: str = "auto", **fields: obje
     return VerifyOptions(model=str(folder), **values | fields)  # type: ignore[arg-type]
 
 
+def _put(queue: asyncio.Queue[tuple[int, GenerationUpdate]], number: int, update: GenerationUpdate) -> None:
+    queue.put_nowait((number, update))
+
+
 async def ask(options: VerifyOptions, speculate: bool = False) -> tuple[Texts, list[RoundReport]]:
     """Answers to the jobs, four at a time, and how rounds went."""
     reports: list[RoundReport] = []
@@ -58,7 +63,7 @@ async def ask(options: VerifyOptions, speculate: bool = False) -> tuple[Texts, l
                 asked = GenerationRequest(
                     "r", prompt, params, 24, disable_speculation=not speculate, num_prompt_logprobs=wanted
                 )
-                engine.submit(asked, lambda update, number=number: queue.put_nowait((number, update)))  # type: ignore[misc]
+                engine.submit(asked, partial(_put, queue, number))
             left = len(group)
             while left:
                 number, update = await asyncio.wait_for(queue.get(), 60)
@@ -118,5 +123,5 @@ async def test_a_rank_that_ends_or_hangs_is_named(
 
 async def test_more_ranks_than_gpus_are_refused(folder: Path) -> None:
     options = options_for(folder, 2, device=f"cuda:{torch.cuda.device_count() - 1}")
-    with pytest.raises(ConfigError, match="need .* GPUs, and torch sees"):
+    with pytest.raises(ConfigError, match=r"need .* GPUs, and torch sees"):
         await ask(options)
