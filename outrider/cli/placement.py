@@ -72,7 +72,12 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
     names = draft.speculative_algorithm
     if "NAIVE_EAGLE" in names:
         return True
-    if gpus > 1 or verify.lockstep or verify.no_speculation or not is_default(draft, "device"):
+    if (
+        gpus > verify.tensor_parallel_size
+        or verify.lockstep
+        or verify.no_speculation
+        or not is_default(draft, "device")
+    ):
         return False
     if names == AUTO:
         return not draft.speculative_draft_model_path and shipped_head(verify.model) is not None
@@ -128,7 +133,7 @@ def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Say) -
     """The options of a draft service with drafters chosen where that was left open."""
     on_gpu = gpus and verify.device != "cpu"
     is_open = draft.speculative_algorithm == AUTO and not draft.speculative_draft_model_path
-    if is_open and gpus == 1 and on_gpu and is_default(draft, "device"):
+    if is_open and on_gpu and gpus <= verify.tensor_parallel_size and is_default(draft, "device"):
         if shipped_head(verify.model) is not None:
             say("n-grams alone draft: a remote head wants a GPU of its own, or --draft-device")
         return replace(draft, speculative_algorithm=NGRAM)
@@ -142,8 +147,9 @@ def place_draft_model(draft: DraftOptions, verify: VerifyOptions, target: Path, 
     """
     if is_default(draft, "target_model_path"):
         draft = replace(draft, target_model_path=str(target))
-    if gpus > 1 and is_default(draft, "device") and verify.device in ("auto", "cuda", "cuda:0"):
-        draft = replace(draft, device="cuda:1")
+    ranks = verify.tensor_parallel_size
+    if gpus > ranks and is_default(draft, "device") and verify.device in ("auto", "cuda", "cuda:0"):
+        draft = replace(draft, device=f"cuda:{ranks}")
     return draft
 
 

@@ -30,6 +30,7 @@ from outrider.models.capacity import (
     SCRATCH_BYTES,
 )
 from outrider.models.config import ModelConfig, ModelShape, check_heads, choose_impl, foreign_shape, padded_head_dim
+from outrider.models.cuts import cut
 from outrider.models.drafters.config import (
     MARKOV_INPUT,
     HeadConfig,
@@ -127,7 +128,7 @@ def model_elements(config: ModelConfig) -> Elements:
     """Elements of a language model."""
     embedding = config.vocab_size * config.hidden_size
     layers = config.num_layers * _layer(config, config.hidden_size) + config.hidden_size
-    output = 0 if config.tie_embeddings else embedding
+    output = 0 if config.tie_embeddings else embedding // config.vocab_cuts
     if (experts := config.experts) is None:
         return Elements(embedding, layers, output)
     mixtures, hidden = len(experts.layers), config.hidden_size
@@ -214,6 +215,8 @@ class Capacity:
     """Tokens of the longest request."""
     max_running: int
     """--max-running-requests"""
+    num_ranks: int = 1
+    """--tensor-parallel-size: all of this is of one of them."""
 
     @property
     def tokens_each(self) -> int:
@@ -288,6 +291,7 @@ def plan_target(
         if tokens
         else options.context_length or config.max_positions,
         max_running=options.max_running_requests,
+        num_ranks=options.tensor_parallel_size,
     )
 
 
@@ -351,13 +355,15 @@ def run(arguments: argparse.Namespace) -> int:
     config = ModelConfig.from_fields(fields, generation) if ours else foreign_shape(fields, generation)
     if gpu.memory:
         check_heads(config)
+    whole, ranks = config, verify.tensor_parallel_size
+    config = cut(config, ranks) if ranks > 1 else config
     elements, dtype = target_elements(config, folder), _dtype(verify.dtype, config)
     if arguments.draft_placement == "colocated":
         verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify
-        drafter = _plan_inside(verify, config, dtype, folder)
+        drafter = _plan_inside(verify, whole, dtype, folder)
         plan = plan_target(config, elements, dtype, verify, gpu.memory, inside=drafter)
     else:
-        drafter = plan_draft(choose_drafters(draft, verify.model, lambda text: None), config, folder)
+        drafter = plan_draft(choose_drafters(draft, verify.model, lambda text: None), whole, folder)
         beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
         features = drafter.features_per_token if drafter is not None else 0
         plan = plan_target(config, elements, dtype, verify, gpu.memory, features, beside)
@@ -508,6 +514,7 @@ def _lines(
     plan: Capacity, drafter: DraftPlan | None, dtype: str, gpu: Gpu, arguments: argparse.Namespace
 ) -> list[tuple[str, str, str]]:
     words = f"{plan.quantization} and {dtype}" if plan.quantization else dtype
+    words += f", on each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else ""
     lines = [
         ("weights", _size(plan.weights), f"{plan.elements.total / 1e6:.1f} M parameters in {words}"),
         *(

@@ -104,14 +104,25 @@ def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOp
             yield warning("gpu", text, "end what else runs on it, or lower --mem-fraction-static")
         else:
             yield ok("gpu", text)
+    last = _first_gpu(verify.device) + verify.tensor_parallel_size
+    if last > len(gpus) and verify.device != "cpu":
+        text = f"--tensor-parallel-size {verify.tensor_parallel_size} needs {last} GPUs"
+        yield problem("gpu", text, "lower it, or --device")
     apart = [(a, b) for a, row in enumerate(told["peers"]) for b, reached in enumerate(row) if a < b and not reached]
     if apart:
         pairs = ", ".join(f"{a}-{b}" for a, b in apart)
         yield warning(
-            "peer access", f"no direct access between GPUs {pairs}", "features then travel by gRPC; see docs/gpu.md"
+            "peer access",
+            f"no direct access between GPUs {pairs}",
+            "features then travel by gRPC, and ranks use NCCL; see docs/gpu.md",
         )
     elif len(gpus) > 1:
         yield ok("peer access", "every GPU reaches every other one's memory")
+
+
+def _first_gpu(device: str) -> int:
+    number = device.partition(":")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:

@@ -166,6 +166,8 @@ def test_gpus_that_do_not_reach_each_other_and_full_ones_are_warned_of() -> None
     assert "1: H200, 1.0 of 140.0 GiB free" in words(found, Level.WARNING)
     assert "no direct access between GPUs 0-1" in words(found, Level.WARNING)
     assert "0: H200" in words(found, Level.OK)
+    found = list(check_devices(told, VerifyOptions(tensor_parallel_size=2, device="cuda:1"), DraftOptions()))
+    assert "--tensor-parallel-size 2 needs 3 GPUs" in words(found, Level.PROBLEM)
 
 
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem() -> None:

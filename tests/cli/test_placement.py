@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cli.placement import Placed, is_colocated, place_drafts
+from outrider.cli.placement import Placed, is_colocated, place_draft_model, place_drafts
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
@@ -46,12 +46,21 @@ def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
 def test_auto_takes_the_round_on_one_gpu_and_the_split_on_two() -> None:
     for gpus, wanted in ((1, True), (2, False)):
         assert is_colocated(VerifyOptions(), HEAD, "auto", gpus) == wanted
+    # A target that two GPUs share leaves none.
+    for gpus, wanted in ((2, True), (3, False)):
+        assert is_colocated(VerifyOptions(tensor_parallel_size=2), HEAD, "auto", gpus) == wanted
     assert is_colocated(VerifyOptions(), HEAD, "colocated", 2)
     assert not is_colocated(VerifyOptions(), HEAD, "remote", 1)
     assert not is_colocated(VerifyOptions(lockstep=True), HEAD, "auto", 1)
     assert not is_colocated(VerifyOptions(), replace(HEAD, device="cuda:0"), "auto", 1)
     assert not is_colocated(VerifyOptions(), DraftOptions(speculative_algorithm=("NGRAM",)), "auto", 1)
     assert placed(HEAD, "remote").draft == HEAD
+
+
+def test_a_remote_draft_model_takes_the_gpu_behind_verify_s(tmp_path: Path) -> None:
+    for ranks, gpus, device in ((1, 2, "cuda:1"), (2, 2, "auto"), (2, 4, "cuda:2")):
+        verify = VerifyOptions(tensor_parallel_size=ranks)
+        assert place_draft_model(HEAD, verify, tmp_path, gpus).device == device
 
 
 def test_on_a_cpu_verify_has_all_that_drafts_if_that_is_asked_for() -> None:

@@ -244,6 +244,21 @@ def test_an_8b_model_on_a_known_gpu(llama_8b: Path, capsys: pytest.CaptureFixtur
     assert told["num_graphs"] == 48
 
 
+def test_a_rank_has_its_part(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", f"--model={llama_8b}", "--speculative-algorithm=NGRAM", "--gpu=h200", "--json"]
+    told = []
+    for more in ([], ["--tensor-parallel-size=4"]):
+        assert main([*argv, *more]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    one, four = told
+    assert four["num_ranks"] == 4 and four["kv_per_token"] * 4 == one["kv_per_token"]
+    # Of the embedding every rank has all, and norms are small.
+    embedding = 2 * 128256 * 4096
+    assert four["weights"] - embedding == pytest.approx((one["weights"] - embedding) / 4, rel=1e-3)
+    assert main([*argv, "--tensor-parallel-size=3"]) == 2
+    assert "num_attention_heads 32 cannot be divided among 3 ranks" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
     llama_8b: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

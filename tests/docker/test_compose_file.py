@@ -17,7 +17,7 @@ from outrider.config.base import parse_options
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
 OURS = {name: name.partition("-")[0] for name in SERVICES if name.partition("-")[0] in OPTION_TYPES}
-PROFILES = {"cpu": "", "gpu1": "-gpu1", "gpu2": "-gpu2"}
+PROFILES = {"cpu": "", "gpu1": "-gpu1", "gpu2": "-gpu2", "gpu-tp2": "-gpu-tp2"}
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 
@@ -53,6 +53,7 @@ def test_only_the_gateway_and_the_dashboards_are_published_and_on_loopback() -> 
         "gateway",
         "gateway-gpu1",
         "gateway-gpu2",
+        "gateway-gpu-tp2",
         "grafana",
     }
     for ports in published.values():
@@ -104,7 +105,7 @@ def test_secrets_are_files_for_services_that_there_are(file: str) -> None:
     assert all(set(secret) == {"file"} for secret in content["secrets"].values())
 
 
-@pytest.mark.parametrize("suffix", ["-gpu1", "-gpu2"])
+@pytest.mark.parametrize("suffix", ["-gpu1", "-gpu2", "-gpu-tp2"])
 def test_draft_and_verify_share_what_cuda_ipc_needs_and_each_outlives_the_other(suffix: str) -> None:
     for name in (f"verify{suffix}", f"draft{suffix}"):
         assert SERVICES[name]["ipc"] == SERVICES[name]["pid"] == "service:namespaces"
@@ -118,6 +119,8 @@ def test_device_ids_come_from_variables() -> None:
 
     assert device("verify-gpu2") == "['${OUTRIDER_VERIFY_GPU:-0}']"
     assert device("draft-gpu2") == "['${OUTRIDER_DRAFT_GPU:-1}']"
+    assert device("verify-gpu-tp2") == "['${OUTRIDER_VERIFY_GPU:-0}', '${OUTRIDER_VERIFY_GPU2:-1}']"
+    assert environment("verify-gpu-tp2")["OUTRIDER_TENSOR_PARALLEL_SIZE"] == "2"
     assert device("verify-gpu1") == device("verify-gpu2") and "deploy" not in SERVICES["draft-gpu1"]
 
 
