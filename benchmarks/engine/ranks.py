@@ -42,10 +42,15 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--prompt-tokens", type=int, default=0, help="repeat prompts up to so many tokens")
+    parser.add_argument(
+        "--texts", type=Path, help="answers to compare with, of an earlier run; written if it is not there"
+    )
     arguments = parser.parse_args()
     options = verify_options(arguments, ["--metrics-address=", "--draft="])
     rows: list[Row] = []
-    texts: dict[tuple[int, int], list[int]] = {}
+    texts: dict[str, list[int]] = {}
+    if arguments.texts is not None and arguments.texts.exists():
+        texts = json.loads(arguments.texts.read_text())
     for case in arguments.cases:
         world, _, exchange = case.partition(",")
         told = replace(options, tensor_parallel_size=int(world), rank_exchange=exchange or options.rank_exchange)
@@ -53,12 +58,14 @@ def main() -> None:
             rows += asyncio.run(_run(arguments, told, case, texts))
         except (OutriderError, TimeoutError) as error:
             print(f"{case}: {type(error).__name__} {error}", flush=True)
+    if arguments.texts is not None:
+        arguments.texts.write_text(json.dumps(texts))
     if arguments.out is not None:
         write_report(arguments.out, "ranks", device_name(), rows, ("torch", "triton"))
 
 
 async def _run(
-    arguments: argparse.Namespace, options: VerifyOptions, case: str, texts: dict[tuple[int, int], list[int]]
+    arguments: argparse.Namespace, options: VerifyOptions, case: str, texts: dict[str, list[int]]
 ) -> list[Row]:
     reports: list[RoundReport] = []
     begin = time.monotonic()
@@ -77,7 +84,9 @@ async def _run(
             start = time.monotonic()
             found = await _ask(engine, prompts, batch, arguments.max_tokens)
             seconds = time.monotonic() - start
-            agreed = [_num_common(text, texts.setdefault((batch, number), text)) for number, text in enumerate(found)]
+            agreed = [
+                _num_common(text, texts.setdefault(f"{batch} {number}", text)) for number, text in enumerate(found)
+            ]
             full = [report for report in reports if not report.num_prefilled and len(report.committed) == batch]
             figures = [report.figures for report in full]
             name = f"{label} b{batch} {dtype} greedy"
