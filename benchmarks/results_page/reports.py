@@ -45,8 +45,8 @@ class ResultFile:
     @property
     def device(self) -> str:
         """What it was measured on."""
-        device = str(self.data["device"])
-        return "2 x NVIDIA H200" if device in ("NVIDIA H200 + NVIDIA H200", "2x NVIDIA H200") else device
+        first, *others = str(self.data["device"]).replace("2x ", "2 x ").split(" + ")
+        return f"{1 + len(others)} x {first}" if others else first
 
     @property
     def date(self) -> str:

@@ -139,6 +139,30 @@ ACCEPT_NGRAM = {
     _ON_CPU.format("eagle3+ngram", 5, 8): "both in one tree",
 }
 ACCEPT_COLUMNS = {"rounds": ("rounds", ".0f"), "accept length": ("accept_length", ".2f")}
+PAIR = {
+    PLAIN: "plain",
+    SPLIT: "135M draft",
+    EAGLE3: "EAGLE-3",
+    "llama-8b eagle3+ngram split b1 bf16 greedy": "EAGLE-3 and n-grams",
+    PLAIN_16: "plain, batch 16",
+    SPLIT_16: "135M draft, batch 16",
+    "llama-8b eagle3 split b16 bf16 greedy": "EAGLE-3, batch 16",
+    "llama-8b eagle3+ngram split b16 bf16 greedy": "EAGLE-3 and n-grams, batch 16",
+}
+PAIR_COLUMNS = {
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "over plain": ("speedup_over_plain", ".2f"),
+    "accept length": ("accept_length", ".2f"),
+    "draft tokens a round": ("draft_tokens_per_round", ".1f"),
+    "hit rate": ("hit_rate", ".2f"),
+    "ready rate": ("ready_rate", ".2f"),
+    "from round to round, ms": ("round_wall_ms", ".2f"),
+    "on the GPU": ("round_gpu_ms", ".2f"),
+    "gap": ("host_gap_ms", ".2f"),
+    "hold": ("hold_ms", ".2f"),
+    "rounds held": ("held_rounds", ".2f"),
+    "answer, p50": ("draft_answer_ms_p50", ".2f"),
+}
 SPLIT_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
     "over plain": ("speedup_over_plain", ".2f"),
