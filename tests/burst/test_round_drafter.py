@@ -27,11 +27,12 @@ FLOOR = -6.0
 class Target:
     """What a verify service would have on the device: pages, features, and what a round committed."""
 
-    def __init__(self, model: DraftModel, seed: int) -> None:
+    def __init__(self, model: DraftModel, seed: int, feature_size: int = FEATURE_SIZE) -> None:
         self.source = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         self.lag = 1 if model.feature_size else 0
-        self.features = torch.randn(NUM_PAGES * PAGE + 1, max(FEATURE_SIZE, 1), generator=generator)
+        self.device = model.device
+        self.features = torch.randn(NUM_PAGES * PAGE + 1, feature_size, generator=generator).to(model.device)
         self.free = list(range(NUM_PAGES))
         self.source.shuffle(self.free)
         self.texts: dict[int, list[int]] = {}
@@ -60,6 +61,10 @@ class Target:
 
     def commit(self, counts: dict[int, int], vocab: int, shape: RoundShape, drafts: set[int]) -> None:
         """A round whose rows are the rows of `counts`, in this order."""
+        with self.device:
+            self._commit(counts, vocab, shape, drafts)
+
+    def _commit(self, counts: dict[int, int], vocab: int, shape: RoundShape, drafts: set[int]) -> None:
         output = torch.zeros(shape.rows, 10, dtype=torch.int32)
         flags = torch.zeros(shape.rows, dtype=torch.int32)
         positions, root, tables = torch.zeros(shape.tokens, dtype=torch.int32), [], []
@@ -87,8 +92,8 @@ class Target:
         self._results = RoundResults(tokens, output[:, 0], output[:, 2:], flags)
 
 
-def make(model: DraftModel, seed: int) -> tuple[Target, RoundDrafter]:
-    target = Target(model, seed)
+def make(model: DraftModel, seed: int, target: Target | None = None) -> tuple[Target, RoundDrafter]:
+    target = target or Target(model, seed)
     shape = BurstShape(
         num_rows=ROWS,
         region=64,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.frontier_state import BurstRows, StepTokens
+from kernels.frontier_state import StepTokens
 from outrider.attention.base import TokenBatch
 from outrider.attention.paged import PagedBatch, choose_splits
 from outrider.drafting.model.burst import StepBucket
@@ -16,6 +16,20 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.block import BlockHead
 
 _WORD = 32
+
+
+class BlockRoots(NamedTuple):
+    """The roots of the blocks of R requests. Tensors [R] on the device, int32 but for `there`."""
+
+    tokens: Tensor
+    """Token ids; 0 where there is no root."""
+    positions: Tensor
+    """Positions in the sequence; likewise."""
+    there: Tensor
+    """bool, whether there is a root."""
+    table_rows: Tensor
+    context_len: Tensor
+    """Positions of the context that the block sees, from the first on."""
 
 
 class BlockSteps(DraftSteps):
@@ -59,43 +73,54 @@ class BlockSteps(DraftSteps):
 
     def _with_blocks(self, bucket: StepBucket, step: StepTokens, states: Tensor, is_root: Tensor) -> Tensor:
         """The states with those of blocks in the place of roots."""
-        width, num_rows = states.shape[0], bucket.rows
+        width, num_rows, burst = states.shape[0], bucket.rows, self.rows.head(bucket.rows)
         # Of each request the place of its root in the step, `width` where there is none.
         where = torch.where(is_root, step.rows, num_rows).long()
         order = torch.arange(width, device=states.device)
         roots = torch.full((num_rows + 1,), width, device=states.device).scatter_(0, where, order)[:num_rows]
-        batch = self._block_batch(self.rows.head(num_rows), step, roots.clamp(max=width - 1), roots < width)
-        found = self._head.forward_blocks(batch, self._memory.kv, self._attention)
+        places, there = roots.clamp(max=width - 1), roots < width
+        masks = step.mask[places].unsqueeze(-1) >> self._bits & 1
+        seen = masks.flatten(1).bool() & self._injected[burst.table_rows.long()]
+        at = BlockRoots(
+            torch.where(there, step.token_ids[places], 0),
+            torch.where(there, step.positions[places], 0),
+            there,
+            burst.table_rows,
+            burst.context_len,
+        )
+        found = self.run_blocks(at, seen)
         return torch.cat((states, states[:1])).index_copy_(0, roots, found)[:width]
 
-    def _block_batch(self, rows: BurstRows, step: StepTokens, roots: Tensor, there: Tensor) -> PagedBatch:
-        """The blocks of R requests: `roots` [R] are places in the step, bool `there` [R] whether they are such."""
+    def run_blocks(self, at: BlockRoots, seen: Tensor | None = None) -> Tensor:
+        """The states [R, state_size] of the blocks of R requests; may be captured.
+
+        `seen`: bool [R, region], tree slots with keys of features that the blocks see beside the context; none unless
+        given.
+        """
         head, plan, shape = self._head, self._memory.plan, self._shape
-        num_rows, size = roots.shape[0], head.block.size
-        ids, positions = head.block_tokens(
-            torch.where(there, step.token_ids[roots], 0), torch.where(there, step.positions[roots], 0)
-        )
-        tables = rows.table_rows.long()
-        masks = step.mask[roots].unsqueeze(-1) >> self._bits & 1
-        seen = masks.flatten(1).bool() & self._injected[tables]
-        scratch = torch.arange(-(-size // _WORD) * _WORD, device=roots.device) < size
-        allowed = torch.cat((seen, scratch.expand(num_rows, -1)), 1).view(num_rows, -1, _WORD)
-        words = (allowed.int() << self._bits).sum(-1, dtype=torch.int32)
-        places = plan.region_base + shape.region + torch.arange(size, device=roots.device)
-        pages = plan.page_tables[tables[:, None], places // plan.page_size]
+        num_rows, size, device = at.tokens.shape[0], head.block.size, at.tokens.device
+        ids, positions = head.block_tokens(at.tokens, at.positions)
+        allowed = (torch.arange(-(-size // _WORD) * _WORD, device=device) < size).expand(num_rows, -1)
+        base = plan.region_base + shape.region
+        if seen is not None:
+            allowed, base = torch.cat((seen, allowed), 1), plan.region_base
+        words = (allowed.reshape(num_rows, -1, _WORD).int() << self._bits).sum(-1, dtype=torch.int32)
+        places = plan.region_base + shape.region + torch.arange(size, device=device)
+        pages = plan.page_tables[at.table_rows.long()[:, None], places // plan.page_size]
         slots = pages * plan.page_size + (places % plan.page_size).int()
         heads = (head.num_heads, head.num_kv_heads)
-        return PagedBatch(
+        batch = PagedBatch(
             token_ids=ids,
             positions=positions,
-            first=torch.arange(0, (num_rows + 1) * size, size, dtype=torch.int32, device=roots.device),
-            cached_len=rows.context_len,
-            table_rows=rows.table_rows,
+            first=torch.arange(0, (num_rows + 1) * size, size, dtype=torch.int32, device=device),
+            cached_len=at.context_len,
+            table_rows=at.table_rows,
             page_tables=plan.page_tables,
-            slots=torch.where(there[:, None], slots, -1).int().flatten(),
+            slots=torch.where(at.there[:, None], slots, -1).int().flatten(),
             page_size=plan.page_size,
             max_row_tokens=size,
             mask=words.repeat_interleave(size, 0),
-            region_base=plan.region_base,
+            region_base=base,
             num_splits=choose_splits(num_rows * size, num_rows, size, *heads, self._num_processors),
         )
+        return head.forward_blocks(batch, self._memory.kv, self._attention)

@@ -20,15 +20,17 @@ from kernels.round_trees import lay_out_committed, pick_nodes, plant_roots
 from kernels.round_trees_state import CommittedTokens, GrownTrees, NodePicker
 from kernels.sampling_state import RoundTokens
 from outrider.attention.base import AttentionBackend
-from outrider.attention.paged import MAX_PATH, TreeBuffers, choose_splits
+from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers, choose_splits
 from outrider.attention.prompts import PromptChunk
 from outrider.device import num_processors, put
+from outrider.drafting.model.block_steps import BlockRoots, BlockSteps
 from outrider.drafting.model.burst import BurstShape, StepBucket
 from outrider.drafting.model.cuda_forward import ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import DeviceMemory
 from outrider.drafting.model.round_trees import MAX_CHOSEN
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.block import BlockHead
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import Proposer
 
@@ -131,7 +133,8 @@ class RoundDrafter:
         of_rows = (ints(num_rows), ints(num_rows), ints(num_rows), ints(num_rows))
         rows = BurstRows(*of_rows, ints(num_rows, shape.region // 32), free)
         self._step_results = ints(shape.max_steps, shape.max_width * (2 + 2 * shape.most_branching))
-        self._steps = DraftSteps(
+        kind = BlockSteps if isinstance(model, BlockHead) else DraftSteps
+        self._steps = kind(
             model, self.memory, attention, self._proposer, shape, ints(4), rows, self._results_of, _num_seeds
         )
         self._committed = CommittedTokens.new(max_round_tokens, num_rows, device)
@@ -223,17 +226,36 @@ class RoundDrafter:
         heads = (model.num_heads, model.num_kv_heads)
         splits = choose_splits(shape.tokens, rows, longest, *heads, num_processors(model.device))
         batch = self._trees.batch(out, plan.page_tables, plan.page_size, longest, splits, by_path=False)
-        given = None if self._features is None else self._features.rows(out.sources)
-        hidden, features = model.forward(batch, given, self.memory.kv, self._attention)
-        logits = model.logits(hidden.index_select(0, out.last))
-        if self.memory.features is not None and features is not None:
-            self.memory.given(rows).copy_(features.index_select(0, out.last))
+        logits = model.logits(self._run_roots(out, batch))
         step = self.step_shape(rows)
         flat, size = slice(rows * step.branching), (rows, step.branching)
         found, scores = self._root_tokens[flat].view(size), self._root_scores[flat].view(size)
         self._proposer(logits, out.draft_rows, out.root_positions, found, scores)
         planted = (self._steps.header, self._steps.pool(step), self._steps.rows.head(rows))
         plant_roots(*planted, out, found, scores, self._floor, plan.lag)
+
+    def _run_roots(self, out: CommittedTokens, batch: PagedBatch) -> Tensor:
+        """Run the drafter over committed tokens, and note what each row's last one, its root, leaves to its children.
+
+        Returns rows [B, *] for `logits`.
+        """
+        model, kv, store = self._model, self.memory.kv, self.memory.features
+        given = None if self._features is None else self._features.rows(out.sources)
+        if isinstance(self._steps, BlockSteps) and isinstance(model, BlockHead):
+            model.extend(batch, given, batch.slots, kv, self._attention)
+            tokens, there = out.token_ids.index_select(0, out.last), out.draft_rows >= 0
+            # As many positions have features as the root's own place: the lag is one.
+            at = BlockRoots(
+                torch.where(there, tokens, 0), out.root_positions, there, out.table_rows, out.root_positions
+            )
+            hidden, left = model.advance(at.tokens, self._steps.run_blocks(at))
+        else:
+            every, features = model.forward(batch, given, kv, self._attention)
+            hidden = every.index_select(0, out.last)
+            left = None if features is None else features.index_select(0, out.last)
+        if store is not None and left is not None:
+            store[self.memory.first_given :][: left.shape[0]].copy_(left)
+        return hidden
 
     def _choose(self, shape: ChoiceShape) -> None:
         """Choose the best nodes of all trees; may be captured."""
