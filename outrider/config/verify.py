@@ -98,11 +98,11 @@ class VerifyOptions(PeerServiceOptions):
     draft_tls_name: str = option("", "Name that drafts' certificates are made out to, if not their address.")
     speculative_algorithm: tuple[str, ...] = option(
         (),
-        "What drafts with verify: on a GPU a draft model inside its rounds, EAGLE, EAGLE3, NEXTN, STANDALONE, or "
-        "NAIVE_EAGLE, which is a head with one step and one candidate, and NGRAM is left to draft services; on a CPU "
-        "EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN, STANDALONE or NGRAM, or one of them with NGRAM, in verify's own "
-        "process. AUTO takes the head that ships for the target, if one does, and NGRAM on a CPU; empty leaves "
-        "drafting to draft services.",
+        "What drafts with verify: on a GPU a draft model inside its rounds, EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN, "
+        "STANDALONE, or NAIVE_EAGLE, which is a head with one step and one candidate, and NGRAM is left to draft "
+        "services; on a CPU EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN, STANDALONE or NGRAM, or one of them with NGRAM, in "
+        "verify's own process. AUTO takes the head that ships for the target, if one does, and NGRAM on a CPU; empty "
+        "leaves drafting to draft services.",
     )
     speculative_draft_model_path: str = option(
         "", "That draft model: a local folder or a hub id; for NEXTN empty takes the target's own."

@@ -293,6 +293,8 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
     told = named_draft(options, path)
     if told is None or target.device.type != "cuda":
         return None
+    if told.speculative_draft_window_size:
+        raise ConfigError("--speculative-draft-window-size: is for drafts on a CPU; leave it out")
     names = told.speculative_algorithm
     is_chain = names == ("NAIVE_EAGLE",)
     if is_chain:
@@ -501,7 +503,8 @@ def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft |
     if draft is None:
         return kv_tokens(model, options.mem_fraction_static, reserve)
     slots = options.max_running_requests * draft.options.region
-    reserve += slots * draft.token_bytes + rows * draft.model.vocab_size * SCRATCH_BYTES
+    states = draft.model.state_size * draft.model.dtype.itemsize
+    reserve += slots * (draft.token_bytes + states) + rows * draft.model.vocab_size * SCRATCH_BYTES
     return kv_tokens(model, options.mem_fraction_static, reserve, draft.token_bytes)
 
 

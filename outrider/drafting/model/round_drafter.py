@@ -248,14 +248,14 @@ class RoundDrafter:
             at = BlockRoots(
                 torch.where(there, tokens, 0), out.root_positions, there, out.table_rows, out.root_positions
             )
-            hidden, left = model.advance(at.tokens, self._steps.run_blocks(at))
-        else:
-            every, features = model.forward(batch, given, kv, self._attention)
-            hidden = every.index_select(0, out.last)
-            left = None if features is None else features.index_select(0, out.last)
-        if store is not None and left is not None:
-            store[self.memory.first_given :][: left.shape[0]].copy_(left)
-        return hidden
+            rows, left = model.advance(at.tokens, self._steps.run_blocks(at))
+            if store is not None:
+                store[self.memory.first_given :][: left.shape[0]].copy_(left)
+            return rows
+        hidden, features = model.forward(batch, given, kv, self._attention)
+        if store is not None and features is not None:
+            self.memory.given(out.last.shape[0]).copy_(features.index_select(0, out.last))
+        return hidden.index_select(0, out.last)
 
     def _choose(self, shape: ChoiceShape) -> None:
         """Choose the best nodes of all trees; may be captured."""
