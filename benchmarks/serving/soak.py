@@ -8,7 +8,7 @@ Clients ask for answers of random length, temperature and kind; a third of the r
 is scarce, so that requests are preempted. The load runs in `--spells` parts. After each the services are left alone
 until they are idle: then pages, running requests, and requests and nodes of the draft must be none, and memory of
 each process, on the machine and on GPUs, may have grown since the second spell by no more than `--allow-mib` and 5 %.
-Exit code 1 on a leak or a failed request.
+Exit code 1 on a leak, a failed request, or a load that preempted none.
 """
 
 from __future__ import annotations
@@ -235,11 +235,12 @@ def main() -> int:
     if arguments.out:
         rows = rows_of(rests, load, page, arguments.label, arguments.minutes)
         write_report(arguments.out, "soak", device_name(), rows, ("torch", "grpcio"))
-    for text in [*load.failures[:10], *leaks]:
-        print("FAILED", text)
     preempted = page.counter("outrider_verify_preemptions")
+    idle = [] if preempted else ["no request was preempted; lower --kv-tokens"]
+    for text in [*load.failures[:10], *leaks, *idle]:
+        print("FAILED", text)
     print(f"{dict(load.counts)}: {len(load.failures)} failed, {preempted:g} preemptions, {len(leaks)} leaks")
-    return 1 if leaks or load.failures else 0
+    return 1 if leaks or load.failures or idle else 0
 
 
 if __name__ == "__main__":

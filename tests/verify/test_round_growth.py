@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +236,22 @@ def test_tokens_that_are_computed_again_leave_less_room_for_trees(num_recomputed
     entries = [Entry(decoding, 1), Entry(resumed, num_recomputed)] if num_recomputed else [Entry(decoding, 1)]
     growth.take(entries)
     assert 0 < entries[0].max_grown <= 64 - 1 - num_recomputed
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("grows", [False, True])
+def test_pages_behind_a_round_are_for_drafters_at_work(grows: bool, is_ahead: bool) -> None:
+    """The new root's KV is the drafter's to write where something grows, in the page after a full one."""
+    memory, trees = Memory(64, 16), Grown(0)
+    trees.num_behind = 1
+    planned = Growth(3, 16) if grows else None
+    policy: Any = SimpleNamespace(plan=lambda rows: planned, rests=lambda rows, rounds: False)
+    request = make_request(Answer(), [5] * (31 if is_ahead else 32), GREEDY, VOCAB, max_tokens=50)
+    request.cached_len = request.committed_len - 1
+    assert memory.reserve(request, 32)
+    growth = RoundGrowth(trees, policy, memory, lambda rows: 32, lambda entry: True, 63, 64)  # type: ignore[arg-type]
+    assert (growth.plan([Entry(request, 1, is_ahead=is_ahead)]) is not None) == grows
+    assert len(request.pages) == (3 if grows else 2)
 
 
 class Sleepy:

@@ -147,7 +147,7 @@ class RoundGrowth:
         num_rows = self._rows_of(num_roots) if num_roots else 0
         growth = self._policy.plan(num_rows) if num_rows and not self._trees.failed else None
         rests = growth is None and (self._trees.failed or self._policy.rests(num_rows, WARM_ROUNDS))
-        if not rests and not self._has_pages(entries):
+        if growth is not None and not self._has_pages(entries):
             growth, rests = None, True
         self._grown = None if growth is None else (growth, num_rows)
         self._trees.rest(rests)
@@ -157,7 +157,7 @@ class RoundGrowth:
         """Whether there are pages for what the drafter writes behind the round, which is worth no preemption."""
         behind = self._trees.num_behind
         return not behind or all(
-            self._memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + entry.max_grown + behind)
+            self._memory.reserve(entry.request, entry.start + entry.num_tokens + entry.max_grown + behind)
             for entry in entries
             if entry.samples
         )
