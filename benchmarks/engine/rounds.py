@@ -90,10 +90,13 @@ class MeasuredRounds:
         self._requests: list[Request] = []
         self._rng = random.Random(0)
 
-    def prepare(self, num_requests: int, context: int, room: int, params: SamplingParams = GREEDY) -> float:
+    def prepare(
+        self, num_requests: int, context: int, room: int, params: SamplingParams = GREEDY, computed: bool = True
+    ) -> float:
         """Replace all requests by new ones with `context` cached tokens and a root each; seconds of their prefill.
 
-        `room` is how many tokens past the context their pages hold.
+        `room` is how many tokens past the context their pages hold. Where the context is not `computed`, its KV is
+        whatever lies there: as slow to read, and nothing to read answers from.
         """
         for request in self._requests:
             self._executor.forget(request)
@@ -106,6 +109,8 @@ class MeasuredRounds:
             request.pages.extend(range(index * pages, (index + 1) * pages))
         start = time.perf_counter()
         for request in self._requests:
+            if not computed:
+                request.cached_len = context
             while request.cached_len < context:
                 count = min(self._chunk_size, context - request.cached_len)
                 self._executor.launch([prompt_chunk(request, count)]).wait()

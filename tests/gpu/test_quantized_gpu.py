@@ -1,0 +1,80 @@
+"""Quantized models on the GPU: near what their dequantized matrices say, the same in graphs, and deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from harness import run_all
+from local_draft import LocalDraft, oracle
+from paged_runs import PagedRun
+from threaded_engine import ThreadedEngine
+from tiny_models import relative_error, run_one, save_tiny, token_ids
+
+from outrider.models.loader import load_decoder
+from outrider_tools.quantize import FORMATS, quantize
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+PARENTS = [-1, 0, 0, 1, 3, 2, 4, 6]
+CONTEXT = 25
+
+
+def made(source: Path, name: str) -> Path:
+    """The checkpoint in that format."""
+    out = source.parent / name
+    quantize(source, out, name, 32, torch.device("cuda"), 1 << 30, lambda *_: None)
+    return out
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prompts_and_trees_are_near_their_dequantized_matrices(name: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source", **SIZES)
+    folder = made(tmp_path / "source", name)
+    ids, nodes = token_ids(40), token_ids(len(PARENTS), seed=3)
+    wide = load_decoder(folder)
+    expected = run_one(wide, wide.new_kv(40), ids, torch.arange(40)).cuda()
+    ids, nodes = ids.cuda(), nodes.cuda()
+    run = PagedRun(load_decoder(folder, torch.bfloat16, "cuda"))
+    # Products with fp8 weights round rows, too; those of one row have a kernel of their own.
+    limit = 0.2 if name.startswith("fp8") else 0.12
+    assert relative_error(run.prompt(ids[:10], 0), expected[:10]) <= limit
+    assert relative_error(run.prompt(ids[10:11], 10), expected[10:11]) <= limit
+    assert relative_error(run.prompt(ids[11:CONTEXT], 11), expected[11:CONTEXT]) <= limit
+    eager = run.tree(nodes, PARENTS, CONTEXT, by_path=False)
+    assert torch.equal(run.captured_tree(nodes, PARENTS, CONTEXT, by_path=False), eager)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[ThreadedEngine]]:
+    made: list[ThreadedEngine] = []
+    yield made
+    for engine in made:
+        engine.stop()
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-block", "int4", "awq", "mxfp4"])
+@pytest.mark.parametrize("fp8_kv", [False, True])
+def test_deterministic_answers_are_those_without_drafts(
+    name: str, fp8_kv: bool, tmp_path: Path, engines: list[ThreadedEngine]
+) -> None:
+    """With prefixes from the cache, and after preemptions."""
+    small_model(tmp_path / "source", "Llama", 64, hidden_size=128, intermediate_size=384)
+    model = load_decoder(made(tmp_path / "source", name), torch.bfloat16, "cuda")
+    model.kv_dtype = torch.float8_e4m3fn if fp8_kv else None
+    sizes = {"deterministic": True, "max_round_tokens": 32, "max_nodes": 24}
+    plain, _ = make_paged_engine(model, **sizes)
+    engines.append(plain)
+    plain.start()
+    truth = run_all(plain, jobs(), 1, speculate=False)
+    drafted, _ = make_paged_engine(model, num_pages=28, **sizes)
+    engines.append(drafted)
+    drafted.draft_connected(LocalDraft(drafted, VOCAB, oracle(texts(truth), VOCAB)))
+    drafted.start()
+    answers = run_all(drafted, jobs(), 8)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
+    assert sum(answer.num_accepted for answer in answers) > 0
