@@ -39,15 +39,14 @@ def stream_linear(
     once to `out_dtype`.
 
     Row r of the result depends on row r of `rows` alone, not on r and not on M, as long as `config` and
-    linear_configs.tile_rows(M) stay the same, and, with 4-bit weights, M is 1 or it is not. Results are deterministic.
+    linear_configs.tile_rows(M) stay the same. Results are deterministic.
     On one device, calls must follow each other in stream order: programs that share a tile meet in one scratch buffer.
     That buffer grows outside of CUDA graph capture only, so run each shape once before it is captured.
 
     Args:
         rows: [M, K], contiguous, 1 <= M <= max_rows; bfloat16, float16 or float32.
         weight: [N, K], contiguous, of the same dtype, or quantized; [2F, K] if gated (gate rows, then up rows).
-            4-bit ones are exact in bfloat16 but for their scales, which are applied to sums in float32. With fp8 ones
-            rows are rounded to e4m3, too, by a scale of each 128 columns of a row (kernels.quant_weight.rounded_rows).
+            Quantized ones are exact in bfloat16 but for their scales, which are applied to sums in float32.
         bias: [N] or None ([2F] if gated).
         residual: [M, N] or None ([M, F] if gated), contiguous. It may be `out`.
         gated: the result is silu(gate) * up, [M, F].
@@ -70,15 +69,15 @@ def stream_linear(
         out = torch.empty(rows.shape[0], num_out, dtype=dtype, device=rows.device)
     if config is None:
         size, itemsize = rows.shape[1], rows.element_size()
-        kind, half = (weight.kind, weight.half) if isinstance(weight, QuantWeight) else (None, 0)
-        config = choose_config(num_out, size, rows.shape[0], gated, itemsize, num_processors(rows), kind, half)
+        kind, piece = (weight.kind, weight.piece) if isinstance(weight, QuantWeight) else (None, 0)
+        config = choose_config(num_out, size, rows.shape[0], gated, itemsize, num_processors(rows), kind, piece)
     jit.stream_linear(rows, weight, bias, residual, gated, out, config)
     return out
 
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
     """[num_out, size] in `dtype`, computed in float32 and rounded once, for products with many rows."""
-    if not use_triton(weight.codes) or (weight.kind == "fp8" and weight.group % 128 and weight.group != weight.size):
+    if not use_triton(weight.codes):
         return weight.dequantized(dtype)
     from kernels.jit import gemm as jit
 
@@ -99,6 +98,8 @@ def _check_stream(
 ) -> None:
     _check_product(rows, weight)
     most, num_rows = max_rows(isinstance(weight, QuantWeight)), _weight_shape(weight)[0]
+    if isinstance(weight, QuantWeight) and not weight.streams:
+        raise ValueError(f"{weight.kind} weights of {weight.size} columns in groups of {weight.group}; make them wide")
     if not 1 <= rows.shape[0] <= most:
         raise ValueError(f"{rows.shape[0]} rows; stream_linear takes 1 to {most}")
     if gated and num_rows % 2:

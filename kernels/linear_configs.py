@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kernels.launch import ceil_div, power_of_two
-from kernels.quant_weight import ROW_GROUP
 
 MAX_ROWS = 64
 """Rows that a product takes at most."""
@@ -55,9 +54,7 @@ class GemmConfig:
         `code_bits` are those of a quantized weight.
         """
         weights = self.block_n * (2 if gated else 1) * (itemsize * 8 if code_bits is None else code_bits) // 8
-        # Each of the two products reads the rows of 4-bit weights for itself.
-        rows = tile_rows(num_rows) * itemsize * (2 if gated and code_bits == 4 else 1)
-        return self.stages * (weights + rows) * self.block_k
+        return self.stages * (weights + tile_rows(num_rows) * itemsize) * self.block_k
 
 
 def tile_rows(num_rows: int) -> int:
@@ -105,22 +102,8 @@ _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
 }
 
 
-# Measured on an H100 (benchmarks/notes/gpu.md).
-TUNED_QUANTIZED: dict[tuple[str, int, int, bool, int], GemmConfig] = {
-    ("fp8", 6144, 4096, False, 16): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4),
-    ("fp8", 6144, 4096, False, 32): GemmConfig(64, 128, split_k=0, per_sm=2, stages=6, prefetch=4),
-    ("fp8", 6144, 4096, False, 64): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4, warps=8),
-    ("fp8", 4096, 4096, False, 16): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4),
-    ("fp8", 4096, 4096, False, 32): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4),
-    ("fp8", 4096, 4096, False, 64): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4, warps=8),
-    ("fp8", 14336, 4096, True, 16): GemmConfig(64, 128, split_k=0, stages=6, prefetch=4),
-    ("fp8", 14336, 4096, True, 32): GemmConfig(64, 128, split_k=0, stages=6, prefetch=4),
-    ("fp8", 14336, 4096, True, 64): GemmConfig(128, 128, split_k=0, stages=4, prefetch=4, warps=8),
-    ("fp8", 4096, 14336, False, 16): GemmConfig(128, 128, split_k=0, stages=6, prefetch=4),
-    ("fp8", 4096, 14336, False, 32): GemmConfig(128, 128, split_k=0, stages=6, prefetch=4, warps=8),
-    ("fp8", 4096, 14336, False, 64): GemmConfig(128, 128, split_k=0, stages=6, prefetch=4, warps=8),
-}
-"""The same for quantized weights, by kind, num_out, size, gated and rows of a tile; 1 for one row with 4-bit ones."""
+TUNED_QUANTIZED: dict[tuple[str, int, int, bool, int], GemmConfig] = {}
+"""The same for quantized weights, by kind, num_out, size, gated and rows of a tile."""
 
 
 def choose_config(
@@ -131,15 +114,15 @@ def choose_config(
     itemsize: int,
     processors: int,
     kind: str | None = None,
-    half: int = 0,
+    piece: int = 0,
 ) -> GemmConfig:
     """A config for weights [num_out, size] ([2 num_out, size] if gated) and M up to tile_rows(num_rows).
 
-    `kind` and `half` as QuantWeight has them, for quantized weights; `itemsize` is that of the rows.
+    `kind` and `piece` as QuantWeight has them, for quantized weights; `itemsize` is that of the rows.
     """
     rows = tile_rows(num_rows)
     if kind is not None:
-        return _quantized_config(num_out, size, num_rows, gated, itemsize, kind, half)
+        return _quantized_config(num_out, size, num_rows, gated, itemsize, kind, piece)
     tuned = _TUNED.get((num_out, size, gated, rows))
     if tuned is not None and itemsize == 2:
         return tuned
@@ -156,16 +139,16 @@ def choose_config(
 
 
 def _quantized_config(
-    num_out: int, size: int, num_rows: int, gated: bool, itemsize: int, kind: str, half: int
+    num_out: int, size: int, num_rows: int, gated: bool, itemsize: int, kind: str, piece: int
 ) -> GemmConfig:
-    """Weights or rows are converted in registers: several programs a processor hide that from each other."""
+    """Weights are converted in registers: several programs a processor hide that from each other."""
     rows = tile_rows(num_rows)
-    tuned = TUNED_QUANTIZED.get((kind, num_out, size, gated, 1 if half and num_rows == 1 else rows))
+    tuned = TUNED_QUANTIZED.get((kind, num_out, size, gated, rows))
     if tuned is not None and itemsize == 2:
         return tuned
-    bits, wide = 4 if half else 8, itemsize > 2
-    per_sm = 4 if half and num_rows == 1 else 2
-    config = GemmConfig(64, 2 * half or ROW_GROUP, split_k=0, per_sm=per_sm, stages=3 if wide else 4, prefetch=4)
+    bits = 8 if kind == "fp8" else 4
+    per_sm = 4 if bits == 4 and rows <= 16 else 2
+    config = GemmConfig(64, piece, split_k=0, per_sm=per_sm, stages=3 if itemsize > 2 else 4, prefetch=4)
     while config.per_sm > 1 and config.shared_bytes(rows, itemsize, gated, bits) * config.per_sm > SHARED_MEMORY:
         config = replace(config, per_sm=config.per_sm - 1)
     return _fitting(config, rows, itemsize, gated, bits)

@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-MAX_HALF = 64
-"""Columns between the two nibbles of a byte, at most."""
-MIN_COLUMNS = 32
-"""Columns of a 4-bit matrix come in multiples of it: two products of the tensor cores' least depth."""
-ROW_GROUP = 128
-"""Columns of a row that share a scale where rows are multiplied in e4m3."""
-E4M3_MAX = 448.0
+MAX_PIECE = 128
+"""Columns that the words of a piece hold, at most."""
+MIN_PIECE = 32
+"""The same at least, of what kernels take: two instructions of the tensor cores."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -24,8 +21,9 @@ class QuantWeight:
     Leading dimensions, of stacked experts, are allowed wherever no kernel is called.
 
     `kind`: "fp8" (e4m3), "int4" (0 to 15) or "mxfp4" (e2m1).
-    `codes`: fp8 float8_e4m3fn [num_out, size]; four bits uint8 [num_out, size / 2]: byte j of a row's piece t, of
-    `half` bytes, is column 2 * half * t + j in its low nibble and 2 * half * t + half + j in its high one.
+    `codes`: int16 [num_out, size / n], words of n codes: 2 of eight bits, 4 of four. Word e of a row's piece t, of
+    `piece` columns, holds, from its lowest bits on, those of columns piece * t + i * piece / n + e, i = 0 .. n - 1.
+    So a word's i-th codes, taken as they lie, are neighbouring columns.
     `scales`: bfloat16, float16 or float32 [groups, rows of scales]: that of W[n, k] is [k // group, n // span].
     `group` is `size` and `span` 1 where a row has one scale.
     `zeros`: uint8, of the shape of `scales`, for int4; None is 8 everywhere.
@@ -35,9 +33,19 @@ class QuantWeight:
     codes: Tensor
     scales: Tensor
     group: int
+    piece: int
     span: int = 1
     zeros: Tensor | None = None
-    half: int = 0
+
+    @property
+    def per_word(self) -> int:
+        """Codes of a word."""
+        return codes_per_word(self.kind)
+
+    @property
+    def streams(self) -> bool:
+        """Whether kernels take it; others are made wide."""
+        return self.piece >= MIN_PIECE
 
     @property
     def num_out(self) -> int:
@@ -47,7 +55,7 @@ class QuantWeight:
     @property
     def size(self) -> int:
         """Columns of the matrix."""
-        return self.codes.shape[-1] * (2 if self.half else 1)
+        return self.codes.shape[-1] * self.per_word
 
     @property
     def num_bytes(self) -> int:
@@ -59,6 +67,10 @@ class QuantWeight:
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
 
+    def for_streaming(self) -> QuantWeight:
+        """The same with float32 scales: four bytes each, they are copied ahead of their use as codes are."""
+        return replace(self, scales=self.scales.float())
+
     def of_expert(self, expert: int) -> QuantWeight:
         """One of stacked matrices, as views."""
         zeros = None if self.zeros is None else self.zeros[expert]
@@ -66,7 +78,7 @@ class QuantWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[num_out, size] in `dtype`, computed in float32 and rounded once."""
-        values = self.codes.float() if self.kind == "fp8" else _values(unpacked(self.codes, self.half), self.kind)
+        values = _values(unpacked(self.codes, self.kind, self.piece), self.kind)
         if self.kind == "int4":
             values -= 8.0 if self.zeros is None else self._spread(self.zeros)
         return values.mul_(self._spread(self.scales)).to(dtype)
@@ -81,29 +93,38 @@ class QuantWeight:
         return by_row.repeat_interleave(self.group, -1)[..., : self.size]
 
 
-def nibble_half(size: int, group: int) -> int:
-    """`half` of QuantWeight for rows of `size` columns. ValueError: `size` or `group` is no multiple of 16."""
-    half = MAX_HALF
-    while half >= MIN_COLUMNS // 2:
-        if size % (2 * half) == 0 and group % half == 0:
-            return half
-        half //= 2
-    raise ValueError(f"4-bit rows of {size} columns in groups of {group}; both must be multiples of {MIN_COLUMNS // 2}")
+def codes_per_word(kind: str) -> int:
+    """Codes of a 16-bit word."""
+    return 2 if kind == "fp8" else 4
 
 
-def packed(codes: Tensor, half: int) -> Tensor:
-    """uint8 codes [..., size] below 16 as bytes [..., size / 2]."""
-    pieces = torch.unflatten(codes, -1, (-1, 2, half))
-    return (pieces[..., 0, :] | pieces[..., 1, :] << 4).flatten(-2)
+def piece_of(kind: str, size: int, group: int) -> int:
+    """`piece` of QuantWeight for rows of `size` columns: the most that fits. ValueError: none fits."""
+    piece, per_word = MAX_PIECE, codes_per_word(kind)
+    while piece >= per_word:
+        if size % piece == 0 and group % piece == 0:
+            return piece
+        piece //= 2
+    raise ValueError(f"{kind} rows of {size} columns in groups of {group}; {per_word} must divide both")
 
 
-def unpacked(bytes_: Tensor, half: int) -> Tensor:
+def packed(codes: Tensor, kind: str, piece: int) -> Tensor:
+    """Codes uint8 [..., size] as words, int16 [..., size / codes of a word]."""
+    parts = codes.unflatten(-1, (-1, codes_per_word(kind), piece // codes_per_word(kind))).unbind(-2)
+    halves = parts if kind == "fp8" else (parts[0] | parts[1] << 4, parts[2] | parts[3] << 4)
+    return torch.stack([half.flatten(-2) for half in halves], -1).flatten(-2).view(torch.int16)
+
+
+def unpacked(words: Tensor, kind: str, piece: int) -> Tensor:
     """What `packed` was given."""
-    pieces = torch.unflatten(bytes_, -1, (-1, 1, half))
-    return torch.cat((pieces & 15, pieces >> 4), -2).flatten(-3)
+    halves = words.view(torch.uint8).unflatten(-1, (-1, piece // codes_per_word(kind), 2)).unbind(-1)
+    parts = halves if kind == "fp8" else (halves[0] & 15, halves[0] >> 4, halves[1] & 15, halves[1] >> 4)
+    return torch.stack(parts, -2).flatten(-3)
 
 
 def _values(codes: Tensor, kind: str) -> Tensor:
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
     if kind == "int4":
         return codes.float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
@@ -118,17 +139,6 @@ def reordered(weight: QuantWeight, order: Tensor) -> QuantWeight:
     return replace(weight, codes=weight.codes[..., order, :], scales=weight.scales[..., order], zeros=zeros)
 
 
-def rounded_rows(rows: Tensor) -> Tensor:
-    """Rows [M, size] as products with fp8 weights see them: in e4m3, by a scale of each ROW_GROUP columns; float32."""
-    size = rows.shape[1]
-    padded = torch.nn.functional.pad(rows.float(), (0, -size % ROW_GROUP))
-    groups = torch.unflatten(padded, 1, (-1, ROW_GROUP))
-    top = groups.abs().amax(2, keepdim=True).clamp(min=1e-12)
-    # A division of tensors: torch makes a number over a tensor a reciprocal and a product.
-    codes = (groups * (torch.full_like(top, E4M3_MAX) / top)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return (codes.float() * (top / E4M3_MAX)).flatten(1)[:, :size]
-
-
 def joined(parts: list[QuantWeight]) -> QuantWeight:
     """Matrices of one kind and group below each other. Scales of row blocks become scales of rows where they must."""
     if any(part.num_out % part.span for part in parts[:-1]):
@@ -141,7 +151,7 @@ def joined(parts: list[QuantWeight]) -> QuantWeight:
     common = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return replace(
         parts[0],
-        codes=torch.cat([part.codes.view(torch.uint8) for part in parts], -2).view(parts[0].codes.dtype),
+        codes=torch.cat([part.codes for part in parts], -2),
         scales=torch.cat([part.scales.to(common) for part in parts], -1),
         zeros=zeros,
     )
@@ -157,7 +167,7 @@ def stacked(parts: list[QuantWeight]) -> QuantWeight:
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return replace(
         parts[0],
-        codes=torch.stack([part.codes.view(torch.uint8) for part in parts]).view(parts[0].codes.dtype),
+        codes=torch.stack([part.codes for part in parts]),
         scales=torch.stack([part.scales.to(common) for part in parts]),
         zeros=torch.stack(zeros) if zeros else None,
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kernels.compiling import allow_threads
 from kernels.launch import num_processors
 from kernels.linear import stream_linear
 from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig, choose_config
-from kernels.quant_weight import QuantWeight, nibble_half, packed, rounded_rows
+from kernels.quant_weight import QuantWeight, packed, piece_of
 from outrider_tools.bench.report import Row, write_report
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -55,15 +56,20 @@ class Case:
         weight = self.weights[0]
         num_out = weight.num_out // (2 if self.gated else 1)
         count, processors = self.rows.shape[0], num_processors(self.rows)
-        return choose_config(num_out, weight.size, count, self.gated, 2, processors, weight.kind, weight.half)
+        return choose_config(num_out, weight.size, count, self.gated, 2, processors, weight.kind, weight.piece)
 
-    def error(self, config: GemmConfig) -> float:
-        """Largest difference to the product with the dequantized matrix, over the largest value, in three runs."""
-        rows = rounded_rows(self.rows) if self.weights[0].kind == "fp8" else self.rows.float()
-        exact = rows @ self.weights[0].dequantized(torch.float32).T
+    @cached_property
+    def exact(self) -> Tensor:
+        """The product with the first weight, dequantized, in float32."""
+        exact = self.rows.float() @ self.weights[0].dequantized(torch.float32).T
         if self.gated:
             gate, up = exact.chunk(2, 1)
             exact = torch.nn.functional.silu(gate) * up
+        return exact
+
+    def error(self, config: GemmConfig) -> float:
+        """Largest difference to the product with the dequantized matrix, over the largest value, in three runs."""
+        exact = self.exact
         worst = 0.0
         for _ in range(3):
             found = stream_linear(self.rows, self.weights[0], gated=self.gated, out_dtype=torch.float32, config=config)
@@ -77,25 +83,26 @@ def made(kind: str, num_out: int, size: int) -> QuantWeight:
     span = 128 if kind == "block" else 1
     group = group or size
     scales = (torch.rand(size // group, num_out // span, device="cuda") + 0.5) / size**0.5
+    piece = piece_of(name, size, group)
     if name == "fp8":
-        codes = torch.randn(num_out, size, device="cuda").to(torch.float8_e4m3fn)
-        return QuantWeight(name, codes, scales, group, span)
-    half = nibble_half(size, group)
-    codes = packed(torch.randint(16, (num_out, size), dtype=torch.uint8, device="cuda"), half)
-    return QuantWeight(name, codes, (scales / 4).log2().round().exp2().bfloat16(), group, half=half)
+        codes = torch.randn(num_out, size, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+        return QuantWeight(name, packed(codes, name, piece), scales, group, piece, span)
+    codes = torch.randint(16, (num_out, size), dtype=torch.uint8, device="cuda")
+    scales = (scales / 4).log2().round().exp2().bfloat16()
+    return QuantWeight(name, packed(codes, name, piece), scales, group, piece).for_streaming()
 
 
 def cuts(case: Case) -> Iterator[GemmConfig]:
     """What the sweep tries."""
-    half, count = case.weights[0].half, case.rows.shape[0]
-    block_k, room = 2 * half or 128, SHARED_MEMORY - SHARED_MARGIN
-    sizes, ahead = itertools.product((32, 64, 128), (4, 8), (1, 2, 3, 4, 6)), itertools.product((3, 4, 6), (4, 10))
-    for (block_n, warps, per_sm), (stages, prefetch) in itertools.product(sizes, ahead):
-        if (block_n < 64 and (count > 1 or not half)) or (warps == 8 and block_n < 128):
-            continue
-        config = GemmConfig(block_n, block_k, stages=stages, prefetch=prefetch, warps=warps, split_k=0, per_sm=per_sm)
-        used = config.shared_bytes(count, 2, case.gated, 4 if half else 8)
-        if room // 4 < used * per_sm <= room or (used * per_sm <= room and count == 1 and half and per_sm > 1):
+    weight, count = case.weights[0], case.rows.shape[0]
+    bits, room = 16 // weight.per_word, SHARED_MEMORY - SHARED_MARGIN
+    cuts = itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), (3, 4, 6), (False, True), (1, 2, 3, 4))
+    for (block_n, warps), stages, tma, per_sm in cuts:
+        config = GemmConfig(
+            block_n, weight.piece, stages=stages, prefetch=4, warps=warps, split_k=0, per_sm=per_sm, tma=tma
+        )
+        used = config.shared_bytes(count, 2, case.gated, bits)
+        if room // 4 < used * per_sm <= room and not (case.gated and block_n == 256) and (block_n < 256 or count > 16):
             yield config
 
 
@@ -163,7 +170,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     fastest: list[Any] = []
     allow_threads()
-    for kind, shape in itertools.product(options.kinds, SHAPES):
+    for kind, shape in itertools.product(options.kinds, options.shapes):
         num_out, size = SHAPES[shape]
         first = made(kind, num_out, size)
         copies = 1 if options.compile else max(2, min(16, COPIES_BYTES // first.num_bytes))
@@ -235,12 +242,13 @@ def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, flo
 
 def brief(config: GemmConfig) -> str:
     """A cut in a few letters."""
-    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} w{config.warps} f{config.prefetch}"
+    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} w{config.warps} t{config.tma:d}"
 
 
 def main() -> None:
     """Parse options, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--libraries", nargs="*", choices=["humming", "scaled_mm"], default=["scaled_mm"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.expert_tiles import Gating, Routes
 from kernels.jit.gemm import multiply
-from kernels.jit.quantized import add_nibbles, decode_fp8, of_group
+from kernels.jit.quantized import add_words
 from kernels.launch import power_of_two, supports_pdl
 from kernels.quant_weight import QuantWeight
 
@@ -138,33 +138,6 @@ def _load_factors(source, there, column, size, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _add_quantized(
-    acc, left, right, start, scales, zeros, row, inside, first, size, num_scales,
-    BLOCK_K: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """acc [weight rows, pairs] plus the product of BLOCK_K columns from `first`; see kernels.jit.gemm.
-
-    `left` holds the pairs' columns, of four bits those of the low nibbles, and `right` those of the high ones. With
-    GROUP 0 rows are scaled at the end.
-    """
-    if KIND == "fp8":
-        codes = _load_weights(start, row, inside, first + tl.arange(0, BLOCK_K), size, EVEN)
-        values = decode_fp8(codes, left, ASM)
-        if GROUP == 0:
-            acc = multiply(acc, left, values, True)
-        else:
-            part = tl.dot(values, tl.trans(left), input_precision="ieee")
-            acc += part * of_group(scales, first, row // SPAN, num_scales, GROUP)[:, None]
-    else:
-        codes = _load_weights(start, row, inside, first // 2 + tl.arange(0, BLOCK_K // 2), size // 2, True)
-        acc = add_nibbles(
-            acc, codes, left, right, scales, zeros, row // SPAN, first, num_scales, BLOCK_K, KIND, GROUP, ASM
-        )  # fmt: skip
-    return acc
-
-
-@triton.jit
 def _expert_linear(
     rows, weight, scales, zeros, bias, tile_experts, places, out, num_out, size, num_scales, num_groups,
     alpha, limit, shift,
@@ -187,8 +160,10 @@ def _expert_linear(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < num_out
     NUM_ROWS = num_out * 2 if GATED else num_out
-    PER_CODE: tl.constexpr = 2 if KIND == "int4" or KIND == "mxfp4" else 1
-    start = weight + expert.to(tl.int64) * NUM_ROWS * (size // PER_CODE)
+    PARTS: tl.constexpr = 1 if KIND == "" else 2 if KIND == "fp8" else 4
+    DEPTH: tl.constexpr = BLOCK_K // PARTS
+    stored = size // PARTS
+    start = weight + expert.to(tl.int64) * NUM_ROWS * stored
     # Rows behind the last one are never stored; scales are read where they are.
     real = tl.minimum(column, num_out - 1)
     gate_row = real * 2 if INTERLEAVED else real
@@ -209,27 +184,18 @@ def _expert_linear(
             if GATED:
                 acc_up = multiply(acc_up, factors, _load_weights(start, up_row, inside, k, size, EVEN), SWAP)
         else:
-            k = first + tl.arange(0, BLOCK_K // PER_CODE)
-            left = _load_factors(source, there, k, size, EVEN)
-            right = left
-            if PER_CODE == 2:
-                right = _load_factors(source, there, k + BLOCK_K // 2, size, EVEN)
-            acc = _add_quantized(
-                acc, left, right, start, scales, zeros, gate_row, inside, first, size, num_scales,
-                BLOCK_K, EVEN, KIND, GROUP, SPAN, ASM,
-            )  # fmt: skip
+            k = first // PARTS + tl.arange(0, DEPTH)
+            factors = _load_factors(source, there, first + tl.arange(0, BLOCK_K), size, True)
+            words = _load_weights(start, gate_row, inside, k, stored, True)
+            acc = add_words(acc, words, factors, scales, zeros, gate_row // SPAN, first, num_scales, KIND, GROUP, ASM)
             if GATED:
-                acc_up = _add_quantized(
-                    acc_up, left, right, start, scales, zeros, up_row, inside, first, size, num_scales,
-                    BLOCK_K, EVEN, KIND, GROUP, SPAN, ASM,
+                words = _load_weights(start, up_row, inside, k, stored, True)
+                acc_up = add_words(
+                    acc_up, words, factors, scales, zeros, up_row // SPAN, first, num_scales, KIND, GROUP, ASM
                 )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
         acc_up = tl.trans(acc_up)
-    if KIND != "" and GROUP == 0:
-        acc *= tl.load(scales + gate_row // SPAN).to(tl.float32)[None, :]
-        if GATED:
-            acc_up *= tl.load(scales + up_row // SPAN).to(tl.float32)[None, :]
     if bias is not None:
         from_bias = bias + expert.to(tl.int64) * NUM_ROWS
         acc += tl.load(from_bias + gate_row).to(tl.float32)[None, :]
@@ -259,7 +225,7 @@ def expert_linear(
     codes, scales, zeros, kind, group, span = weight, None, None, "", 0, 1
     if isinstance(weight, QuantWeight):
         codes, scales, zeros, kind = weight.codes, weight.scales, weight.zeros, weight.kind
-        group, span = 0 if kind == "fp8" and weight.group == size else weight.group, weight.span
+        group, span = weight.group, weight.span
     _expert_linear[(triton.cdiv(num_out, block_n), routes.tile_experts.numel())](
         rows, codes, scales, zeros, bias, routes.tile_experts, routes.places, out, num_out, size,
         1 if scales is None else scales.shape[-1], 1 if scales is None else scales.shape[-2],
@@ -274,8 +240,7 @@ def expert_linear(
 def _cut(tile: int, gated: bool, rows: Tensor, weight: Tensor | QuantWeight) -> tuple[int, int, int, int]:
     """BLOCK_N, BLOCK_K, stages and warps."""
     if isinstance(weight, QuantWeight):
-        columns = 2 * weight.half if weight.half else 128 if rows.element_size() <= 2 else 32
-        return 64, columns, 3, 8 if tile >= 128 else 4
+        return 64, weight.piece, 3, 8 if tile >= 128 else 4
     if rows.element_size() > 2:
         return 32, 32, 2, 4
     if tile >= 64:

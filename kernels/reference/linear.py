@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.quant_weight import QuantWeight, rounded_rows
+from kernels.quant_weight import QuantWeight
 from kernels.reference.elementwise import rms_norm, rope_write
 
 
@@ -20,8 +20,7 @@ def stream_linear(
 ) -> Tensor:
     """As kernels.linear.stream_linear."""
     wide = weight.dequantized(torch.float32) if isinstance(weight, QuantWeight) else weight.float()
-    is_fp8 = isinstance(weight, QuantWeight) and weight.kind == "fp8"
-    product = (rounded_rows(rows) if is_fp8 else rows.float()) @ wide.T
+    product = rows.float() @ wide.T
     if bias is not None:
         product += bias.float()
     if gated:

@@ -77,7 +77,7 @@ class ExpertLinear:
             return
         quantized = joined([decode(self._scheme, part) for part in self._stored])
         self._stored = []
-        if self.weight.is_cuda and self.weight.dtype != torch.float32:
+        if self.weight.is_cuda and self.weight.dtype != torch.float32 and quantized.streams:
             self.quantized = quantized
         else:
             self.weight = quantized.dequantized(self.weight.dtype)

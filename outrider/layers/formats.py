@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.quant_weight import QuantWeight, nibble_half, packed
+from kernels.quant_weight import QuantWeight, packed, piece_of
 from outrider.device import check_fp8
 from outrider.errors import ConfigError
 from outrider.models.quantization import Scheme
@@ -43,6 +43,10 @@ def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device
     group = scheme.group or size
     if scheme.kind == "fp8":
         check_fp8(device, f"config.json: {scheme.name}")
+        if size % 2:
+            raise ConfigError(
+                f"config.json: {scheme.name}: a layer of {size} columns is not supported; 2 must divide it"
+            )
     else:
         if size % group:
             raise ConfigError(
@@ -82,8 +86,10 @@ def _fp8_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     scales = tensors["weight_scale"] if "weight_scale" in tensors else tensors["weight_scale_inv"]
     if not scheme.block:
         scales = scales.unsqueeze(-1).expand(*codes.shape[:-1], 1)
-    scales = scales.transpose(-1, -2).contiguous()
-    return QuantWeight("fp8", codes, scales, scheme.group or codes.shape[-1], max(scheme.block, 1))
+    group, size = scheme.group or codes.shape[-1], codes.shape[-1]
+    piece = piece_of("fp8", size, group)
+    codes = packed(codes.view(torch.uint8), "fp8", piece)
+    return QuantWeight("fp8", codes, scales.transpose(-1, -2).contiguous(), group, piece, max(scheme.block, 1))
 
 
 def _packed_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
@@ -160,9 +166,9 @@ def _mxfp4_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     # As bits of float32, an exponent needs no rounding; 0 is 2^-127, a number without the leading one.
     scales = torch.where(exponents == 0, 2**22, exponents.int() << 23).view(torch.float32)
-    half = nibble_half(codes.shape[-1], 32)
+    piece = piece_of("mxfp4", codes.shape[-1], 32)
     scales = scales.transpose(-1, -2).to(torch.bfloat16).contiguous()
-    return QuantWeight("mxfp4", packed(codes, half), scales, 32, half=half)
+    return QuantWeight("mxfp4", packed(codes, "mxfp4", piece), scales, 32, piece)
 
 
 def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantWeight:
@@ -171,11 +177,9 @@ def _int4(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantWeight:
     group = size // scales.shape[-2]
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None
-    half = nibble_half(size, group)
-    codes = packed(codes.contiguous(), half)
-    return QuantWeight(
-        "int4", codes, _narrowed(scales), group, zeros=None if zeros is None else zeros.contiguous(), half=half
-    )
+    piece = piece_of("int4", size, group)
+    zeros = None if zeros is None else zeros.contiguous()
+    return QuantWeight("int4", packed(codes, "int4", piece), _narrowed(scales), group, piece, zeros=zeros)
 
 
 def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:

@@ -7,7 +7,7 @@ import sys
 import torch
 from compile_only import compile_only
 
-from kernels.quant_weight import QuantWeight
+from kernels.quant_weight import QuantWeight, codes_per_word
 
 TOKENS, EXPERTS, ACTIVE, SIZE, NUM_OUT = 8, 6, 2, 256, 96
 
@@ -21,16 +21,12 @@ def main() -> None:
     def made(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype)
 
-    def quantized(kind: str, half: int, group: int, rows: int, zeros: bool) -> QuantWeight:
-        codes = made(EXPERTS, rows, SIZE // 2 if half else SIZE, dtype=torch.uint8)
+    def quantized(kind: str, group: int, rows: int, zeros: bool = False) -> QuantWeight:
+        codes = made(EXPERTS, rows, SIZE // codes_per_word(kind), dtype=torch.int16)
         scales = made(EXPERTS, SIZE // group, rows)
-        return QuantWeight(kind, codes, scales, group, zeros=scales.to(torch.uint8) if zeros else None, half=half)
+        return QuantWeight(kind, codes, scales, group, 128, zeros=scales.to(torch.uint8) if zeros else None)
 
     pairs = TOKENS * ACTIVE
-
-    def fp8(rows: int, group: int) -> QuantWeight:
-        return QuantWeight("fp8", made(EXPERTS, rows, SIZE, dtype=torch.float8_e4m3fn), made(EXPERTS, 2, rows), group)
-
     gates = Gating(1.702, 7.0, 1.0)
     for tile in (16, 128):
         chosen = made(TOKENS, ACTIVE, dtype=torch.int32)
@@ -43,8 +39,8 @@ def main() -> None:
         gated_bias, height = made(EXPERTS, 2 * NUM_OUT), 2 * NUM_OUT
         jit.expert_linear(rows, made(EXPERTS, NUM_OUT, SIZE), routes, bias, None, False, out)
         jit.expert_linear(rows, made(EXPERTS, height, SIZE), routes, None, SWIGLU, False, out)
-        weights = [quantized("mxfp4", 32, 32, height, zeros=False), fp8(height, 128), fp8(height, SIZE)]
-        for weight in [*weights, quantized("int4", 64, 128, height, zeros=True)][: 4 if tile == 16 else 2]:
+        weights = [quantized(kind, group, height) for kind, group in (("mxfp4", 32), ("fp8", 128), ("fp8", SIZE))]
+        for weight in [*weights, quantized("int4", 128, height, zeros=True)][: 4 if tile == 16 else 2]:
             jit.expert_linear(rows, weight, routes, gated_bias, gates, True, out)
     sys.stdout.write(" ".join(sorted(set(compiled))))
 

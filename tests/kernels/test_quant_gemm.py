@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import stream_linear
+from kernels.linear import dequantize, stream_linear
 from kernels.linear_configs import GemmConfig
-from kernels.quant_weight import QuantWeight, joined, nibble_half, packed, rounded_rows, unpacked
+from kernels.quant_weight import QuantWeight, codes_per_word, joined, packed, piece_of, unpacked
 
 # Triton's interpreter multiplies the bit patterns of bfloat16.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
@@ -23,24 +23,25 @@ def made(kind: str, num_out: int, size: int, group: int, device: str = "cpu", sp
     group = group or size
     shape = (-(-size // group), -(-num_out // span))
     scales = (torch.rand(shape) + 0.5) / size**0.5 / (30 if kind == "fp8" else 4)
+    name = kind.removesuffix("z")
+    piece = piece_of(name, size, group)
     if kind == "fp8":
-        codes = (torch.randn(num_out, size) * 30).to(torch.float8_e4m3fn)
-        codes[0, :8] = torch.tensor([0.0, -0.0, 448.0, -448.0, 2**-9, -(2**-9), 7 * 2**-9, 2**-6]).to(codes.dtype)
-        return QuantWeight(kind, codes.to(device), scales.to(device), group, span)
-    half = nibble_half(size, group)
-    codes = packed(torch.randint(16, (num_out, size), dtype=torch.uint8), half)
+        floats = (torch.randn(num_out, size) * 30).to(torch.float8_e4m3fn)
+        edges = torch.tensor([0.0, -0.0, 448.0, -448.0, 2**-9, -(2**-9), 7 * 2**-9, 2**-6]).to(floats.dtype)
+        floats[0, :8] = floats[1, size // 2 : size // 2 + 8] = edges
+        codes = packed(floats.view(torch.uint8), name, piece)
+        return QuantWeight(name, codes.to(device), scales.to(device), group, piece, span)
+    codes = packed(torch.randint(16, (num_out, size), dtype=torch.uint8), name, piece)
     zeros = torch.randint(16, shape, dtype=torch.uint8).to(device) if kind == "int4z" else None
     if kind == "mxfp4":
         scales = scales.log2().round().exp2()
-    return QuantWeight(
-        kind.removesuffix("z"), codes.to(device), scales.to(HALF).to(device), group, zeros=zeros, half=half
-    )
+    return QuantWeight(name, codes.to(device), scales.to(HALF).to(device), group, piece, zeros=zeros)
 
 
 WEIGHTS = {
     "fp8, a scale a row": ("fp8", 0, 1),
     "fp8, blocks": ("fp8", 128, 16),
-    "fp8, groups": ("fp8", 128, 1),
+    "fp8, small groups": ("fp8", 32, 1),
     "int4": ("int4", 64, 1),
     "int4, small groups": ("int4", 32, 1),
     "int4 with zeros": ("int4z", 64, 1),
@@ -60,12 +61,11 @@ def test_it_is_the_product_with_the_dequantized_matrix(
     weight = made(kind, num_out * (2 if gated else 1), size, group, device, span)
     rows = torch.randn(num_rows, size, device=device).to(HALF)
     bias, residual = torch.randn(weight.num_out, device=device), torch.randn(num_rows, num_out, device=device)
-    seen = rounded_rows(rows) if kind == "fp8" else rows
-    expected = seen.double() @ weight.dequantized(torch.float64).T + bias.double()
+    expected = rows.double() @ weight.dequantized(torch.float64).T + bias.double()
     if gated:
         gate, up = expected.chunk(2, 1)
         expected = functional.silu(gate) * up
-    config = GemmConfig(block_n=32, block_k=2 * weight.half or 128, stages=2, split_k=split_k)
+    config = GemmConfig(block_n=32, block_k=weight.piece, stages=2, split_k=split_k)
     result = stream_linear(
         rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32, config=config
     )
@@ -84,17 +84,36 @@ def test_the_chosen_cut_is_one_that_fits(device: str, name: str) -> None:
     kind, group, span = WEIGHTS[name]
     weight = made(kind, 80, 128, group, device, span)
     rows = torch.randn(70, 128, device=device).to(HALF)
-    seen = rounded_rows(rows) if kind == "fp8" else rows
-    expected = seen.double() @ weight.dequantized(torch.float64).T
+    expected = rows.double() @ weight.dequantized(torch.float64).T
     torch.testing.assert_close(stream_linear(rows, weight).double(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_packing_is_undone() -> None:
-    codes = torch.randint(16, (3, 192), dtype=torch.uint8)
-    for half in (16, 32):
-        assert torch.equal(unpacked(packed(codes, half), half), codes)
-    with pytest.raises(ValueError, match="multiples"):
-        nibble_half(200, 128)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_made_wide_on_the_device_it_is_the_same(device: str, name: str) -> None:
+    kind, group, span = WEIGHTS[name]
+    weight = made(kind, 40, 192, group, device, span)
+    assert torch.equal(dequantize(weight, torch.float32), weight.dequantized(torch.float32))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_packing_is_undone(kind: str) -> None:
+    codes = torch.randint(256 if kind == "fp8" else 16, (3, 192), dtype=torch.uint8)
+    for piece in (32, 64):
+        words = packed(codes, kind, piece)
+        assert torch.equal(unpacked(words, kind, piece), codes)
+        # The first codes of words are neighbours.
+        assert torch.equal(words[:, 0].int() & (255 if kind == "fp8" else 15), codes[:, 0].int())
+        assert torch.equal(words[:, 1].int() & (255 if kind == "fp8" else 15), codes[:, 1].int())
+        assert words.shape[1] == 192 // codes_per_word(kind)
+
+
+def test_sizes_that_no_kernel_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="must divide"):
+        piece_of("int4", 202, 202)
+    weight = made("int4", 8, 96, 16)
+    assert not weight.streams
+    with pytest.raises(ValueError, match="make them wide"):
+        stream_linear(torch.zeros(1, 96), weight)
 
 
 def test_joined_matrices_are_below_each_other() -> None:
