@@ -3,8 +3,8 @@
     python -m benchmarks.quantized_text --formats fp8 fp8-block int4 mxfp4 --group-size 64
 
 Makes each format of a checkpoint with `outrider quantize`'s rounding, and reads texts of this repository in float32 on
-the CPU; fp8 a second time with rows rounded to e4m3, as products on a GPU see them. With --device cuda in bfloat16 by
-our kernels, 64 tokens at a time. No data calibrates anything: what rounds with more care does better in four bits.
+the CPU, with --device cuda in bfloat16 by our kernels, 64 tokens at a time. No data calibrates anything: what rounds
+with more care does better in four bits.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import device_name
-from kernels.quant_weight import rounded_rows
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.layers.linear import Linear
 from outrider.models.loader import load_model
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.bench.report import Row, cpu_name, write_report
@@ -52,28 +48,14 @@ def logits_on_gpu(folder: Path, texts: list[list[int]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def logits_of(folder: Path, texts: list[list[int]], rounds: bool) -> list[Tensor]:
+def logits_of(folder: Path, texts: list[list[int]]) -> list[Tensor]:
     """float32 [tokens, vocabulary] of each text."""
-    with ExitStack() as stack:
-        if rounds:
-            for name in ("__call__", "add_to"):
-                stack.enter_context(mock.patch.object(Linear, name, _rounding(getattr(Linear, name))))
-        model, found = load_model(folder, torch.float32), []
-        for ids in texts:
-            places = torch.arange(len(ids))
-            batch = ForwardBatch(torch.tensor(ids), places, [Segment(len(ids), places)])
-            found.append(model.logits(model.forward(batch, model.new_kv(len(ids)), TorchAttention())))
+    model, found = load_model(folder, torch.float32), []
+    for ids in texts:
+        places = torch.arange(len(ids))
+        batch = ForwardBatch(torch.tensor(ids), places, [Segment(len(ids), places)])
+        found.append(model.logits(model.forward(batch, model.new_kv(len(ids)), TorchAttention())))
     return found
-
-
-def _rounding(method):  # type: ignore[no-untyped-def]
-    def rounded(self, *tensors):  # type: ignore[no-untyped-def]
-        # The method's last tensor are the rows; the output matrix is not quantized.
-        is_inner = self.num_out < 40000 and self.num_out > 0
-        rows = rounded_rows(tensors[-1]) if is_inner else tensors[-1]
-        return method(self, *tensors[:-1], rows)
-
-    return rounded
 
 
 def perplexity(logits: list[Tensor], texts: list[list[int]]) -> float:
@@ -98,7 +80,8 @@ def main() -> None:
     source = resolve_model(options.model)
     texts = [tokenize(source, (ROOT / name).read_text("utf-8"))[: options.tokens] for name in TEXTS]
     on_gpu = options.device == "cuda"
-    plain = logits_on_gpu(source, texts) if on_gpu else logits_of(source, texts, rounds=False)
+    read = logits_on_gpu if on_gpu else logits_of
+    plain = read(source, texts)
     best = torch.cat([rows.argmax(1) for rows in plain])
     base = perplexity(plain, texts)
     rows = [Row("smollm2-135m unquantized", "perplexity", base, "")]
@@ -107,18 +90,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / name
             quantize(source, made, name, options.group_size, torch.device(options.device), 1 << 31, lambda *_: None)
-            for rounds in (False, True) if name.startswith("fp8") and not on_gpu else (False,):
-                found = logits_on_gpu(made, texts) if on_gpu else logits_of(made, texts, rounds)
-                value = perplexity(found, texts)
-                agree = float((torch.cat([part.argmax(1) for part in found]) == best).float().mean())
-                case = name + (f" g{options.group_size}" if name in ("int4", "awq", "gptq") else "")
-                case += " with rows in e4m3" if rounds else ""
-                rows += [
-                    Row(f"smollm2-135m {case}", "perplexity", value, ""),
-                    Row(f"smollm2-135m {case}", "perplexity_over_unquantized", value / base, "ratio"),
-                    Row(f"smollm2-135m {case}", "same_likeliest_token", agree, "ratio"),
-                ]
-                print(f"{case:32} perplexity {value:8.3f}  x{value / base:.4f}  same likeliest token {agree:.1%}")
+            found = read(made, texts)
+        value = perplexity(found, texts)
+        agree = float((torch.cat([part.argmax(1) for part in found]) == best).float().mean())
+        case = name + (f" g{options.group_size}" if name in ("int4", "awq", "gptq") else "")
+        rows += [
+            Row(f"smollm2-135m {case}", "perplexity", value, ""),
+            Row(f"smollm2-135m {case}", "perplexity_over_unquantized", value / base, "ratio"),
+            Row(f"smollm2-135m {case}", "same_likeliest_token", agree, "ratio"),
+        ]
+        print(f"{case:32} perplexity {value:8.3f}  x{value / base:.4f}  same likeliest token {agree:.1%}")
     if options.out:
         write_report(options.out, "quantized_text", device_name() if on_gpu else cpu_name(), rows, ("torch",))
 
