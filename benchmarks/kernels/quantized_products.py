@@ -11,7 +11,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -178,9 +177,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         for count in options.rows:
             case = Case(kind, shape, torch.randn(count, size, device="cuda").bfloat16(), weights)
             if options.compile:
-                for config in {case.chosen(), *(cuts(case) if options.sweep else ())}:
-                    with suppress(Exception):
-                        case.ours(config)(0)
+                usable(case, [case.chosen(), *(cuts(case) if options.sweep else ())])
                 continue
             wide = [torch.randn(num_out, size, device="cuda").bfloat16() for _ in range(max(2, copies // 2))]
             bound = first.num_bytes / 4.2e6
@@ -210,9 +207,8 @@ def run(options: argparse.Namespace) -> list[Row]:
     return found
 
 
-def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, float]:
-    """The fastest cut that is right, its time, and the largest error of any."""
-    tried = list(cuts(case))
+def usable(case: Case, tried: list[GemmConfig]) -> list[GemmConfig]:
+    """Those that can be launched, compiled."""
 
     def compiled(config: GemmConfig) -> bool:
         try:
@@ -224,10 +220,15 @@ def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, flo
 
     # One launch after another: compiling is what takes time, and threads may do that together.
     with ThreadPoolExecutor(16) as pool:
-        usable = [config for config, good in zip(tried, pool.map(compiled, tried), strict=True) if good]
+        found = [config for config, good in zip(tried, pool.map(compiled, tried), strict=True) if good]
     torch.cuda.synchronize()
+    return found
+
+
+def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, float]:
+    """The fastest cut that is right, its time, and the largest error of any."""
     timed = []
-    for config in usable:
+    for config in usable(case, list(cuts(case))):
         error = case.error(config)
         if error > 0.01:
             print(f"  WRONG {case.kind} {case.shape} {brief(config)} by {error:.2e}", flush=True)
