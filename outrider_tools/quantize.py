@@ -1,7 +1,9 @@
-"""Makes a checkpoint with quantized weights of one in 16 or 32 bits, by rounding to the nearest.
+"""Makes a checkpoint with quantized weights of one in 16 or 32 bits.
 
-For tests and benchmarks: no data is used to calibrate. What is written has the names of compressed-tensors, or of the
-hub's block-fp8, AWQ and GPTQ checkpoints. Embedding, output matrix, norms, and what is no projection stay as they are.
+Scales are those of the least squared error. Weights are rounded so that errors make up for each other in the model's
+own products (outrider_tools.compensate), or to the nearest. What is written has the names of compressed-tensors, or of
+the hub's block-fp8, AWQ and GPTQ checkpoints. Embedding, output matrix, norms, and what is no projection stay as they
+are.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,23 +25,34 @@ from outrider.errors import ConfigError
 from outrider.models.fields import read_json
 from outrider.models.store_folder import CONFIG_FILE, INDEX_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
+from outrider_tools.compensate import InputMoments, calibrated, compensated
 from outrider_tools.files import whole_output
 
 BLOCK = 128
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Of a group's largest weight: what int4 reaches to, the best by squared error."""
+_STEPS = tuple(2 ** (step / 16) for step in range(16))
+"""What scales of e4m3 are tried larger by: within an octave its numbers lie otherwise, beyond it the same again."""
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class QuantFormat:
-    """`encode(matrix float32 [out, in], group)` gives tensors by the ends of their names; `config(group)` what
-    config.json says of them."""
+    """How a matrix float32 [out, in] becomes tensors, in groups of so many columns.
 
-    encode: Callable[[Tensor, int], Tensors]
+    `fit(matrix, group)`: scales of the least error. `spread(scales, matrix, group)`: that of each weight, [out, in].
+    `nearest`: of weights over their scales, the closest numbers that there are. `encode(matrix, scales, group)`:
+    tensors by the ends of their names. `config(group)`: what config.json says of them.
+    """
+
+    fit: Callable[[Tensor, int], Tensor]
+    spread: Callable[[Tensor, Tensor, int], Tensor]
+    nearest: Callable[[Tensor], Tensor]
+    encode: Callable[[Tensor, Tensor, int], Tensors]
     config: Callable[[int], dict[str, Any]]
 
 
@@ -51,11 +64,16 @@ def quantize(
     device: torch.device,
     max_shard_bytes: int,
     progress: Callable[[str, int, int], None],
+    calibration: str = "none",
 ) -> int:
     """Write `source` in format `name` to the folder `out`, which must not exist; returns the bytes of its weights.
 
+    `calibration`: the text by which errors are made up for, a file's path or "own" for what the model writes itself;
+    "none" to round to the nearest.
+
     Raises:
-        ConfigError: the source is quantized already, a shape does not fit the format, or `out` cannot be written.
+        ConfigError: the source is quantized already, a shape does not fit the format, `out` cannot be written, or there
+            is no decoder of ours to calibrate.
     """
     fields = read_json(source / CONFIG_FILE)
     if fields.get("quantization_config"):
@@ -65,6 +83,11 @@ def quantize(
         _check_shape(stored[matrix], name, group)
     fields["quantization_config"] = FORMATS[name].config(group)
     total = 2 * sum(math.prod(tensor.shape) for tensor in stored.values())
+    moments = None
+    if calibration != "none":
+        progress(f"reading {'its own text' if calibration == 'own' else calibration}", 0, total)
+        moments = calibrated(source, calibration, device)
+    rounding = _Rounding(FORMATS[name], group, device, moments)
     with whole_output(out, f"--out {out}", total) as work:
         work.mkdir()
         (work / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
@@ -73,7 +96,7 @@ def quantize(
                 shutil.copyfile(path, work / path.name)
         done = 0
         weight_map: dict[str, str] = {}
-        for number, shard in enumerate(_shards(stored, name, group, device, max_shard_bytes), 1):
+        for number, shard in enumerate(_shards(stored, rounding, max_shard_bytes), 1):
             file = f"model-{number:05d}.safetensors"
             save_tensors(shard, work / file)
             weight_map |= dict.fromkeys(shard, file)
@@ -89,16 +112,41 @@ def is_quantized(name: str) -> bool:
     return re.fullmatch(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight", name) is not None
 
 
-def _shards(
-    stored: Mapping[str, StoredTensor], name: str, group: int, device: torch.device, max_bytes: int
-) -> Iterator[Tensors]:
+class _Rounding:
+    """Matrices in a format; layers must come in order."""
+
+    def __init__(self, form: QuantFormat, group: int, device: torch.device, moments: InputMoments | None) -> None:
+        self._form, self._group, self._device, self._moments = form, group, device, moments
+        self._layer = -1
+        self._of_layer: dict[str, Tensor] = {}
+
+    def __call__(self, key: str, stored: Tensor) -> Tensors:
+        """Tensors by the ends of their names."""
+        # Widened there: on the way it would take twice as long.
+        matrix, form = stored.to(self._device).float(), self._form
+        scales = form.fit(matrix, self._group)
+        layer, name = layer_of(key), key.split(".")[-2]
+        if self._moments is not None and layer != self._layer:
+            self._layer, self._of_layer = layer, self._moments.of(layer)
+        # Experts see few rows each: they are rounded to the nearest.
+        if name in self._of_layer and "expert" not in key:
+            spread = form.spread(scales, matrix, self._group)
+            matrix = compensated(matrix, self._of_layer[name], spread, form.nearest)
+        return form.encode(matrix, scales, self._group)
+
+
+def layer_of(name: str) -> int:
+    """The number of the layer that a tensor belongs to; -1 for none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def _shards(stored: Mapping[str, StoredTensor], rounding: _Rounding, max_bytes: int) -> Iterator[Tensors]:
     shard: Tensors = {}
-    for key, tensor in stored.items():
-        made = {key: tensor.read()}
+    for key in sorted(stored, key=layer_of):
+        made = {key: stored[key].read()}
         if is_quantized(key):
-            # Widened there: on the way it would take twice as long.
-            matrix = made[key].to(device).float()
-            encoded = FORMATS[name].encode(matrix, group)
+            encoded = rounding(key, made[key])
             made = {f"{key.removesuffix('weight')}{end}": value.cpu().contiguous() for end, value in encoded.items()}
         size = sum(value.nbytes for value in (*shard.values(), *made.values()))
         if shard and size > max_bytes:
@@ -118,47 +166,98 @@ def _check_shape(tensor: StoredTensor, name: str, group: int) -> None:
         )
 
 
-def _fp8(matrix: Tensor, group: int) -> Tensors:
-    scale = _positive(matrix.abs().amax(1, keepdim=True) / E4M3_MAX)
-    return {"weight": _e4m3(matrix / scale), "weight_scale": scale}
+def _fit_e4m3(grouped: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Scales of numbers that share one along `dims`, which stay as 1."""
+    largest = _positive(grouped.abs().amax(dims, keepdim=True) / E4M3_MAX)
+    return _least_error(grouped, dims, [largest * step for step in _STEPS], _nearest_e4m3)
 
 
-def _fp8_tensor(matrix: Tensor, group: int) -> Tensors:
-    scale = _positive(matrix.abs().amax() / E4M3_MAX)
-    return {"weight": _e4m3(matrix / scale), "weight_scale": scale.reshape(1)}
+def _least_error(
+    grouped: Tensor, dims: tuple[int, ...], tried: Iterable[Tensor], nearest: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Of several scales for each group those with the least squared error; the first of equal ones."""
+    best_error, best = None, None
+    for scale in tried:
+        error = (nearest(grouped / scale).mul_(scale) - grouped).square_().sum(dims, keepdim=True)
+        if best_error is None or best is None:
+            best_error, best = error, scale
+        else:
+            best = torch.where(error < best_error, scale, best)
+            best_error = torch.minimum(error, best_error)
+    if best is None:
+        raise ValueError("no scales to try")
+    return best
 
 
-def _fp8_block(matrix: Tensor, group: int) -> Tensors:
+def _nearest_e4m3(values: Tensor) -> Tensor:
+    return _e4m3(values).float()
+
+
+def _fit_channel(matrix: Tensor, group: int) -> Tensor:
+    return _fit_e4m3(matrix, (1,))
+
+
+def _fit_tensor(matrix: Tensor, group: int) -> Tensor:
+    return _fit_e4m3(matrix, (0, 1))
+
+
+def _wide(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
+    return scales.expand_as(matrix)
+
+
+def _fp8(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+    return {"weight": _e4m3(matrix / scales), "weight_scale": scales}
+
+
+def _fp8_tensor(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+    return {"weight": _e4m3(matrix / scales), "weight_scale": scales.reshape(1)}
+
+
+def _fit_block(matrix: Tensor, group: int) -> Tensor:
     num_out, size = matrix.shape
     whole = functional.pad(matrix, (0, -size % BLOCK, 0, -num_out % BLOCK))
     blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = _positive(blocks.abs().amax((1, 3)) / E4M3_MAX)
-    codes = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:num_out, :size]
-    return {"weight": _e4m3(codes), "weight_scale_inv": scale}
+    return _fit_e4m3(blocks, (1, 3))[:, 0, :, 0]
 
 
-def _int4_codes(matrix: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Codes from -8 to 7, int32 [out, in], and bfloat16 scales [out, groups]."""
+def _wide_block(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
+    num_out, size = matrix.shape
+    return scales.repeat_interleave(BLOCK, 0)[:num_out].repeat_interleave(BLOCK, 1)[:, :size]
+
+
+def _fp8_block(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+    return {"weight": _e4m3(matrix / _wide_block(scales, matrix, group)), "weight_scale_inv": scales}
+
+
+def _nearest_int4(values: Tensor) -> Tensor:
+    return values.round().clamp(-8, 7)
+
+
+def _fit_int4(matrix: Tensor, group: int) -> Tensor:
+    """Scales [out, groups] that bfloat16 holds."""
     grouped = matrix.unflatten(1, (-1, group))
     largest = grouped.abs().amax(2, keepdim=True) / 7.5
-    best_error, best_scale = torch.full_like(largest, math.inf), largest
-    for clip in _CLIPS:
-        scale = _positive((largest * clip).bfloat16().float())
-        error = ((grouped / scale).round().clamp(-8, 7) * scale - grouped).square().sum(2, keepdim=True)
-        best_scale = torch.where(error < best_error, scale, best_scale)
-        best_error = torch.minimum(error, best_error)
-    codes = (grouped / best_scale).round().clamp(-8, 7).int().flatten(1)
-    return codes, best_scale.squeeze(2).bfloat16()
+    tried = [_positive((largest * clip).bfloat16().float()) for clip in _CLIPS]
+    return _least_error(grouped, (2,), tried, _nearest_int4).squeeze(2)
 
 
-def _int4(matrix: Tensor, group: int) -> Tensors:
-    codes, scales = _int4_codes(matrix, group)
+def _wide_groups(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
+    return scales.repeat_interleave(matrix.shape[1] // scales.shape[1], 1)
+
+
+def _int4_codes(matrix: Tensor, scales: Tensor, group: int) -> Tensor:
+    """From -8 to 7, int32 [out, in]."""
+    return _nearest_int4(matrix / _wide_groups(scales, matrix, group)).int()
+
+
+def _int4(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+    codes = _int4_codes(matrix, scales, group)
     shape = torch.tensor(matrix.shape, dtype=torch.int64)
-    return {"weight_packed": _words(codes + 8), "weight_scale": scales, "weight_shape": shape}
+    return {"weight_packed": _words(codes + 8), "weight_scale": scales.bfloat16(), "weight_shape": shape}
 
 
-def _awq(matrix: Tensor, group: int) -> Tensors:
-    codes, scales = _int4_codes(matrix, group)
+def _awq(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+    codes = _int4_codes(matrix, scales, group)
     zeros = torch.full(scales.T.shape, 8, dtype=torch.int32, device=matrix.device)
     return {
         "qweight": _words((codes + 8).T, _AWQ_ORDER),
@@ -167,24 +266,36 @@ def _awq(matrix: Tensor, group: int) -> Tensors:
     }
 
 
-def _gptq(matrix: Tensor, group: int) -> Tensors:
-    codes, scales = _int4_codes(matrix, group)
+def _gptq(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+    codes = _int4_codes(matrix, scales, group)
     # Zeros are stored less one.
     zeros = torch.full(scales.T.shape, 7, dtype=torch.int32, device=matrix.device)
     order = torch.arange(matrix.shape[1], dtype=torch.int32) // group
     return {"qweight": _words(codes + 8).T, "qzeros": _words(zeros), "scales": scales.T.half(), "g_idx": order}
 
 
-def _mxfp4(matrix: Tensor, group: int) -> Tensors:
+def _fit_mxfp4(matrix: Tensor, group: int) -> Tensor:
+    """Powers of two [out, groups]."""
     grouped = matrix.unflatten(1, (-1, 32))
-    largest = grouped.abs().amax(2, keepdim=True)
-    # The largest power of two that keeps the group's largest weight below 8, of which 6 is the last code.
-    exponent = (_positive(largest).log2().floor() - 2).clamp(-127, 127)
-    scaled = grouped / exponent.exp2()
-    codes = torch.bucketize(scaled.abs(), torch.tensor(_E2M1_MIDDLES, device=matrix.device)).to(torch.uint8)
-    codes = (codes | (scaled < 0).to(torch.uint8) << 3).flatten(1)
+    # The largest power of two that keeps the group's largest weight below 8, of which 6 is the last code; or the next.
+    exponent = (_positive(grouped.abs().amax(2, keepdim=True)).log2().floor() - 2).clamp(-127, 126)
+    return _least_error(grouped, (2,), [exponent.exp2(), (exponent + 1).exp2()], _nearest_e2m1).squeeze(2)
+
+
+def _e2m1_codes(values: Tensor) -> Tensor:
+    return torch.bucketize(values.abs(), torch.tensor(_E2M1_MIDDLES, device=values.device))
+
+
+def _nearest_e2m1(values: Tensor) -> Tensor:
+    numbers = torch.tensor(_E2M1, device=values.device)
+    return torch.where(values < 0, -1.0, 1.0) * numbers[_e2m1_codes(values)]
+
+
+def _mxfp4(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+    scaled = matrix / _wide_groups(scales, matrix, group)
+    codes = _e2m1_codes(scaled).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
     pairs = codes[:, 0::2] | codes[:, 1::2] << 4
-    return {"weight_packed": pairs, "weight_scale": (exponent.squeeze(2) + 127).to(torch.uint8)}
+    return {"weight_packed": pairs, "weight_scale": (scales.log2() + 127).round().to(torch.uint8)}
 
 
 def _e4m3(values: Tensor) -> Tensor:
@@ -242,12 +353,16 @@ def _gptq_config(group: int) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, "lm_head": False}
 
 
+def _of_int4(encode: Callable[[Tensor, Tensor, int], Tensors], config: Callable[[int], dict[str, Any]]) -> QuantFormat:
+    return QuantFormat(_fit_int4, _wide_groups, _nearest_int4, encode, config)
+
+
 FORMATS: dict[str, QuantFormat] = {
-    "fp8": QuantFormat(_fp8, lambda group: _fp8_config("channel")),
-    "fp8-tensor": QuantFormat(_fp8_tensor, lambda group: _fp8_config("tensor")),
-    "fp8-block": QuantFormat(_fp8_block, _block_config),
-    "int4": QuantFormat(_int4, _int4_config),
-    "awq": QuantFormat(_awq, _awq_config),
-    "gptq": QuantFormat(_gptq, _gptq_config),
-    "mxfp4": QuantFormat(_mxfp4, _mxfp4_config),
+    "fp8": QuantFormat(_fit_channel, _wide, _nearest_e4m3, _fp8, lambda group: _fp8_config("channel")),
+    "fp8-tensor": QuantFormat(_fit_tensor, _wide, _nearest_e4m3, _fp8_tensor, lambda group: _fp8_config("tensor")),
+    "fp8-block": QuantFormat(_fit_block, _wide_block, _nearest_e4m3, _fp8_block, _block_config),
+    "int4": _of_int4(_int4, _int4_config),
+    "awq": _of_int4(_awq, _awq_config),
+    "gptq": _of_int4(_gptq, _gptq_config),
+    "mxfp4": QuantFormat(_fit_mxfp4, _wide_groups, _nearest_e2m1, _mxfp4, _mxfp4_config),
 }

@@ -267,10 +267,12 @@ def stream_linear(
     slot = block_m * block_n * 2
     partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, total // steps)
     pdl = supports_pdl(rows)
-    scales, zeros, kind, group, span, codes, per_word = None, None, None, 0, 1, weight, 1
+    scales, zeros, kind, group, span, per_word = None, None, None, 0, 1, 1
     if isinstance(weight, QuantWeight):
-        codes, scales, zeros, kind, span = weight.codes, weight.scales, weight.zeros, weight.kind, weight.span
-        group, per_word = weight.group, weight.per_word
+        scales, zeros, kind, group, span = weight.scales, weight.zeros, weight.kind, weight.group, weight.span
+        codes, per_word = weight.codes, weight.per_word
+    else:
+        codes = weight
     stored = codes.shape[1]
     row_bytes = stored * codes.element_size()
     tma = config.tma and row_bytes % 16 == 0 and rows.element_size() <= 2

@@ -348,9 +348,7 @@ class CausalLM(LanguageModel):
         """See LanguageModel."""
         plan = attention.plan(batch, kv, self.config.num_heads, self.rotary)
         wanted = set(feature_layers)
-        stream = functional.embedding(batch.token_ids, self.embedding)
-        if self._embedding_scale != 1.0:
-            stream = stream * self._embedding_scale
+        stream = self.embedded(batch.token_ids)
         features: dict[int, Tensor] = {}
         for number, layer in enumerate(self.layers):
             if number in wanted:
@@ -359,6 +357,11 @@ class CausalLM(LanguageModel):
         features[len(self.layers)] = stream
         hidden = features[len(self.layers) + 1] = self.norm(stream)
         return hidden, [features[number] for number in feature_layers]
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """The residual stream [M, hidden_size] as the first layer takes it."""
+        stream = functional.embedding(token_ids, self.embedding)
+        return stream if self._embedding_scale == 1.0 else stream * self._embedding_scale
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
