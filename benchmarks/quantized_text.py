@@ -2,14 +2,14 @@
 
     python -m benchmarks.quantized_text --formats fp8 fp8-block int4 mxfp4 --group-size 64
 
-Makes each format of a checkpoint with `outrider quantize`'s rounding, and reads texts of this repository in float32 on
-the CPU, with --device cuda in bfloat16 by our kernels, 64 tokens at a time. No data calibrates anything: what rounds
-with more care does better in four bits.
+Makes each format of a checkpoint with `outrider quantize`, and reads texts of this repository in float32 on the CPU,
+with --device cuda in bfloat16 by our kernels, 64 tokens at a time. --calibrations are those of `outrider quantize`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import tempfile
 from pathlib import Path
@@ -58,13 +58,14 @@ def logits_of(folder: Path, texts: list[list[int]]) -> list[Tensor]:
     return found
 
 
-def perplexity(logits: list[Tensor], texts: list[list[int]]) -> float:
-    """Of all tokens but the first of each text."""
-    losses = [
-        torch.nn.functional.cross_entropy(rows[:-1], torch.tensor(ids[1:]), reduction="sum")
-        for rows, ids in zip(logits, texts, strict=True)
-    ]
-    return math.exp(float(sum(losses)) / sum(len(ids) - 1 for ids in texts))
+def losses(logits: list[Tensor], texts: list[list[int]]) -> Tensor:
+    """Of all tokens but the first of each text, float32."""
+    return torch.cat(
+        [
+            torch.nn.functional.cross_entropy(rows[:-1], torch.tensor(ids[1:]), reduction="none")
+            for rows, ids in zip(logits, texts, strict=True)
+        ]
+    )
 
 
 def main() -> None:
@@ -74,7 +75,8 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["fp8", "fp8-block", "int4", "mxfp4"])
     parser.add_argument("--group-size", type=int, default=64, help="of int4")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--tokens", type=int, default=700, help="of each text")
+    parser.add_argument("--calibrations", nargs="+", default=["own"], metavar="TEXT")
+    parser.add_argument("--tokens", type=int, default=1200, help="of each text")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     source = resolve_model(options.model)
@@ -83,23 +85,25 @@ def main() -> None:
     read = logits_on_gpu if on_gpu else logits_of
     plain = read(source, texts)
     best = torch.cat([rows.argmax(1) for rows in plain])
-    base = perplexity(plain, texts)
-    rows = [Row("smollm2-135m unquantized", "perplexity", base, "")]
-    print(f"{'unquantized':32} perplexity {base:8.3f}")
-    for name in options.formats:
+    base = losses(plain, texts)
+    rows = [Row("smollm2-135m unquantized", "perplexity", math.exp(float(base.mean())), "")]
+    print(f"{'unquantized':32} perplexity {rows[0].value:8.3f} over {len(base)} tokens")
+    for name, calibration in itertools.product(options.formats, options.calibrations):
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / name
-            quantize(source, made, name, options.group_size, torch.device(options.device), 1 << 31, lambda *_: None)
+            made, device = Path(folder) / name, torch.device(options.device)
+            quantize(source, made, name, options.group_size, device, 1 << 31, lambda *_: None, calibration)
             found = read(made, texts)
-        value = perplexity(found, texts)
+        more = losses(found, texts) - base
+        ratio, error = math.exp(float(more.mean())), float(more.std()) / len(more) ** 0.5
         agree = float((torch.cat([part.argmax(1) for part in found]) == best).float().mean())
         case = name + (f" g{options.group_size}" if name in ("int4", "awq", "gptq") else "")
+        case += " nearest" if calibration == "none" else f" {Path(calibration).name}"
         rows += [
-            Row(f"smollm2-135m {case}", "perplexity", value, ""),
-            Row(f"smollm2-135m {case}", "perplexity_over_unquantized", value / base, "ratio"),
+            Row(f"smollm2-135m {case}", "perplexity_over_unquantized", ratio, "ratio"),
+            Row(f"smollm2-135m {case}", "standard_error", error, "ratio"),
             Row(f"smollm2-135m {case}", "same_likeliest_token", agree, "ratio"),
         ]
-        print(f"{case:32} perplexity {value:8.3f}  x{value / base:.4f}  same likeliest token {agree:.1%}")
+        print(f"{case:32} perplexity x{ratio:.4f} +- {error:.4f}  same likeliest token {agree:.1%}", flush=True)
     if options.out:
         write_report(options.out, "quantized_text", device_name() if on_gpu else cpu_name(), rows, ("torch",))
 
