@@ -220,7 +220,7 @@ class ModelConfig(ModelShape):
             norms=family.norms,
             norm_offset=family.norm_offset,
             fused=family.fused,
-            activation=_activation(fields),
+            activation=_activation(fields, family),
             windows=_windows(fields, family, num_layers),
             sinks=family.sinks,
             local_rope=local_rope,
@@ -384,9 +384,10 @@ def _unrotated(fields: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(num_layers) if every and (layer + 1) % every == 0)
 
 
-def _activation(fields: Mapping[str, Any]) -> str:
+def _activation(fields: Mapping[str, Any], family: Family) -> str:
     name = "hidden_activation" if fields.get("hidden_activation") else "hidden_act"
     found = fields.get(name) or "silu"
+    found = family.gelu if found == "gelu" else found
     if found not in ACTIVATIONS:
         raise ConfigError(f"config.json: {name} {found!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     return str(found)

@@ -18,8 +18,8 @@ class Family:
 
     `wide_qk_norm`, `norms`, `norm_offset`, `fused`, `sinks`: see ModelConfig. `windows`: config.json may ask for
     sliding windows. `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is
-    the text part of a larger model, which text_config describes; other tensors are not read. `defaults`: fields that
-    its config.json may leave out.
+    the text part of a larger model, which text_config describes; other tensors are not read. `gelu`: what its
+    config.json means by that name. `defaults`: fields that its config.json may leave out.
     """
 
     qkv_bias: bool = False
@@ -36,6 +36,7 @@ class Family:
     sinks: bool = False
     scaled_embedding: bool = False
     is_part: bool = False
+    gelu: str = "gelu"
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -88,7 +89,8 @@ FAMILIES = {
     "Qwen3ForCausalLM": _QWEN3,
     # MiMo's checkpoints carry their drafter, a head that predicts one token more.
     "MiMoForCausalLM": replace(_QWEN2, unread_prefix="model.mtp_layers."),
-    "GemmaForCausalLM": _GEMMA,
+    # The first files name the exact one, and were trained with this one.
+    "GemmaForCausalLM": replace(_GEMMA, gelu="gelu_pytorch_tanh"),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, is_part=True),

@@ -5,6 +5,7 @@ A *scheme* is how one matrix is stored. Most checkpoints have one for all linear
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -138,10 +139,26 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
         )
     _require(config, "lm_head", (False, None))
     form = _require(config, "checkpoint_format", ("gptq", "gptq_v2", None))
-    scheme = Scheme(
-        "gptq", "int4", _group(config.get("group_size")), symmetric=False, zero_offset=0 if form == "gptq_v2" else 1
-    )
-    return Quantization("gptq", ((_LINEAR, scheme),), _not_converted(config))
+    offset, group = 0 if form == "gptq_v2" else 1, config.get("group_size")
+
+    def scheme(size: Any) -> Scheme:
+        return Scheme("gptq", "int4", _group(size), symmetric=False, zero_offset=offset)
+
+    schemes, ignored = [], list(_not_converted(config))
+    rules = get_object(config, "dynamic")
+    for rule in rules:
+        pattern = _prefix_pattern(rule.removeprefix("-:").removeprefix("+:"), "dynamic")
+        if rule.startswith("-:"):
+            ignored.append(pattern)
+            continue
+        changes = get_object(rules, rule)
+        if changes.get("bits", 4) != 4 or changes.get("desc_act"):
+            raise ConfigError(
+                f"config.json: quantization_config.dynamic {rule!r}: {json.dumps(changes)} is not supported; "
+                "4 bits without desc_act are"
+            )
+        schemes.append((pattern, scheme(changes.get("group_size", group))))
+    return Quantization("gptq", (*schemes, (_LINEAR, scheme(group))), tuple(ignored))
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Quantization:
@@ -222,13 +239,18 @@ def _block(shape: Any) -> tuple[int, int]:
 
 def _pattern(text: str) -> str:
     """A regular expression of a name of compressed-tensors: itself one behind `re:`."""
-    if not text.startswith("re:"):
-        return re.escape(text)
+    return _prefix_pattern(text[3:], "config_groups") if text.startswith("re:") else re.escape(text)
+
+
+def _prefix_pattern(text: str, where: str) -> str:
+    """A regular expression of names that begin with what `text` matches."""
     try:
-        re.compile(text[3:])
+        re.compile(text)
     except re.error as error:
-        raise ConfigError(f"config.json: quantization_config: {text!r} is no regular expression: {error}") from None
-    return f"(?:{text[3:]}).*"
+        raise ConfigError(
+            f"config.json: quantization_config.{where}: {text!r} is no regular expression: {error}"
+        ) from None
+    return f"(?:{text}).*"
 
 
 def _not_converted(config: Mapping[str, Any]) -> tuple[str, ...]:

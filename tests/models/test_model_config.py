@@ -55,6 +55,11 @@ def test_layers_with_a_window_keep_their_rotary_embedding_where_the_others_are_s
         assert (local.kind, local.theta, last.kind) == ("default", theta, "yarn")
 
 
+def test_the_first_gemma_files_mean_the_gelu_that_they_were_trained_with() -> None:
+    config = ModelConfig.from_fields({**VALID, "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu"}, {})
+    assert config.activation == "gelu_pytorch_tanh"
+
+
 def test_absent_fields_have_the_family_defaults() -> None:
     config = ModelConfig.from_fields(VALID, {})
     assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 8, 10000.0)

@@ -152,6 +152,8 @@ FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
         ({"quant_method": "bitsandbytes"}, ["bitsandbytes", "supported are"]),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, ["desc_act", "act-order"]),
         ({"quant_method": "gptq", "bits": 8}, ["bits", "8"]),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, ["dynamic", "down", '"bits": 8']),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}}, ["dynamic", "no regular expression"]),
         ({"quant_method": "awq", "bits": 4, "group_size": 100}, ["group_size", "100"]),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ["version", "gemv"]),
         ({"quant_method": "fp8", "weight_block_size": [128]}, ["block", "[128]"]),
@@ -206,6 +208,17 @@ def test_layers_left_out_stay_as_they_are() -> None:
     assert quantization.scheme_of("model.layers.20.mlp.up_proj") is not None
     assert quantization.scheme_of("model.layers.3.self_attn.o_proj") is None
     assert quantization.scheme_of("model.mtp_layers.0.mlp.up_proj") is not None
+
+
+def test_rules_of_gptq_leave_layers_out_and_change_groups() -> None:
+    rules = {r"-:.*layers\.0\..*down": {}, r"+:model\.layers\.1\.": {"group_size": 32}, r".*\.layers\.2\..*": {}}
+    fields = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": rules}
+    quantization = read_quantization({"quantization_config": fields})
+    assert quantization is not None
+    assert quantization.scheme_of("model.layers.0.mlp.down_proj") is None
+    for layer, group in ((0, 128), (1, 32), (2, 128), (3, 128)):
+        scheme = quantization.scheme_of(f"model.layers.{layer}.mlp.up_proj")
+        assert scheme is not None and scheme.group == group
 
 
 def test_quantizing_twice_and_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -122,6 +122,16 @@ def eagle3_config(
     return config
 
 
+def check_unquantized(names: Collection[str]) -> None:
+    """Raises ConfigError: a head with tensors of these `names` is quantized."""
+    quantized = next((name for name in names if name.endswith(QUANTIZED_NAMES)), None)
+    if quantized is not None:
+        raise ConfigError(
+            f"config.json: the head's tensor {quantized} is quantized, which is not supported; give one that "
+            "quantization left out"
+        )
+
+
 def eagle_config(
     fields: Mapping[str, Any], names: Collection[str], target_layers: int, target_hidden: int
 ) -> HeadConfig:
@@ -150,12 +160,6 @@ def mtp_config(target: ModelConfig, names: Collection[str]) -> HeadConfig:
         raise ConfigError(
             f"config.json: NEXTN reads the head in a MiMoForCausalLM checkpoint, and this is {target.architecture} "
             "without model.mtp_layers.0"
-        )
-    quantized = [name for name in names if name.endswith(QUANTIZED_NAMES)]
-    if quantized:
-        raise ConfigError(
-            f"config.json: the head's tensor {quantized[0]} is quantized, which is not supported; give one that "
-            "quantization left out"
         )
     return HeadConfig(
         decoder=replace(target, num_layers=1, experts=None, quantization=None),

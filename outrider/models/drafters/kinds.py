@@ -18,6 +18,7 @@ from outrider.models.drafters.config import (
     OUTPUT,
     HeadConfig,
     block_config,
+    check_unquantized,
     eagle3_config,
     eagle_config,
     mtp_config,
@@ -122,6 +123,7 @@ def check_kind(algorithm: str, folder: Path) -> None:
 
 def head_config(algorithm: str, folder: Path, names: Collection[str], target: Path | None) -> HeadConfig:
     """What a head's config.json says, beside the target's if there is one. Raises ConfigError where they do not fit."""
+    check_unquantized(names)
     if algorithm == "NEXTN":
         return mtp_config(ModelConfig.from_folder(folder), names)
     fields = read_json(folder / "config.json")

@@ -143,6 +143,13 @@ def test_what_is_wrong_is_named(tmp_path: Path, algorithm: str, changes: dict[st
         load(algorithm, speculative_draft_model_path=str(tmp_path))
 
 
+def test_a_quantized_head_is_refused_by_the_tensor_that_is(tmp_path: Path) -> None:
+    name = "layers.0.mlp.up_proj.weight_scale"
+    save_head(tmp_path, DEEPSPEC_FIELDS, dspark_tensors() | {name: torch.ones(1)})
+    with pytest.raises(ConfigError, match=f"{name} is quantized"):
+        load("DSPARK", speculative_draft_model_path=str(tmp_path))
+
+
 def test_windows_are_the_options_or_the_layers_own(tmp_path: Path) -> None:
     sliding = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 6}
     save_head(tmp_path, DEEPSPEC_FIELDS | sliding, dspark_tensors())
