@@ -26,7 +26,8 @@ class QuantWeight:
     So a word's i-th codes, taken as they lie, are neighbouring columns.
     `scales`: bfloat16, float16 or float32 [groups, rows of scales]: that of W[n, k] is [k // group, n // span].
     `group` is `size` and `span` 1 where a row has one scale.
-    `zeros`: uint8, of the shape of `scales`, for int4; None is 8 everywhere.
+    `zeros`: uint8, of the shape of `scales`, for int4; None is 8 everywhere, unless scales are int32: the bits of
+    float32 ones, whose last four are the zero.
     """
 
     kind: str
@@ -68,8 +69,12 @@ class QuantWeight:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
 
     def for_streaming(self) -> QuantWeight:
-        """The same with float32 scales: four bytes each, they are copied ahead of their use as codes are."""
-        return replace(self, scales=self.scales.float())
+        """The same with scales of four bytes, which are copied ahead of their use as codes are, zeros with them."""
+        scales = self.scales.float()
+        if self.zeros is None or self.scales.dtype == torch.float32:
+            return replace(self, scales=scales)
+        # Scales of 16 bits leave the last bits of 32 empty.
+        return replace(self, scales=scales.view(torch.int32) | self.zeros, zeros=None)
 
     def of_expert(self, expert: int) -> QuantWeight:
         """One of stacked matrices, as views."""
@@ -79,9 +84,12 @@ class QuantWeight:
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[num_out, size] in `dtype`, computed in float32 and rounded once."""
         values = _values(unpacked(self.codes, self.kind, self.piece), self.kind)
+        scales, zeros = self.scales, self.zeros
+        if scales.dtype == torch.int32:
+            scales, zeros = (scales & -16).view(torch.float32), scales & 15
         if self.kind == "int4":
-            values -= 8.0 if self.zeros is None else self._spread(self.zeros)
-        return values.mul_(self._spread(self.scales)).to(dtype)
+            values -= 8.0 if zeros is None else self._spread(zeros)
+        return values.mul_(self._spread(scales)).to(dtype)
 
     def _spread(self, grouped: Tensor) -> Tensor:
         """A value for each weight, float32 [num_out, size]; a view where a row has but one."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.jit.memory import prefetch_rows, scratch
-from kernels.jit.quantized import add_words, code_values, of_group
+from kernels.jit.quantized import add_words, code_values, scale_and_zero
 from kernels.launch import num_processors, supports_pdl
 from kernels.linear_configs import GemmConfig, tile_rows
 from kernels.quant_weight import QuantWeight
@@ -223,13 +223,8 @@ def _dequantize(
     words = _load(weight, first, num_rows - 1, piece * DEPTH, size // PARTS, BLOCK_N, DEPTH, True, False)
     for PART in tl.static_range(PARTS):
         column = (piece * PARTS + PART) * DEPTH
-        values = code_values(words, PART, KIND)
-        if KIND == "int4":
-            zero = tl.full([BLOCK_N], 8.0, tl.float32)
-            if zeros is not None:
-                zero = of_group(zeros, column, of_row, num_scales, GROUP)
-            values -= zero[:, None]
-        values *= of_group(scales, column, of_row, num_scales, GROUP)[:, None]
+        scale, zero = scale_and_zero(scales, zeros, of_row, column, num_scales, KIND, GROUP)
+        values = (code_values(words, PART, KIND) - zero) * scale
         places = out + row.to(tl.int64)[:, None] * size + column + tl.arange(0, DEPTH)[None, :]
         tl.store(places, values.to(out.dtype.element_ty), mask=inside)
 

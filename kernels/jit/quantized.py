@@ -138,9 +138,22 @@ def _decode(words, zero, like, KIND: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def of_group(table, column, rows_of_scales, num_scales, GROUP: tl.constexpr):
-    """The scales, or zeros, of a tile's weight rows for the group of `column`, float32."""
-    return tl.load(table + tl.cast(column // GROUP, tl.int64) * num_scales + rows_of_scales).to(tl.float32)
+def _of_group(table, column, of_row, num_scales, GROUP: tl.constexpr):
+    """What a table of scales, or zeros, has for a tile's weight rows and the group of `column`."""
+    return tl.load(table + tl.cast(column // GROUP, tl.int64) * num_scales + of_row)
+
+
+@triton.jit
+def scale_and_zero(scales, zeros, of_row, column, num_scales, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """Those of a tile's weight rows for the group of `column`, float32 [weight rows, 1] each."""
+    scale = _of_group(scales, column, of_row, num_scales, GROUP)[:, None]
+    zero = tl.full([of_row.shape[0], 1], 8.0 if KIND == "int4" else 0.0, tl.float32)
+    if zeros is not None:
+        zero = _of_group(zeros, column, of_row, num_scales, GROUP)[:, None].to(tl.float32)
+    elif scales.dtype.element_ty == tl.int32:
+        zero = (scale & 15).to(tl.float32)
+        scale = (scale & -16).to(tl.float32, bitcast=True)
+    return scale.to(tl.float32), zero
 
 
 @triton.jit
@@ -153,10 +166,7 @@ def add_words(
     `words` [weight rows, depth] and `factors` [rows, piece] are those of the piece; `of_row` [weight rows] is where
     rows have their scales.
     """
-    zero = tl.full([words.shape[0], 1], 8.0 if KIND == "int4" else 0.0, tl.float32)
-    if zeros is not None:
-        zero = of_group(zeros, column, of_row, num_scales, GROUP)[:, None]
+    scale, zero = scale_and_zero(scales, zeros, of_row, column, num_scales, KIND, GROUP)
     weights = _decode(words, zero, factors, KIND, ASM)
     # Scaled, and so not added up within the product: there its instructions would wait for each other.
-    part = tl.dot(weights, tl.trans(factors), input_precision="ieee")
-    return acc + part * of_group(scales, column, of_row, num_scales, GROUP)[:, None]
+    return acc + tl.dot(weights, tl.trans(factors), input_precision="ieee") * scale

@@ -23,7 +23,7 @@ def made(kind: str, num_out: int, size: int, group: int, device: str = "cpu", sp
     group = group or size
     shape = (-(-size // group), -(-num_out // span))
     scales = (torch.rand(shape) + 0.5) / size**0.5 / (30 if kind == "fp8" else 4)
-    name = kind.removesuffix("z")
+    name = kind.rstrip("zs")
     piece = piece_of(name, size, group)
     if kind == "fp8":
         floats = (torch.randn(num_out, size) * 30).to(torch.float8_e4m3fn)
@@ -32,10 +32,11 @@ def made(kind: str, num_out: int, size: int, group: int, device: str = "cpu", sp
         codes = packed(floats.view(torch.uint8), name, piece)
         return QuantWeight(name, codes.to(device), scales.to(device), group, piece, span)
     codes = packed(torch.randint(16, (num_out, size), dtype=torch.uint8), name, piece)
-    zeros = torch.randint(16, shape, dtype=torch.uint8).to(device) if kind == "int4z" else None
+    zeros = torch.randint(16, shape, dtype=torch.uint8) if kind in ("int4z", "int4s") else None
     if kind == "mxfp4":
         scales = scales.log2().round().exp2()
-    return QuantWeight(name, codes.to(device), scales.to(HALF).to(device), group, piece, zeros=zeros)
+    weight = QuantWeight(name, codes, scales.to(HALF), group, piece, zeros=zeros)
+    return (weight.for_streaming() if kind == "int4s" else weight).to(device)
 
 
 WEIGHTS = {
@@ -45,6 +46,7 @@ WEIGHTS = {
     "int4": ("int4", 64, 1),
     "int4, small groups": ("int4", 32, 1),
     "int4 with zeros": ("int4z", 64, 1),
+    "int4 with zeros in scales": ("int4s", 64, 1),
     "int4 with zeros, small groups": ("int4z", 32, 1),
     "mxfp4": ("mxfp4", 32, 1),
 }
@@ -93,6 +95,13 @@ def test_made_wide_on_the_device_it_is_the_same(device: str, name: str) -> None:
     kind, group, span = WEIGHTS[name]
     weight = made(kind, 40, 192, group, device, span)
     assert torch.equal(dequantize(weight, torch.float32), weight.dequantized(torch.float32))
+
+
+def test_zeros_in_scales_change_no_weight() -> None:
+    weight = made("int4z", 48, 192, 64)
+    told = weight.for_streaming()
+    assert told.zeros is None and told.scales.dtype == torch.int32
+    assert torch.equal(told.dequantized(torch.float32), weight.dequantized(torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
