@@ -45,7 +45,7 @@ class Scheme:
     def num_bytes(self, num_out: int, size: int) -> int:
         """Memory of a matrix as kernels read it: codes, and about what its scales take."""
         columns, rows = size // (self.group or size), num_out // max(self.block, 1)
-        return num_out * size * self.bits // 8 + columns * rows * (4 if self.kind == "fp8" else 2)
+        return num_out * size * self.bits // 8 + columns * rows * (1 if self.kind == "mxfp4" else 4)
 
     @property
     def name(self) -> str:

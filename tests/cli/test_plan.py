@@ -129,7 +129,7 @@ def test_quantized_weights_take_their_bits(fields: dict[str, Any], bits: int) ->
     config = ModelConfig.from_fields(LLAMA_8B | {"quantization_config": fields}, {})
     layers = config.num_layers * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)
     saved = config.bytes_saved(2)
-    assert saved == pytest.approx(layers * (16 - bits) / 8, rel=0.02)
+    assert saved == pytest.approx(layers * (16 - bits) / 8, rel=0.03)
     assert saved < layers * (16 - bits) / 8, "scales take something"
 
 

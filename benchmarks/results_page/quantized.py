@@ -1,0 +1,122 @@
+"""Tables of quantized targets: what formats do to text, rounds and tokens a second, and drafts beside them."""
+
+from __future__ import annotations
+
+from benchmarks.results_page.reports import Cells, report, table, targets
+
+TEXT, ENGINE = "quantized_text", "engine_quantized_h100"
+SPEC = {"fp8": "split_fp8_h100", "bf16": "split_bf16_h100"}
+TEXT_CASES = {
+    "fp8": "fp8 per channel",
+    "fp8-block": "fp8 in blocks",
+    "int4 g64": "int4, groups of 64",
+    "mxfp4": "MXFP4",
+}
+FORMATS = {"fp8": "fp8", "block": "block-fp8", "int4": "int4"}
+ROUNDS = ((1, 1), (1, 8), (1, 32), (1, 64), (16, 16), (64, 64))
+PLAIN = (1, 16, 64)
+LONG = "plain engine b16 m16 ctx16k"
+
+
+def text_table() -> str:
+    """Perplexity by format, rounded to the nearest and calibrated."""
+    one = report(TEXT)
+    lines: list[Cells] = []
+    for name, words in TEXT_CASES.items():
+        cells = []
+        for calibration in ("nearest", "own"):
+            case = f"smollm2-135m {name} {calibration}"
+            cells.append(
+                f"{one(case, 'perplexity_over_unquantized'):.3f} ± {one(case, 'standard_error'):.3f} "
+                f"({one(case, 'same_likeliest_token'):.0%})"
+            )
+        lines.append((words, *cells))
+    head = ("format", "rounded to the nearest", "calibrated by the model's own text")
+    aims = [
+        (
+            "perplexity of fp8 over unquantized",
+            "at most",
+            1.01,
+            [
+                (words, one(f"smollm2-135m {name} own", "perplexity_over_unquantized"))
+                for name, words in list(TEXT_CASES.items())[:2]
+            ],
+        )
+    ]
+    return f"{one.source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
+
+
+def _case(num_rows: int, num_tokens: int) -> str:
+    return f"llama-8b {'plain' if num_tokens == num_rows else 'tree'} engine b{num_rows} m{num_tokens} ctx1k"
+
+
+def engine_table() -> str:
+    """Rounds and plain decoding by format."""
+    one = report(ENGINE)
+    labels = {"bf16": "bf16", **FORMATS}
+    lines: list[Cells] = []
+    for num_rows, num_tokens in ROUNDS:
+        case = _case(num_rows, num_tokens)
+        cells = [
+            f"{one(f'{case} {label}', 'round_gpu_ms'):.2f} ({one(f'{case} {label}', 'round_gpu_over_gemm'):.2f})"
+            for label in labels
+        ]
+        lines.append((f"{num_rows}", f"{num_tokens}", *cells))
+    rounds = table(("requests", "tokens", *(f"{name}, ms" for name in labels.values())), lines)
+    lines = []
+    for num_rows in PLAIN:
+        case = _case(num_rows, num_rows)
+        cells = [
+            f"{one(f'{case} {label}'):,.0f} ({one(f'{case} {label}', 'tokens_per_second_over_bf16'):.2f})"
+            for label in FORMATS
+        ]
+        lines.append((f"{num_rows}", f"{one(f'{case} bf16'):,.0f}", *cells))
+    speeds = table(("requests", "bf16, tokens/s", *FORMATS.values()), lines)
+    over = "tokens_per_second_over_bf16"
+    aims = [
+        ("one request, fp8 over bf16", "at least", 1.6, [("", one(f"{_case(1, 1)} fp8", over))]),
+        ("one request, block-fp8", "at least", 1.5, [("", one(f"{_case(1, 1)} block", over))]),
+        ("one request, int4", "at least", 2.0, [("", one(f"{_case(1, 1)} int4", over))]),
+        ("16 requests, fp8", "at least", 1.4, [("", one(f"{_case(16, 16)} fp8", over))]),
+        ("64 requests, fp8", "at least", 1.25, [("", one(f"{_case(64, 64)} fp8", over))]),
+        (
+            "round of 32 tree tokens over its bare products",
+            "at most",
+            1.25,
+            [(label, one(f"{_case(1, 32)} {label}", "round_gpu_over_gemm")) for label in ("fp8", "int4")],
+        ),
+    ]
+    return (
+        f"{one.source()}\n\nMilliseconds of a round, and in brackets over the bare products of the same weights:\n\n"
+        f"{rounds}\n\nPlain decoding, and in brackets over bf16's:\n\n{speeds}\n\n{targets(aims)}"
+    )
+
+
+def long_table() -> str:
+    """16 requests of 16,384 tokens by the formats of weights and KV."""
+    one = report(ENGINE)
+    lines: list[Cells] = []
+    for label in ("bf16", "fp8"):
+        for kv, name in (("", "bf16"), (" kv-fp8", "fp8")):
+            case, fit = f"llama-8b {LONG}{kv} {label}", f"llama-8b ctx16k{kv} {label}"
+            figures = (f"{one(case):,.0f}", one.cell(case, "round_gpu_ms"), one.cell(fit, "requests_that_fit", ".0f"))
+            lines.append((label, name, *figures))
+    return table(("weights", "KV", "tokens/s", "round, ms", "such requests that fit in 88 % of 80 GB"), lines)
+
+
+def spec_table() -> str:
+    """The same drafts with a target in fp8 and in bf16."""
+    lines: list[Cells] = []
+    ratios = []
+    for drafter, words in (("plain", "none"), ("standalone colocated", "135M draft"), ("eagle3 colocated", "EAGLE-3")):
+        found = {kind: report(name)(f"llama-8b {drafter} b1 {kind} greedy") for kind, name in SPEC.items()}
+        accept = [
+            report(name).cell(f"llama-8b {drafter} b1 {kind} greedy", "accept_length") for kind, name in SPEC.items()
+        ]
+        ratio = found["fp8"] / found["bf16"]
+        lines.append((words, *(f"{value:.0f}" for value in found.values()), f"{ratio:.2f}", " / ".join(accept)))
+        if drafter != "plain":
+            ratios.append((words, ratio))
+    head = ("draft, inside rounds", "fp8, tokens/s", "bf16, tokens/s", "ratio", "accept length, fp8 / bf16")
+    aims = [("fp8 over bf16 with drafts", "at least", 1.3, ratios)]
+    return f"{report(SPEC['fp8']).source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
