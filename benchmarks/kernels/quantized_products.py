@@ -100,9 +100,11 @@ def cuts(case: Case) -> Iterator[GemmConfig]:
     """What the sweep tries."""
     weight, count = case.weights[0], case.rows.shape[0]
     bits, room = 16 // weight.per_word, SHARED_MEMORY - SHARED_MARGIN
-    cuts = itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), (3, 4, 6), (1, 2, 3, 4))
-    for (block_n, warps), stages, per_sm in cuts:
-        config = GemmConfig(block_n, weight.piece, stages=stages, prefetch=4, warps=warps, split_k=0, per_sm=per_sm)
+    cuts = itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), (3, 5), (4, 16), (1, 2, 3, 4))
+    for (block_n, warps), stages, prefetch, per_sm in cuts:
+        config = GemmConfig(
+            block_n, weight.piece, stages=stages, prefetch=prefetch, warps=warps, split_k=0, per_sm=per_sm
+        )
         used = config.shared_bytes(count, 2, case.gated, bits)
         if room // 4 < used * per_sm <= room and not (case.gated and block_n == 256) and (block_n < 256 or count > 16):
             yield config
@@ -255,7 +257,7 @@ def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, flo
 
 def brief(config: GemmConfig) -> str:
     """A cut in a few letters."""
-    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} w{config.warps}"
+    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} w{config.warps} f{config.prefetch}"
 
 
 def main() -> None:
