@@ -145,8 +145,16 @@ class MeasuredRounds:
         return statistics.mean(seconds[len(seconds) // 8 :])
 
     def prefill_seconds(self, num_tokens: int, repeats: int = 5) -> float:
-        """Seconds of a prompt chunk of `num_tokens` from position 0, from the launch to the device's end."""
+        """Seconds of a prompt chunk of `num_tokens` from position 0, from the launch to the device's end.
+
+        It may be longer than the context, as far as pages reach. Raises ValueError beyond.
+        """
         request = self._requests[0]
+        room = len(request.pages) * self._executor.page_size
+        if num_tokens > room:
+            raise ValueError(f"a chunk of {num_tokens} tokens for a request with pages for {room}")
+        length = len(request.tokens)
+        request.tokens.extend(self._rng.randrange(self._vocab_size) for _ in range(num_tokens + 1 - length))
         cached, seconds = request.cached_len, []
         for _ in range(repeats + 1):
             request.cached_len = 0
@@ -156,6 +164,7 @@ class MeasuredRounds:
             self._synchronize()
             seconds.append(time.perf_counter() - start)
         request.cached_len = cached
+        del request.tokens[length:]
         return statistics.median(seconds[1:])
 
     def _repeat(self, entries: Sequence[Entry], repeats: int) -> MeasuredTimes:
