@@ -15,6 +15,7 @@ TEXT_CASES = {
 FORMATS = {"fp8": "fp8", "block": "block-fp8", "int4": "int4"}
 ROUNDS = ((1, 1), (1, 8), (1, 32), (1, 64), (16, 16), (64, 64))
 PLAIN = (1, 16, 64)
+DETERMINISTIC = {"fp8": ("plain", "ngram", "eagle3 colocated"), "int4": ("plain", "ngram")}
 LONG = "plain engine b16 m16 ctx16k"
 
 
@@ -102,6 +103,24 @@ def long_table() -> str:
             figures = (f"{one(case):,.0f}", one.cell(case, "round_gpu_ms"), one.cell(fit, "requests_that_fit", ".0f"))
             lines.append((label, name, *figures))
     return table(("weights", "KV", "tokens/s", "round, ms", "such requests that fit in 88 % of 80 GB"), lines)
+
+
+def deterministic_table() -> str:
+    """Answers with --deterministic that are those of plain decoding, one at a time."""
+    lines: list[Cells] = []
+    for kind, drafters in DETERMINISTIC.items():
+        one = report(f"deterministic_{kind}_h100")
+        for drafter in drafters:
+            cases = [
+                f"llama-8b-{kind} {drafter} deterministic b{batch} bf16 {decoding}"
+                for batch in (1, 8)
+                for decoding in ("greedy", "t0.8")
+            ]
+            equal = (f"{one(case, 'equal_answers'):.0f} of 8" for case in cases)
+            accepted = "" if drafter == "plain" else one.cell(cases[0], "accept_length")
+            lines.append((kind, {"eagle3 colocated": "EAGLE-3 inside rounds"}.get(drafter, drafter), *equal, accepted))
+    head = ("weights", "draft", "batch 1, greedy", "t0.8", "batch 8, greedy", "t0.8", "accept length, batch 1, greedy")
+    return f"{report('deterministic_fp8_h100').source()}\n\n{table(head, lines)}"
 
 
 def spec_table() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from benchmarks.chaos.cases import CASES
 from benchmarks.engine.cost import Point, round_times
+from benchmarks.results_page import quantized
 from benchmarks.results_page.ranks import cut_table, exchange_table
 from benchmarks.results_page.reports import ROOT, Cells, ResultFile, report, table, targets
 from benchmarks.results_page.split_tables import (
@@ -535,6 +536,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "exchange": exchange_table,
     "cut": cut_table,
     "deterministic": deterministic_table,
+    "quantized_text": quantized.text_table,
+    "quantized_engine": quantized.engine_table,
+    "quantized_long": quantized.long_table,
+    "quantized_deterministic": quantized.deterministic_table,
     "drafts": drafts_table,
     "kinds": kinds_table,
     "faults": faults_table,
