@@ -24,7 +24,7 @@ MAX_HEAD_DIM = 256
 """Of what attention kernels of a GPU take."""
 
 
-_EXPERT_MODULES = {
+EXPERT_MODULES = {
     "qwen": ("mlp.experts.0.gate_proj", "mlp.experts.0.down_proj"),
     "mixtral": ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2"),
     "gpt-oss": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -248,7 +248,7 @@ class ModelConfig(ModelShape):
         dense = (("mlp.gate_proj", 2 * inner, hidden), ("mlp.down_proj", hidden, inner))
         mixture: tuple[tuple[str, int, int], ...] = ()
         if (experts := self.experts) is not None:
-            first, last = _EXPERT_MODULES[experts.form]
+            first, last = EXPERT_MODULES[experts.form]
             count, inner = experts.num_experts, experts.size
             mixture = ((first, count * 2 * inner, hidden), (last, count * hidden, inner))
         for layer in range(self.num_layers):

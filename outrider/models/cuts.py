@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.errors import ConfigError
-from outrider.models.config import ExpertsConfig, ModelConfig, ModelShape
+from outrider.models.config import EXPERT_MODULES, ExpertsConfig, ModelConfig, ModelShape
 
 Span = tuple[int, int]
 OPTION = "--tensor-parallel-size"
@@ -40,6 +40,7 @@ def cut(config: ModelShape, world: int) -> ModelConfig:
     experts = config.experts
     if experts is None or len(experts.layers) < config.num_layers:
         _check("intermediate_size", config.intermediate_size, world)
+    _check_blocks(config, world)
     return replace(
         config,
         num_heads=heads // world,
@@ -92,6 +93,24 @@ def _cut_experts(experts: ExpertsConfig, world: int) -> ExpertsConfig:
     if experts.shared_size:
         _check("shared_expert_intermediate_size", experts.shared_size, world)
     return replace(experts, size=experts.size // world, shared_size=experts.shared_size // world)
+
+
+def _check_blocks(config: ModelConfig, world: int) -> None:
+    """Raise ConfigError where a scale of a quantized matrix would be that of two ranks."""
+    heads, kv_heads = config.num_heads * config.weight_head_dim, config.num_kv_heads * config.weight_head_dim
+    divided = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.o_proj": heads}
+    divided |= dict.fromkeys(("mlp.gate_proj", "mlp.down_proj"), config.intermediate_size)
+    if (experts := config.experts) is not None:
+        divided |= dict.fromkeys(EXPERT_MODULES[experts.form], experts.size)
+    for name, size in divided.items():
+        scheme = config.scheme_of(f"model.layers.{config.num_layers - 1}.{name}")
+        if scheme is None or not scheme.block or size <= scheme.block:
+            continue
+        if size // world % scheme.block:
+            raise ConfigError(
+                f"{OPTION}: {name} has scales of blocks of {scheme.block}, of which {size} channels are not divisible "
+                f"among {world} ranks; use another checkpoint or another number"
+            )
 
 
 def _check(field: str, size: int, world: int) -> None:

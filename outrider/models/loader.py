@@ -86,7 +86,11 @@ def load_decoder(
         def read(name: str) -> Tensor:
             tensor, wanted = stored[name], tuple(targets[name].shape)
             whole = tensor.shape == wanted or not tensor.shape
-            return tensor.read(() if whole else spans(name, tensor.shape, wanted, config, rank, world))
+            if whole:
+                return tensor.read()
+            found = tensor.read(spans(name, tensor.shape, wanted, config, rank, world))
+            # Groups are counted from a part's first column.
+            return found - found[0] if name.endswith(".g_idx") else found
 
         fill(targets, read, progress)
         model.finish_loading()

@@ -15,6 +15,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut, spans
 from outrider.models.loader import load_decoder
 from outrider.models.weights import stored_tensors
+from outrider_tools.quantize import FORMATS, quantize
 
 sys.path.append(str(Path(__file__).parents[1] / "verify"))
 from rank_threads import ranked
@@ -69,6 +70,28 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     found = spans(name, (32, 48), (32, 24), config, 1, 2)
     assert torch.equal(stored[name].read(found), stored[name].read()[:, 24:])
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_matrices_are_divided(name: str, experts: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256} if experts else {}
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_tiny(source, "Qwen3Moe" if experts else "Llama", **sizes, **mixture)
+    quantize(source, out, name, 32, torch.device("cpu"), 1 << 30, lambda *_: None)
+    whole = load_decoder(out)
+    ids, slots = token_ids(9, 96), torch.arange(20, 29)
+    with ranked(out, 2) as model:
+        found = run_one(model, model.new_kv(64), ids, slots)  # type: ignore[arg-type]
+    assert relative_error(found, run_one(whole, whole.new_kv(64), ids, slots)) < 3e-6
+
+
+def test_blocks_that_two_ranks_would_share_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "source", hidden_size=64, intermediate_size=320, head_dim=16)
+    quantize(tmp_path / "source", tmp_path / "out", "fp8-block", 32, torch.device("cpu"), 1 << 30, lambda *_: None)
+    with pytest.raises(ConfigError, match=r"gate_proj has scales of blocks of 128, of which 320 channels"):
+        cut(ModelConfig.from_folder(tmp_path / "out"), 2)
 
 
 @pytest.mark.parametrize(
