@@ -55,6 +55,8 @@ class RankMemory:
         self.rank, self.world, self.descriptor = rank, world, descriptor
         self.check: Callable[[], None] = lambda: None
         """Called now and then by who waits; may raise."""
+        self.fault = ""
+        """Why the ranks cannot go on, once that is known."""
         self._seconds = seconds
         self._limit = START_SECONDS
         self._map = mmap.mmap(descriptor, _size(world))

@@ -113,7 +113,7 @@ async def test_a_rank_that_ends_or_hangs_is_named(
         last = await asyncio.wait_for(updates.get(), 20)
         while not last.last:
             last = await asyncio.wait_for(updates.get(), 20)
-        assert isinstance(last.error, InternalError)
+        assert isinstance(last.error, InternalError) and "rank 1 of 2" in last.error.message
         await asyncio.wait_for(engine.lost(), 20)
     finally:
         await process.close()

@@ -508,6 +508,7 @@ class CudaRound:
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
+        self._executor.check()
         return self._event is None or self._event.query()
 
     def wait(self) -> list[Result]:

@@ -43,7 +43,9 @@ class RankLink:
         self._exchange.share(parts)
 
     def check(self) -> None:
-        """Raise RankError if what a finished round brought is worthless, since a rank was waited for in vain."""
+        """Raise RankError if the ranks cannot go on, or what a finished round brought is worthless."""
+        if self._memory.fault:
+            raise RankError(self._memory.fault)
         if (rank := self._exchange.silent_rank()) is not None:
             raise RankError(f"rank {rank} of {self._memory.world} did not answer in a round")
 

@@ -82,6 +82,7 @@ class Followers:
                 elif now - since > self._seconds:
                     fault = f"rank {rank} of {self.memory.world} did not answer within {self._seconds:g} s"
             if fault:
+                self.memory.fault = fault
                 log.error("%s; the service must be restarted", fault)
                 time.sleep(_GRACE_SECONDS)
                 sys.stderr.flush()
