@@ -10,10 +10,11 @@ from torch import Tensor, distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
-from kernels.exchange import join_columns, sum_rows
+from kernels.exchange import join_columns, sum_rows, sum_rows_normed
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.exchange import Exchange
+from outrider.layers.norm import RMSNorm
 from outrider.logs import get_logger
 from outrider.peer_mailboxes import PeerMailboxes
 
@@ -63,9 +64,14 @@ class PeerExchange(Exchange):
         found = [held.boxes.silent_rank() for held in (self._stream, self._columns, self._numbers)]
         return next((rank for rank in found if rank is not None), None)
 
-    def _add(self, stream: Tensor | None, part: Tensor) -> Tensor:
-        """See Exchange."""
-        return sum_rows(self._stream.boxes, part.contiguous(), stream)
+    def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
+        """See Exchange. In one launch with the norm."""
+        boxes, part = self._stream.boxes, part.contiguous()
+        if stream is None or norm is None:
+            return sum_rows(boxes, part, stream)
+        stream, normed = sum_rows_normed(boxes, part, stream, norm.weight, norm.eps)
+        norm.note(stream, normed)
+        return stream
 
     def _join(self, part: Tensor) -> Tensor:
         """See Exchange."""
@@ -94,7 +100,7 @@ class NcclExchange(Exchange):
         store = FileStore(f"{folder}/store", memory.world)
         distributed.init_process_group("nccl", store=store, rank=memory.rank, world_size=memory.world, device_id=device)
 
-    def _add(self, stream: Tensor | None, part: Tensor) -> Tensor:
+    def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
         """See Exchange."""
         total = self._sum(part)
         return (total if stream is None else total.add_(stream)).to(part.dtype)

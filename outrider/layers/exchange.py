@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.host.rank_memory import BOX_BYTES, RankMemory
+from outrider.layers.norm import RMSNorm
 
 
 class Exchange(ABC):
@@ -22,13 +23,16 @@ class Exchange(ABC):
         self.rank, self.world = rank, world
         self._is_alone = False
 
-    def add(self, stream: Tensor, part: Tensor) -> Tensor:
-        """`stream` [M, hidden], the same on all ranks, plus all ranks' `part` of that shape; rounded once."""
-        return stream + part if self._is_alone else self._add(stream, part)
+    def add(self, stream: Tensor, part: Tensor, norm: RMSNorm | None = None) -> Tensor:
+        """`stream` [M, hidden], the same on all ranks, plus all ranks' `part` of that shape; rounded once.
+
+        `norm`: what the sum is normed by next; it may have been when this returns (`RMSNorm.note`).
+        """
+        return stream + part if self._is_alone else self._add(stream, part, norm)
 
     def total(self, part: Tensor) -> Tensor:
         """The sum of all ranks' `part` [M, hidden]."""
-        return part if self._is_alone else self._add(None, part)
+        return part if self._is_alone else self._add(None, part, None)
 
     def join(self, part: Tensor) -> Tensor:
         """All ranks' `part` float32 [M, n] side by side in the order of ranks: [M, world * n]."""
@@ -59,7 +63,7 @@ class Exchange(ABC):
             self._is_alone = False
 
     @abstractmethod
-    def _add(self, stream: Tensor | None, part: Tensor) -> Tensor:
+    def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
         """`add`, or without a stream `total`."""
 
     @abstractmethod
@@ -78,7 +82,7 @@ class HostExchange(Exchange):
         super().__init__(memory.rank, memory.world)
         self._memory = memory
 
-    def _add(self, stream: Tensor | None, part: Tensor) -> Tensor:
+    def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
         """See Exchange."""
         total = self._sum(part)
         return (total if stream is None else total.add_(stream)).to(part.dtype)

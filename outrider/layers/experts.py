@@ -119,6 +119,7 @@ class ExpertMlp:
         self.down = ExpertLinear(experts.num_experts, size, [hidden], bias, dtype, device, scheme)
         self.shared = SharedExpert(config, experts, prefix, dtype, device) if experts.shared_size else None
         self._exchange: Exchange | None = None
+        self._next_norm: RMSNorm | None = None
 
     def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the experts' output for it, normed."""
@@ -129,11 +130,14 @@ class ExpertMlp:
         if self.shared is not None:
             base = self.shared.add_to(base, rows)
         total = combine(self.down(inside, routes), routes, base)
-        return total if self._exchange is None else self._exchange.add(stream, total)
+        return total if self._exchange is None else self._exchange.add(stream, total, self._next_norm)
 
-    def join(self, exchange: Exchange) -> None:
-        """Compute as one of several ranks, of which each has some channels of every expert."""
-        self._exchange = exchange
+    def join(self, exchange: Exchange, next_norm: RMSNorm | None) -> None:
+        """Compute as one of several ranks, of which each has some channels of every expert.
+
+        `next_norm`: what the residual stream is normed by behind it.
+        """
+        self._exchange, self._next_norm = exchange, next_norm
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the mixture's own."""

@@ -33,12 +33,16 @@ class ResidualOutput:
         self._scale = config.residual_scale
         self.exchange: Exchange | None = None
         """Among ranks of which each has some of the matrix's columns."""
+        self.next_norm: RMSNorm | None = None
+        """What the residual stream is normed by next, for the exchange to do it at once."""
 
     def add_to(self, stream: Tensor, rows: Tensor) -> Tensor:
         """The residual stream [M, hidden] plus what comes of `rows` [M, in]."""
         exchange = self.exchange
         if self.norm is None and self._scale == 1.0:
-            return self.linear.add_to(stream, rows) if exchange is None else exchange.add(stream, self.linear(rows))
+            if exchange is None:
+                return self.linear.add_to(stream, rows)
+            return exchange.add(stream, self.linear(rows), self.next_norm)
         product = self.linear(rows)
         if exchange is not None:
             product = exchange.total(product)
@@ -205,9 +209,9 @@ class GatedMlp:
             gate_up = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
         return gate_up | self.down.linear.tensors("down_proj")
 
-    def join(self, exchange: Exchange) -> None:
-        """See CausalLM."""
-        self.down.exchange = exchange
+    def join(self, exchange: Exchange, next_norm: RMSNorm | None) -> None:
+        """See CausalLM and ResidualOutput."""
+        self.down.exchange, self.down.next_norm = exchange, next_norm
 
     def finish_loading(self) -> None:
         """See SelfAttention."""
@@ -313,9 +317,10 @@ class CausalLM(LanguageModel):
         `config` is what `ModelConfig.cut` makes for so many.
         """
         self.exchange = exchange
-        for layer in self.layers:
-            layer.attention.output.exchange = exchange
-            layer.mlp.join(exchange)
+        following = [layer.attention_norm for layer in self.layers[1:]]
+        for layer, next_norm in zip(self.layers, [*following, self.norm], strict=True):
+            layer.attention.output.exchange, layer.attention.output.next_norm = exchange, layer.mlp_norm
+            layer.mlp.join(exchange, next_norm)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint belongs: its name to a tensor, or a view of a fused one, of its shape."""

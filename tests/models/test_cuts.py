@@ -11,6 +11,7 @@ import torch
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 
 from outrider.errors import ConfigError
+from outrider.layers.norm import RMSNorm
 from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut, spans
 from outrider.models.loader import load_decoder
@@ -110,3 +111,14 @@ def test_what_cannot_be_divided_is_refused(
     save_tiny(tmp_path, family, **changes)
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size: .*{words}"):
         cut(ModelConfig.from_folder(tmp_path), world)
+
+
+def test_a_norm_that_was_made_beforehand_is_taken_once_and_for_its_rows_alone() -> None:
+    norm = RMSNorm((8,), 1e-6, torch.float32, torch.device("cpu"))
+    norm.weight.fill_(2.0)
+    rows, made = torch.randn(3, 8), torch.zeros(3, 8)
+    plain = norm(rows)
+    norm.note(rows, made)
+    assert norm(rows) is made and torch.equal(norm(rows), plain)
+    norm.note(rows, made)
+    assert torch.equal(norm(rows.clone()), plain) and torch.equal(norm(rows), plain)
