@@ -73,8 +73,8 @@ def expert_linear(
 
     Args:
         rows: [M, I], the tokens' rows, or [M * K, I], one a pair; contiguous, of any float dtype.
-        weight: [E, O, I], contiguous, of the same dtype, or a tiled QuantWeight whose parts have E in front; [E, 2F, I]
-            with `gating`.
+        weight: [E, O, I], contiguous, of the same dtype, or a QuantWeight whose parts have E in front; [E, 2F, I] with
+            `gating`.
         routes: of `route`.
         bias: [E, O] or None, contiguous.
         gating: the product is gate and up, and the result the gating of them, [M * K, F].
@@ -87,11 +87,8 @@ def expert_linear(
         ValueError: the shapes or dtypes do not fit.
     """
     num_tokens, num_active = routes.experts.shape
-    shape: tuple[int, ...]
     if isinstance(weight, QuantWeight):
-        if not weight.tiled:
-            raise ValueError(f"{weight.kind} experts must be those of QuantWeight.for_streaming")
-        shape, dtype = (len(weight.codes), weight.num_out, weight.size), rows.dtype
+        shape, dtype = (*weight.codes.shape[:-1], weight.size), rows.dtype
     else:
         shape, dtype = tuple(weight.shape), weight.dtype
     if len(shape) != 3 or rows.dim() != 2 or rows.shape[1] != shape[2] or rows.dtype != dtype:

@@ -45,7 +45,7 @@ def stream_linear(
 
     Args:
         rows: [M, K], contiguous, 1 <= M <= max_rows; bfloat16, float16 or float32.
-        weight: [N, K], contiguous, of the same dtype, or quantized and tiled; [2F, K] if gated (gate rows, then up).
+        weight: [N, K], contiguous, of the same dtype, or quantized; [2F, K] if gated (gate rows, then up rows).
             Quantized ones are exact in bfloat16 but for their scales, which are applied to sums in float32.
         bias: [N] or None ([2F] if gated).
         residual: [M, N] or None ([M, F] if gated), contiguous. It may be `out`.
@@ -77,7 +77,7 @@ def stream_linear(
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
     """[num_out, size] in `dtype`, computed in float32 and rounded once, for products with many rows."""
-    if not use_triton(weight.codes) or not weight.tiled:
+    if not use_triton(weight.codes):
         return weight.dequantized(dtype)
     from kernels.jit import gemm as jit
 
@@ -98,8 +98,8 @@ def _check_stream(
 ) -> None:
     _check_product(rows, weight)
     most, num_rows = max_rows(isinstance(weight, QuantWeight)), _weight_shape(weight)[0]
-    if isinstance(weight, QuantWeight) and not weight.tiled:
-        raise ValueError(f"{weight.kind} weights must be those of QuantWeight.for_streaming")
+    if isinstance(weight, QuantWeight) and not weight.streams:
+        raise ValueError(f"{weight.kind} weights of {weight.size} columns in groups of {weight.group}; make them wide")
     if not 1 <= rows.shape[0] <= most:
         raise ValueError(f"{rows.shape[0]} rows; stream_linear takes 1 to {most}")
     if gated and num_rows % 2:

@@ -146,12 +146,9 @@ def _quantized_config(
     tuned = TUNED_QUANTIZED.get((kind, num_out, size, gated, rows))
     if tuned is not None and itemsize == 2:
         return tuned
-    bits, many = 8 if kind == "fp8" else 4, rows >= 64 and itemsize == 2
-    # Where rows are many, each of their reads must serve many weights, and registers hold no more than this.
-    block_n = 128 if many and not (gated and rows > 64) else 64
-    per_sm, warps = (1, 8) if many else (4 if bits == 4 and rows <= 16 else 2, 4)
-    stages = 3 if itemsize > 2 else 4
-    config = GemmConfig(block_n, piece, split_k=0, per_sm=per_sm, stages=stages, prefetch=4, warps=warps)
+    bits = 8 if kind == "fp8" else 4
+    per_sm = 4 if bits == 4 and rows <= 16 else 2
+    config = GemmConfig(64, piece, split_k=0, per_sm=per_sm, stages=3 if itemsize > 2 else 4, prefetch=4)
     while config.per_sm > 1 and config.shared_bytes(rows, itemsize, gated, bits) * config.per_sm > SHARED_MEMORY:
         config = replace(config, per_sm=config.per_sm - 1)
     return _fitting(config, rows, itemsize, gated, bits)

@@ -6,20 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 MAX_PIECE = 128
 """Columns that the words of a piece hold, at most."""
 MIN_PIECE = 32
 """The same at least, of what kernels take: two instructions of the tensor cores."""
-TILE = 64
-"""Rows whose words of a piece lie behind each other where kernels read them."""
-MX_GROUP = 32
-"""Columns of a group of MXFP4."""
-MX_WORD = 4
-"""Scales of MXFP4, of eight bits, in one of 32."""
-MAX_EXPONENT = 134
-"""Of a scale of MXFP4 that kernels take, with the bias of 127: decoding has room for 2^7."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -36,11 +27,6 @@ class QuantWeight:
     `scales`: bfloat16, float16 or float32 [groups, rows of scales]: that of W[n, k] is [k // group, n // span].
     `group` is `size` and `span` 1 where a row has one scale.
     `zeros`: uint8, of the shape of `scales`, for int4; None is 8 everywhere.
-
-    `tiled` for kernels (`for_streaming`): codes are [tiles, pieces, TILE rows, words of a piece], so that what a step
-    reads lies in one place, with zeros behind the last row; scales have four bytes: float32, or int32, of int4 with
-    zeros the bits of float32 whose last four are the zero, of mxfp4 the exponents of MX_WORD groups from the lowest
-    bits on.
     """
 
     kind: str
@@ -50,9 +36,6 @@ class QuantWeight:
     piece: int
     span: int = 1
     zeros: Tensor | None = None
-    tiled: bool = False
-    num_rows: int = 0
-    """Of a tiled matrix, whose codes have more."""
 
     @property
     def per_word(self) -> int:
@@ -60,14 +43,19 @@ class QuantWeight:
         return codes_per_word(self.kind)
 
     @property
+    def streams(self) -> bool:
+        """Whether kernels take it; others are made wide."""
+        return self.piece >= MIN_PIECE
+
+    @property
     def num_out(self) -> int:
         """Rows of the matrix."""
-        return self.num_rows if self.tiled else self.codes.shape[-2]
+        return self.codes.shape[-2]
 
     @property
     def size(self) -> int:
         """Columns of the matrix."""
-        return self.codes.shape[-1] * self.per_word * (self.codes.shape[-3] if self.tiled else 1)
+        return self.codes.shape[-1] * self.per_word
 
     @property
     def num_bytes(self) -> int:
@@ -79,27 +67,9 @@ class QuantWeight:
         zeros = None if self.zeros is None else self.zeros.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
 
-    def for_streaming(self) -> QuantWeight | None:
-        """The same as kernels read it; None where none does, and it is to be made wide."""
-        if self.piece < MIN_PIECE:
-            return None
-        scales, zeros = self.scales, self.zeros
-        if self.kind == "mxfp4":
-            exponents = scales.float().view(torch.int32) >> 23 & 255
-            if int(exponents.max()) > MAX_EXPONENT:
-                return None
-            padded = functional.pad(exponents, (0, 0, 0, -exponents.shape[-2] % MX_WORD))
-            parts = padded.unflatten(-2, (-1, MX_WORD)).unbind(-2)
-            scales = parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
-        elif zeros is not None:
-            # Scales of 16 bits, as checkpoints have them, leave the last bits of 32 empty.
-            scales, zeros = scales.float().view(torch.int32) & -16 | zeros, None
-        else:
-            scales = scales.float()
-        depth = self.piece // self.per_word
-        tiles = functional.pad(self.codes, (0, 0, 0, -self.num_out % TILE)).unflatten(-2, (-1, TILE))
-        codes = tiles.unflatten(-1, (-1, depth)).transpose(-2, -3).contiguous()
-        return replace(self, codes=codes, scales=scales.contiguous(), zeros=zeros, tiled=True, num_rows=self.num_out)
+    def for_streaming(self) -> QuantWeight:
+        """The same with float32 scales: four bytes each, they are copied ahead of their use as codes are."""
+        return replace(self, scales=self.scales.float())
 
     def of_expert(self, expert: int) -> QuantWeight:
         """One of stacked matrices, as views."""
@@ -108,18 +78,10 @@ class QuantWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[num_out, size] in `dtype`, computed in float32 and rounded once."""
-        codes, scales, zeros = self.codes, self.scales, self.zeros
-        if self.tiled:
-            codes = codes.transpose(-2, -3).flatten(-2).flatten(-3, -2)[..., : self.num_out, :]
-        if scales.dtype == torch.int32 and self.kind == "mxfp4":
-            parts = [((scales >> shift & 255) << 23).view(torch.float32) for shift in (0, 8, 16, 24)]
-            scales = torch.stack(parts, -2).flatten(-3, -2)[..., : self.size // self.group, :]
-        elif scales.dtype == torch.int32:
-            scales, zeros = (scales & -16).view(torch.float32), scales & 15
-        values = _values(unpacked(codes, self.kind, self.piece), self.kind)
+        values = _values(unpacked(self.codes, self.kind, self.piece), self.kind)
         if self.kind == "int4":
-            values -= 8.0 if zeros is None else self._spread(zeros)
-        return values.mul_(self._spread(scales)).to(dtype)
+            values -= 8.0 if self.zeros is None else self._spread(self.zeros)
+        return values.mul_(self._spread(self.scales)).to(dtype)
 
     def _spread(self, grouped: Tensor) -> Tensor:
         """A value for each weight, float32 [num_out, size]; a view where a row has but one."""
@@ -140,8 +102,7 @@ def piece_of(kind: str, size: int, group: int) -> int:
     """`piece` of QuantWeight for rows of `size` columns: the most that fits. ValueError: none fits."""
     piece, per_word = MAX_PIECE, codes_per_word(kind)
     while piece >= per_word:
-        # Groups of MXFP4 may be parts of a piece: powers of two scale weights without an error.
-        if size % piece == 0 and (kind == "mxfp4" or group % piece == 0):
+        if size % piece == 0 and group % piece == 0:
             return piece
         piece //= 2
     raise ValueError(f"{kind} rows of {size} columns in groups of {group}; {per_word} must divide both")

@@ -27,7 +27,7 @@ from kernels.quant_weight import QuantWeight, packed, piece_of
 from outrider_tools.bench.report import Row, write_report
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-KINDS = {"fp8": ("fp8", 0), "block": ("fp8", 128), "int4": ("int4", 128), "awq": ("int4", 128), "mxfp4": ("mxfp4", 32)}
+KINDS = {"fp8": ("fp8", 0), "block": ("fp8", 128), "int4": ("int4", 128), "mxfp4": ("mxfp4", 32)}
 COPIES_BYTES = 160 << 20
 Product = Callable[[int], object]
 
@@ -82,28 +82,23 @@ def made(kind: str, num_out: int, size: int) -> QuantWeight:
     span = 128 if kind == "block" else 1
     group = group or size
     scales = (torch.rand(size // group, num_out // span, device="cuda") + 0.5) / size**0.5
-    piece, zeros = piece_of(name, size, group), None
-    codes = torch.randint(16, (num_out, size), dtype=torch.uint8, device="cuda")
+    piece = piece_of(name, size, group)
     if name == "fp8":
         codes = torch.randn(num_out, size, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        scales = (scales / 4).log2().round().exp2().bfloat16()
-    if kind == "awq":
-        zeros = torch.randint(16, scales.shape, dtype=torch.uint8, device="cuda")
-    weight = QuantWeight(name, packed(codes, name, piece), scales, group, piece, span, zeros).for_streaming()
-    if weight is None:
-        raise ValueError(f"no kernel takes {kind} of {num_out} x {size}")
-    return weight
+        return QuantWeight(name, packed(codes, name, piece), scales, group, piece, span)
+    codes = torch.randint(16, (num_out, size), dtype=torch.uint8, device="cuda")
+    scales = (scales / 4).log2().round().exp2().bfloat16()
+    return QuantWeight(name, packed(codes, name, piece), scales, group, piece).for_streaming()
 
 
 def cuts(case: Case) -> Iterator[GemmConfig]:
     """What the sweep tries."""
     weight, count = case.weights[0], case.rows.shape[0]
     bits, room = 16 // weight.per_word, SHARED_MEMORY - SHARED_MARGIN
-    cuts = itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), (3, 5), (4, 16), (1, 2, 3, 4))
-    for (block_n, warps), stages, prefetch, per_sm in cuts:
+    cuts = itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), (3, 4, 6), (False, True), (1, 2, 3, 4))
+    for (block_n, warps), stages, tma, per_sm in cuts:
         config = GemmConfig(
-            block_n, weight.piece, stages=stages, prefetch=prefetch, warps=warps, split_k=0, per_sm=per_sm
+            block_n, weight.piece, stages=stages, prefetch=4, warps=warps, split_k=0, per_sm=per_sm, tma=tma
         )
         used = config.shared_bytes(count, 2, case.gated, bits)
         if room // 4 < used * per_sm <= room and not (case.gated and block_n == 256) and (block_n < 256 or count > 16):
@@ -116,13 +111,10 @@ def graph_us(product: Product, copies: int) -> float:
     for copy in calls[:2]:
         product(copy)
     torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    # Without torch.cuda.graph, which collects garbage each time.
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for copy in calls:
             product(copy)
-        graph.capture_end()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     best = float("inf")
     for _ in range(3):
@@ -162,17 +154,11 @@ def scaled_mm(case: Case) -> Product:
         raise ValueError("for fp8 alone")
     scale = case.rows.abs().amax(1, keepdim=True).float() / 448
     rows = (case.rows / scale).to(torch.float8_e4m3fn)
-    # Its scales are another thing, which its time does not hang on.
-    weights = [weight.dequantized(torch.float32).to(torch.float8_e4m3fn) for weight in case.weights]
 
     def product(copy: int) -> object:
+        weight = case.weights[copy]
         return torch._scaled_mm(
-            rows,
-            weights[copy].T,
-            scale_a=scale,
-            scale_b=case.weights[copy].scales,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
+            rows, weight.codes.T, scale_a=scale, scale_b=weight.scales, out_dtype=torch.bfloat16, use_fast_accum=True
         )
 
     return product
@@ -257,7 +243,7 @@ def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, flo
 
 def brief(config: GemmConfig) -> str:
     """A cut in a few letters."""
-    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} w{config.warps} f{config.prefetch}"
+    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} w{config.warps} t{config.tma:d}"
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernels.expert_tiles import Gating, Routes
 from kernels.jit.gemm import multiply
-from kernels.jit.quantized import add_words, load_words
+from kernels.jit.quantized import add_words
 from kernels.launch import power_of_two, supports_pdl
-from kernels.quant_weight import TILE, QuantWeight
+from kernels.quant_weight import QuantWeight
 
 _CHUNK = 512
 """Pairs that a program looks at together."""
@@ -139,13 +139,12 @@ def _load_factors(source, there, column, size, EVEN: tl.constexpr):
 
 @triton.jit
 def _expert_linear(
-    rows, weight, scales, bias, tile_experts, places, out, num_out, size, stored, num_scales, num_groups,
+    rows, weight, scales, zeros, bias, tile_experts, places, out, num_out, size, num_scales, num_groups,
     alpha, limit, shift,
     PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
     SWAP: tl.constexpr, PDL: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, WORD_TILE: tl.constexpr, DEPTH: tl.constexpr,
-    ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, tiles of pairs)."""
     if PDL:
@@ -161,13 +160,18 @@ def _expert_linear(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < num_out
     NUM_ROWS = num_out * 2 if GATED else num_out
-    start = weight + expert.to(tl.int64) * stored
+    PARTS: tl.constexpr = 1 if KIND == "" else 2 if KIND == "fp8" else 4
+    DEPTH: tl.constexpr = BLOCK_K // PARTS
+    stored = size // PARTS
+    start = weight + expert.to(tl.int64) * NUM_ROWS * stored
     # Rows behind the last one are never stored; scales are read where they are.
     real = tl.minimum(column, num_out - 1)
     gate_row = real * 2 if INTERLEAVED else real
     up_row = gate_row + 1 if INTERLEAVED else gate_row + num_out
     if KIND != "":
         scales += expert.to(tl.int64) * num_groups * num_scales
+        if zeros is not None:
+            zeros += expert.to(tl.int64) * num_groups * num_scales
     HEIGHT: tl.constexpr = BLOCK_N if SWAP else TILE
     WIDTH: tl.constexpr = TILE if SWAP else BLOCK_N
     acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
@@ -180,14 +184,14 @@ def _expert_linear(
             if GATED:
                 acc_up = multiply(acc_up, factors, _load_weights(start, up_row, inside, k, size, EVEN), SWAP)
         else:
+            k = first // PARTS + tl.arange(0, DEPTH)
             factors = _load_factors(source, there, first + tl.arange(0, BLOCK_K), size, True)
-            step, steps = first // BLOCK_K, size // BLOCK_K
-            words = load_words(start, gate_row, step, steps, WORD_TILE, DEPTH)
-            acc = add_words(acc, words, factors, scales, gate_row // SPAN, first, num_scales, KIND, GROUP, ASM)
+            words = _load_weights(start, gate_row, inside, k, stored, True)
+            acc = add_words(acc, words, factors, scales, zeros, gate_row // SPAN, first, num_scales, KIND, GROUP, ASM)
             if GATED:
-                words = load_words(start, up_row, step, steps, WORD_TILE, DEPTH)
+                words = _load_weights(start, up_row, inside, k, stored, True)
                 acc_up = add_words(
-                    acc_up, words, factors, scales, up_row // SPAN, first, num_scales, KIND, GROUP, ASM
+                    acc_up, words, factors, scales, zeros, up_row // SPAN, first, num_scales, KIND, GROUP, ASM
                 )  # fmt: skip
     if SWAP:
         acc = tl.trans(acc)
@@ -218,19 +222,17 @@ def expert_linear(
     block_n, block_k, stages, warps = _cut(tile, gating is not None, rows, weight)
     alpha, limit, shift = (gating.alpha, gating.limit, gating.shift) if gating else (0.0, 0.0, 0.0)
     limited = gating is not None and not isinf(limit)
-    scales, kind, group, span, depth = None, "", 0, 1, 0
+    codes, scales, zeros, kind, group, span = weight, None, None, "", 0, 1
     if isinstance(weight, QuantWeight):
-        scales, kind, group, span = weight.scales, weight.kind, weight.group, weight.span
-        codes, depth = weight.codes, weight.piece // weight.per_word
-    else:
-        codes = weight
+        codes, scales, zeros, kind = weight.codes, weight.scales, weight.zeros, weight.kind
+        group, span = weight.group, weight.span
     _expert_linear[(triton.cdiv(num_out, block_n), routes.tile_experts.numel())](
-        rows, codes, scales, bias, routes.tile_experts, routes.places, out, num_out, size, codes[0].numel(),
+        rows, codes, scales, zeros, bias, routes.tile_experts, routes.places, out, num_out, size,
         1 if scales is None else scales.shape[-1], 1 if scales is None else scales.shape[-2],
         alpha, limit if limited else 0.0, shift,
         PAIRS_PER_ROW=num_pairs // rows.shape[0], TILE=tile, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
         EVEN=size % block_k == 0, GATED=gating is not None, INTERLEAVED=interleaved, LIMITED=limited,
-        SWAP=quantized or tile < 64, PDL=pdl, KIND=kind, GROUP=group, SPAN=span, WORD_TILE=TILE, DEPTH=depth,
+        SWAP=quantized or tile < 64, PDL=pdl, KIND=kind, GROUP=group, SPAN=span,
         ASM=rows.is_cuda and rows.dtype == torch.bfloat16, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -17,13 +17,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.jit.memory import prefetch_rows, scratch
-from kernels.jit.quantized import add_words, code_values, load_words, mx_scale, of_group, scale_and_zero
+from kernels.jit.quantized import add_words, code_values, of_group
 from kernels.launch import num_processors, supports_pdl
 from kernels.linear_configs import GemmConfig, tile_rows
-from kernels.quant_weight import TILE, QuantWeight
-
-_WIDE_ROWS = 16
-"""Rows of a program that makes a matrix wide."""
+from kernels.quant_weight import QuantWeight
 
 
 @triton.jit
@@ -127,14 +124,16 @@ def _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED: tl
 
 @triton.jit(do_not_specialize=["num_rows", "steps", "base", "extra"])
 def _stream(
-    rows, weight, weight_start, scales, bias, residual, out, partials, counters, num_rows, num_out, size,
+    rows, weight, weight_start, scales, zeros, bias, residual, out, partials, counters, num_rows, num_out, size,
     num_scales, steps, base, extra,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, SHARED: tl.constexpr,
     PREFETCH: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-    ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
+    PARTS: tl.constexpr = 1 if KIND is None else 2 if KIND == "fp8" else 4
+    STORED_K: tl.constexpr = BLOCK_K // PARTS
+    stored = size // PARTS
     HEIGHT: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     WIDTH: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     SLOT: tl.constexpr = 2 * BLOCK_M * BLOCK_N
@@ -145,20 +144,15 @@ def _stream(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if PREFETCH > 0:
-        # Rows of quantized weights are tiles of them, one behind the other.
-        WIDE: tl.constexpr = BLOCK_K if KIND is None else TILE * DEPTH
-        PER: tl.constexpr = 1 if KIND is None else TILE
-        HIGH: tl.constexpr = (BLOCK_N + PER - 1) // PER
-        length = size if KIND is None else steps * WIDE
-        count = (NUM_WEIGHT_ROWS + PER - 1) // PER
         tile = start // steps
-        column = (start - tile * steps) * WIDE
-        end = tl.minimum((stop - tile * steps) * WIDE, length)
-        first = tile * BLOCK_N // PER
-        prefetch_rows(weight_start, first, count, column, end, length, HIGH, PREFETCH * WIDE, BULK)
+        column = (start - tile * steps) * STORED_K
+        end = tl.minimum((stop - tile * steps) * STORED_K, stored)
+        prefetch_rows(
+            weight_start, tile * BLOCK_N, NUM_WEIGHT_ROWS, column, end, stored, BLOCK_N, PREFETCH * STORED_K, BULK
+        )
         if GATED:
-            first = (num_out + tile * BLOCK_N) // PER
-            prefetch_rows(weight_start, first, count, column, end, length, HIGH, PREFETCH * WIDE, BULK)
+            first = num_out + tile * BLOCK_N
+            prefetch_rows(weight_start, first, NUM_WEIGHT_ROWS, column, end, stored, BLOCK_N, PREFETCH * STORED_K, BULK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     index = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -181,15 +175,17 @@ def _stream(
                     weights = _load(weight, up, NUM_WEIGHT_ROWS - 1, column, size, BLOCK_N, BLOCK_K, EVEN, TMA)
                     acc_up = multiply(acc_up, factors, weights, SWAP)
             else:
-                factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, True, False)
-                row = tl.minimum(first + tl.arange(0, BLOCK_N), NUM_WEIGHT_ROWS - 1)
-                words = load_words(weight, row, step, steps, TILE, DEPTH)
-                acc = add_words(acc, words, factors, scales, row // SPAN, column, num_scales, KIND, GROUP, ASM)
+                last = NUM_WEIGHT_ROWS - 1
+                words = _load(weight, first, last, column // PARTS, stored, BLOCK_N, STORED_K, True, TMA)
+                factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, True, TMA)
+                of_row = tl.minimum(first + tl.arange(0, BLOCK_N), last) // SPAN
+                acc = add_words(acc, words, factors, scales, zeros, of_row, column, num_scales, KIND, GROUP, ASM)
                 if GATED:
-                    row = tl.minimum(num_out + first + tl.arange(0, BLOCK_N), NUM_WEIGHT_ROWS - 1)
-                    words = load_words(weight, row, step, steps, TILE, DEPTH)
+                    up = num_out + first
+                    words = _load(weight, up, last, column // PARTS, stored, BLOCK_N, STORED_K, True, TMA)
+                    of_row = tl.minimum(up + tl.arange(0, BLOCK_N), last) // SPAN
                     acc_up = add_words(
-                        acc_up, words, factors, scales, row // SPAN, column, num_scales, KIND, GROUP, ASM
+                        acc_up, words, factors, scales, zeros, of_row, column, num_scales, KIND, GROUP, ASM
                     )  # fmt: skip
         mine = tile >= 0
         if SHARED:
@@ -215,36 +211,36 @@ def _stream(
 
 @triton.jit
 def _dequantize(
-    weight, scales, out, num_rows, size, num_scales,
-    DEPTH: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    weight, scales, zeros, out, num_rows, size, num_scales, BLOCK_N: tl.constexpr, DEPTH: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ROWS weight rows each, pieces of columns)."""
+    """Grid (tiles of weight rows, pieces of columns)."""
     PARTS: tl.constexpr = 2 if KIND == "fp8" else 4
-    row, piece = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    inside = (row < num_rows)[:, None]
-    row = tl.minimum(row, num_rows - 1)
-    words = load_words(weight, row, piece, size // (PARTS * DEPTH), TILE, DEPTH)
-    start = piece * PARTS * DEPTH
-    table = of_group(scales, start, row // SPAN, num_scales, KIND, GROUP)
+    first, piece = tl.program_id(0) * BLOCK_N, tl.program_id(1)
+    row = tl.minimum(first + tl.arange(0, BLOCK_N), num_rows - 1)
+    of_row = row // SPAN
+    inside = (first + tl.arange(0, BLOCK_N) < num_rows)[:, None]
+    words = _load(weight, first, num_rows - 1, piece * DEPTH, size // PARTS, BLOCK_N, DEPTH, True, False)
     for PART in tl.static_range(PARTS):
-        if KIND == "mxfp4":
-            values = code_values(words, PART, KIND) * mx_scale(table, start, PART, DEPTH)
-        else:
-            scale, zero = scale_and_zero(table, KIND)
-            values = (code_values(words, PART, KIND) - zero) * scale
-        column = start + PART * DEPTH + tl.arange(0, DEPTH)
-        places = out + row.to(tl.int64)[:, None] * size + column[None, :]
+        column = (piece * PARTS + PART) * DEPTH
+        values = code_values(words, PART, KIND)
+        if KIND == "int4":
+            zero = tl.full([BLOCK_N], 8.0, tl.float32)
+            if zeros is not None:
+                zero = of_group(zeros, column, of_row, num_scales, GROUP)
+            values -= zero[:, None]
+        values *= of_group(scales, column, of_row, num_scales, GROUP)[:, None]
+        places = out + row.to(tl.int64)[:, None] * size + column + tl.arange(0, DEPTH)[None, :]
         tl.store(places, values.to(out.dtype.element_ty), mask=inside)
 
 
 def dequantize(weight: QuantWeight, out: Tensor) -> None:
     """As kernels.linear.dequantize, into `out`."""
+    block_n = 16
     num_out, size = out.shape
-    _dequantize[(triton.cdiv(num_out, _WIDE_ROWS), size // weight.piece)](
-        weight.codes, weight.scales, out, num_out, size, weight.scales.shape[1],
-        DEPTH=weight.piece // weight.per_word, KIND=weight.kind, GROUP=weight.group, SPAN=weight.span, TILE=TILE,
-        ROWS=_WIDE_ROWS,
+    _dequantize[(triton.cdiv(num_out, block_n), size // weight.piece)](
+        weight.codes, weight.scales, weight.zeros, out, num_out, size, weight.scales.shape[1],
+        BLOCK_N=block_n, DEPTH=weight.piece // weight.per_word, KIND=weight.kind, GROUP=weight.group, SPAN=weight.span,
     )  # fmt: skip
 
 
@@ -271,23 +267,24 @@ def stream_linear(
     slot = block_m * block_n * 2
     partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, total // steps)
     pdl = supports_pdl(rows)
-    scales, kind, group, span, depth = None, None, 0, 1, 0
+    scales, zeros, kind, group, span, per_word = None, None, None, 0, 1, 1
     if isinstance(weight, QuantWeight):
-        scales, kind, group, span = weight.scales, weight.kind, weight.group, weight.span
-        codes, depth = weight.codes, weight.piece // weight.per_word
+        scales, zeros, kind, group, span = weight.scales, weight.zeros, weight.kind, weight.group, weight.span
+        codes, per_word = weight.codes, weight.per_word
     else:
         codes = weight
-    row_bytes = size * rows.element_size()
-    tma = config.tma and kind is None and row_bytes % 16 == 0 and rows.element_size() <= 2
-    bulk = config.bulk and (kind is not None or row_bytes % 16 == 0)
+    stored = codes.shape[1]
+    row_bytes = stored * codes.element_size()
+    tma = config.tma and row_bytes % 16 == 0 and rows.element_size() <= 2
+    bulk = config.bulk and row_bytes % 16 == 0
     _stream[(programs,)](
         TensorDescriptor(rows, [num_rows, size], [size, 1], [block_m, block_k]) if tma else rows,
-        TensorDescriptor(codes, list(codes.shape), [size, 1], [block_n, block_k]) if tma else codes,
-        codes, scales, bias, residual, out, partials, counters, num_rows, num_out, size,
+        TensorDescriptor(codes, list(codes.shape), [stored, 1], [block_n, block_k // per_word]) if tma else codes,
+        codes, scales, zeros, bias, residual, out, partials, counters, num_rows, num_out, size,
         0 if scales is None else scales.shape[1], steps, base, extra,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=config.stages, EVEN=size % block_k == 0,
         GATED=gated, SWAP=config.swap, TMA=tma, SHARED=shared,
-        PREFETCH=config.prefetch if pdl else 0, BULK=bulk, PDL=pdl,
-        KIND=kind, GROUP=group, SPAN=span, TILE=TILE, DEPTH=depth, ASM=rows.is_cuda and rows.dtype == torch.bfloat16,
+        PREFETCH=config.prefetch if pdl else 0, BULK=bulk, PDL=pdl, KIND=kind, GROUP=group, SPAN=span,
+        ASM=rows.is_cuda and rows.dtype == torch.bfloat16,
         num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip

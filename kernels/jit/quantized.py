@@ -52,7 +52,7 @@ def _decode_int4(words, zero):
         sub.bf16x2 $3, a, $5;
         }""",
         "=&r,=&r,=&r,=&r,r,r",
-        [words, (zero + tl.full([1, 1], 128.0, tl.float32)).to(tl.bfloat16)],
+        [words, (zero + 128.0).to(tl.bfloat16)],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=2,
@@ -60,34 +60,35 @@ def _decode_int4(words, zero):
 
 
 @triton.jit
-def _decode_mxfp4(words, first, second, third, fourth):
-    """The four codes of words, e2m1, in bfloat16: by 2^120 times their scales, which are [weight rows, 1]."""
+def _decode_mxfp4(words):
+    """The four codes of words, e2m1, in bfloat16."""
     # Exponent and mantissa at the place of bfloat16's are the value times 2^-126.
     return tl.inline_asm_elementwise(
         """{
-        .reg .b32 s, t;
+        .reg .b32 s, t, m;
+        mov.b32 m, 0x7e807e80;
         shl.b32 s, $4, 12;
         shl.b32 t, $4, 6;
         and.b32 t, t, 0x01c001c0;
         lop3.b32 s, s, 0x80008000, t, 0xea;
-        mul.bf16x2 $0, s, $5;
+        mul.bf16x2 $0, s, m;
         shl.b32 s, $4, 8;
         shl.b32 t, $4, 2;
         and.b32 t, t, 0x01c001c0;
         lop3.b32 s, s, 0x80008000, t, 0xea;
-        mul.bf16x2 $1, s, $6;
+        mul.bf16x2 $1, s, m;
         shl.b32 s, $4, 4;
         shr.b32 t, $4, 2;
         and.b32 t, t, 0x01c001c0;
         lop3.b32 s, s, 0x80008000, t, 0xea;
-        mul.bf16x2 $2, s, $7;
+        mul.bf16x2 $2, s, m;
         shr.b32 t, $4, 6;
         and.b32 t, t, 0x01c001c0;
         lop3.b32 s, $4, 0x80008000, t, 0xea;
-        mul.bf16x2 $3, s, $8;
+        mul.bf16x2 $3, s, m;
         }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r",
-        [words, first, second, third, fourth],
+        "=&r,=&r,=&r,=&r,r",
+        [words],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=2,
@@ -113,106 +114,49 @@ def code_values(words, PART: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_words(weight, row, step, steps, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """A piece's words of weight rows, [weight rows, DEPTH]; a row has `steps` pieces."""
-    start = (row // TILE).to(tl.int64) * steps + step
-    places = (start * TILE + row % TILE)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
-    # Weights leave L2 first: they are read once a round, rows and partial sums several times.
-    return tl.load(weight + places, eviction_policy="evict_first")
-
-
-@triton.jit
-def _joined(first, second, third, fourth):
-    """Four tiles [rows, depth] beside each other."""
-    # They stay where they are: what is moved about are names of registers.
-    joined = tl.permute(tl.join(tl.join(first, second), tl.join(third, fourth)), (0, 3, 2, 1))
-    return tl.reshape(joined, [first.shape[0], 4 * first.shape[1]])
-
-
-@triton.jit
-def mx_exponent(exponents, column, PART: tl.constexpr, DEPTH: tl.constexpr):
-    """Of the group that a piece's part lies in, int32; `exponents` are those of the groups around `column`."""
-    return (exponents >> ((column // 32 % 4 + PART * DEPTH // 32) * 8)) & 255
-
-
-@triton.jit
-def _mx_scale(exponents, column, PART: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr):
-    """2^BIAS times a part's scale, bfloat16."""
-    exponent = mx_exponent(exponents, column, PART, DEPTH)
-    return ((exponent + BIAS) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _add_mxfp4(acc, words, factors, exponents, column, ASM: tl.constexpr):
-    DEPTH: tl.constexpr = words.shape[1]
-    FACTOR: tl.constexpr = 64.0 if ASM else 1.0
+def _decode(words, zero, like, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Weights [weight rows, columns] of words, in the dtype of `like`; int4's less `zero` [weight rows, 1]."""
     if ASM:
-        first, second, third, fourth = _decode_mxfp4(
-            words, _mx_scale(exponents, column, 0, DEPTH, 120), _mx_scale(exponents, column, 1, DEPTH, 120),
-            _mx_scale(exponents, column, 2, DEPTH, 120), _mx_scale(exponents, column, 3, DEPTH, 120),
-        )  # fmt: skip
+        if KIND == "fp8":
+            first, second = _decode_fp8(words)
+        elif KIND == "mxfp4":
+            first, second, third, fourth = _decode_mxfp4(words)
+        else:
+            first, second, third, fourth = _decode_int4(words, zero)
     else:
-        first = (code_values(words, 0, "mxfp4") * mx_scale(exponents, column, 0, DEPTH)).to(factors.dtype)
-        second = (code_values(words, 1, "mxfp4") * mx_scale(exponents, column, 1, DEPTH)).to(factors.dtype)
-        third = (code_values(words, 2, "mxfp4") * mx_scale(exponents, column, 2, DEPTH)).to(factors.dtype)
-        fourth = (code_values(words, 3, "mxfp4") * mx_scale(exponents, column, 3, DEPTH)).to(factors.dtype)
-    part = tl.dot(_joined(first, second, third, fourth), tl.trans(factors), input_precision="ieee")
-    return acc + part * FACTOR
+        first = (code_values(words, 0, KIND) - zero).to(like.dtype)
+        second = (code_values(words, 1, KIND) - zero).to(like.dtype)
+        if KIND != "fp8":
+            third = (code_values(words, 2, KIND) - zero).to(like.dtype)
+            fourth = (code_values(words, 3, KIND) - zero).to(like.dtype)
+    # They stay where they are: what is moved about are names of registers.
+    if KIND == "fp8":
+        weights = tl.permute(tl.join(first, second), (0, 2, 1))
+    else:
+        weights = tl.permute(tl.join(tl.join(first, second), tl.join(third, fourth)), (0, 3, 2, 1))
+    return tl.reshape(weights, [words.shape[0], words.shape[1] * (2 if KIND == "fp8" else 4)])
 
 
 @triton.jit
-def mx_scale(exponents, column, PART: tl.constexpr, DEPTH: tl.constexpr):
-    """A part's scale, float32."""
-    return (mx_exponent(exponents, column, PART, DEPTH) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def scale_and_zero(table, KIND: tl.constexpr):
-    """Those of weight rows, float32, of what the table of scales has for them."""
-    scale, zero = table.to(tl.float32), 8.0 if KIND == "int4" else 0.0
-    if table.dtype == tl.int32:
-        scale, zero = (table & -16).to(tl.float32, bitcast=True), (table & 15).to(tl.float32)
-    return scale, zero
-
-
-@triton.jit
-def of_group(scales, column, of_row, num_scales, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """What the table of scales has for weight rows and the group, or groups, of `column`, [weight rows, 1]."""
-    SPAN: tl.constexpr = 128 if KIND == "mxfp4" else GROUP
-    return tl.load(scales + tl.cast(column // SPAN, tl.int64) * num_scales + of_row)[:, None]
+def of_group(table, column, rows_of_scales, num_scales, GROUP: tl.constexpr):
+    """The scales, or zeros, of a tile's weight rows for the group of `column`, float32."""
+    return tl.load(table + tl.cast(column // GROUP, tl.int64) * num_scales + rows_of_scales).to(tl.float32)
 
 
 @triton.jit
 def add_words(
-    acc, words, factors, scales, of_row, column, num_scales, KIND: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr
-):
+    acc, words, factors, scales, zeros, of_row, column, num_scales,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """acc [weight rows, rows] plus the product of a piece of columns, from `column` on.
 
     `words` [weight rows, depth] and `factors` [rows, piece] are those of the piece; `of_row` [weight rows] is where
     rows have their scales.
     """
-    table = of_group(scales, column, of_row, num_scales, KIND, GROUP)
-    if KIND == "mxfp4":
-        acc = _add_mxfp4(acc, words, factors, table, column, ASM)
-    else:
-        scale, zero = scale_and_zero(table, KIND)
-        if KIND == "fp8":
-            if ASM:
-                first, second = _decode_fp8(words)
-            else:
-                first = code_values(words, 0, KIND).to(factors.dtype)
-                second = code_values(words, 1, KIND).to(factors.dtype)
-            joined = tl.permute(tl.join(first, second), (0, 2, 1))
-            weights = tl.reshape(joined, [words.shape[0], 2 * words.shape[1]])
-        else:
-            if ASM:
-                first, second, third, fourth = _decode_int4(words, zero)
-            else:
-                first = (code_values(words, 0, KIND) - zero).to(factors.dtype)
-                second = (code_values(words, 1, KIND) - zero).to(factors.dtype)
-                third = (code_values(words, 2, KIND) - zero).to(factors.dtype)
-                fourth = (code_values(words, 3, KIND) - zero).to(factors.dtype)
-            weights = _joined(first, second, third, fourth)
-        # Scaled, and so not added up within the product: there its instructions would wait for each other.
-        acc += tl.dot(weights, tl.trans(factors), input_precision="ieee") * scale
-    return acc
+    zero = tl.full([words.shape[0], 1], 8.0 if KIND == "int4" else 0.0, tl.float32)
+    if zeros is not None:
+        zero = of_group(zeros, column, of_row, num_scales, GROUP)[:, None]
+    weights = _decode(words, zero, factors, KIND, ASM)
+    # Scaled, and so not added up within the product: there its instructions would wait for each other.
+    part = tl.dot(weights, tl.trans(factors), input_precision="ieee")
+    return acc + part * of_group(scales, column, of_row, num_scales, GROUP)[:, None]

@@ -77,9 +77,9 @@ class ExpertLinear:
             return
         quantized = joined([decode(self._scheme, part) for part in self._stored])
         self._stored = []
-        if self.weight.is_cuda and self.weight.dtype != torch.float32:
-            self.quantized = quantized.for_streaming()
-        if self.quantized is None:
+        if self.weight.is_cuda and self.weight.dtype != torch.float32 and quantized.streams:
+            self.quantized = quantized
+        else:
             self.weight = quantized.dequantized(self.weight.dtype)
 
     def __call__(self, rows: Tensor, routes: Routes, gating: Gating | None = None, interleaved: bool = False) -> Tensor:

@@ -89,10 +89,9 @@ class Linear:
             quantized = joined([decode(self._scheme, part) for part in self._stored])
             quantized = quantized if order is None else reordered(quantized, order)
             self._stored = []
-            if self.weight.is_cuda and self.weight.dtype != torch.float32:
+            if self.weight.is_cuda and self.weight.dtype != torch.float32 and quantized.streams:
                 self.quantized = quantized.for_streaming()
-                if self.quantized is not None:
-                    return
+                return
             self.weight = quantized.dequantized(self.weight.dtype)
         if can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)

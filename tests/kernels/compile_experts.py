@@ -24,11 +24,7 @@ def main() -> None:
     def quantized(kind: str, group: int, rows: int, zeros: bool = False) -> QuantWeight:
         codes = made(EXPERTS, rows, SIZE // codes_per_word(kind), dtype=torch.int16)
         scales = made(EXPERTS, SIZE // group, rows)
-        weight = QuantWeight(kind, codes, scales, group, 128, zeros=scales.to(torch.uint8) if zeros else None)
-        tiled = weight.for_streaming()
-        if tiled is None:
-            raise ValueError(f"{kind} in groups of {group}")
-        return tiled
+        return QuantWeight(kind, codes, scales, group, 128, zeros=scales.to(torch.uint8) if zeros else None)
 
     pairs = TOKENS * ACTIVE
     gates = Gating(1.702, 7.0, 1.0)

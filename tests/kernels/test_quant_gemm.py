@@ -32,18 +32,10 @@ def made(kind: str, num_out: int, size: int, group: int, device: str = "cpu", sp
         codes = packed(floats.view(torch.uint8), name, piece)
         return QuantWeight(name, codes.to(device), scales.to(device), group, piece, span)
     codes = packed(torch.randint(16, (num_out, size), dtype=torch.uint8), name, piece)
-    zeros = torch.randint(16, shape, dtype=torch.uint8) if kind == "int4z" else None
+    zeros = torch.randint(16, shape, dtype=torch.uint8).to(device) if kind == "int4z" else None
     if kind == "mxfp4":
         scales = scales.log2().round().exp2()
-    return QuantWeight(name, codes, scales.to(HALF), group, piece, zeros=zeros).to(device)
-
-
-def tiled(name: str, num_out: int, size: int, device: str) -> QuantWeight:
-    """One of WEIGHTS, as kernels read it."""
-    kind, group, span = WEIGHTS[name]
-    weight = made(kind, num_out, size, group, device, span).for_streaming()
-    assert weight is not None
-    return weight
+    return QuantWeight(name, codes.to(device), scales.to(HALF).to(device), group, piece, zeros=zeros)
 
 
 WEIGHTS = {
@@ -64,8 +56,9 @@ WEIGHTS = {
 def test_it_is_the_product_with_the_dequantized_matrix(
     device: str, name: str, gated: bool, num_rows: int, split_k: int
 ) -> None:
+    kind, group, span = WEIGHTS[name]
     num_out, size = 48, 192
-    weight = tiled(name, num_out * (2 if gated else 1), size, device)
+    weight = made(kind, num_out * (2 if gated else 1), size, group, device, span)
     rows = torch.randn(num_rows, size, device=device).to(HALF)
     bias, residual = torch.randn(weight.num_out, device=device), torch.randn(num_rows, num_out, device=device)
     expected = rows.double() @ weight.dequantized(torch.float64).T + bias.double()
@@ -88,7 +81,8 @@ def test_it_is_the_product_with_the_dequantized_matrix(
 
 @pytest.mark.parametrize("name", ["fp8, a scale a row", "int4 with zeros"])
 def test_the_chosen_cut_is_one_that_fits(device: str, name: str) -> None:
-    weight = tiled(name, 80, 128, device)
+    kind, group, span = WEIGHTS[name]
+    weight = made(kind, 80, 128, group, device, span)
     rows = torch.randn(70, 128, device=device).to(HALF)
     expected = rows.double() @ weight.dequantized(torch.float64).T
     torch.testing.assert_close(stream_linear(rows, weight).double(), expected, rtol=2e-2, atol=2e-2)
@@ -96,16 +90,9 @@ def test_the_chosen_cut_is_one_that_fits(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_made_wide_on_the_device_it_is_the_same(device: str, name: str) -> None:
-    weight = tiled(name, 40, 192, device)
-    assert torch.equal(dequantize(weight, torch.float32), weight.dequantized(torch.float32))
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_laid_out_for_kernels_it_is_the_same(name: str) -> None:
     kind, group, span = WEIGHTS[name]
-    weight, told = made(kind, 72, 192, group, span=span), tiled(name, 72, 192, "cpu")
-    assert (told.zeros, told.num_out, told.size) == (None, 72, 192)
-    assert torch.equal(told.dequantized(torch.float32), weight.dequantized(torch.float32))
+    weight = made(kind, 40, 192, group, device, span)
+    assert torch.equal(dequantize(weight, torch.float32), weight.dequantized(torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
@@ -124,11 +111,9 @@ def test_sizes_that_no_kernel_takes_are_refused() -> None:
     with pytest.raises(ValueError, match="must divide"):
         piece_of("int4", 202, 202)
     weight = made("int4", 8, 96, 16)
-    assert weight.for_streaming() is None
-    with pytest.raises(ValueError, match="for_streaming"):
+    assert not weight.streams
+    with pytest.raises(ValueError, match="make them wide"):
         stream_linear(torch.zeros(1, 96), weight)
-    large = made("mxfp4", 8, 64, 32)
-    assert dataclasses.replace(large, scales=large.scales * 2.0**20).for_streaming() is None
 
 
 def test_joined_matrices_are_below_each_other() -> None:
