@@ -59,6 +59,21 @@ def exchange_table() -> str:
     return f"{one.source()}\n\n{words}\n\n{table(head, lines)}\n\n{logits}\n\n{targets(aims)}"
 
 
+def served_table() -> str:
+    """Plain decoding of two ranks beside one."""
+    one = report("ranks_8b_h100x2")
+    lines, aims = [], []
+    for batch in (1, 16, 64):
+        alone, both = (f"llama-8b plain {ranks} b{batch} bf16 greedy" for ranks in ("tp1", "tp2 peer"))
+        over = one(both, "tokens_per_second") / one(alone, "tokens_per_second")
+        cells = [one.cell(case, "tokens_per_second", ",.0f") for case in (alone, both)]
+        times = [one.cell(case, "round_gpu_ms", ".2f") for case in (alone, both)]
+        lines.append((f"{batch}", *cells, f"{over:.2f}", *times, one.cell(both, "host_gap_ms", ".3f")))
+        aims += [("two ranks over one, batch 1", "at least", 1.55, [("", over)])] if batch == 1 else []
+    head = ("requests", "one rank, tokens/s", "two", "over one", "round on the GPU, ms", "of two, ms", "GPU idle, ms")
+    return f"{one.source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
+
+
 def exchange_us(one: ResultFile, count: int, ranks: int) -> float:
     """Of `count` rows of HIDDEN between `ranks`: measured for two; for more, two's and the further bytes' time."""
     two_shot = two_shot_pays(2 * count * HIDDEN, ranks)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from benchmarks.chaos.cases import CASES
 from benchmarks.engine.cost import Point, round_times
 from benchmarks.results_page import quantized
-from benchmarks.results_page.ranks import cut_table, exchange_table
+from benchmarks.results_page.ranks import cut_table, exchange_table, served_table
 from benchmarks.results_page.reports import ROOT, Cells, ResultFile, report, table, targets
 from benchmarks.results_page.split_tables import (
     ACCEPT_COLUMNS,
@@ -534,6 +534,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "model_impl": model_impl_table,
     "exchange": exchange_table,
+    "ranks": served_table,
     "cut": cut_table,
     "deterministic": deterministic_table,
     "quantized_text": quantized.text_table,
