@@ -6,6 +6,8 @@ int of an array of one element. It changes nothing on a GPU.
 What an operation costs here is its types, not its numbers. So a type of a block is made once for each shape and element
 type, a tuple gets its type when somebody asks, and the language is patched once a launch, not once for every function
 that a kernel calls. Sums of integers are not computed a second time to see whether they overflow.
+
+Products of float32 and less are summed in float64.
 """
 
 from __future__ import annotations
@@ -132,6 +134,16 @@ def _np_dtype(dtype: core.dtype) -> np.dtype[Any]:
     return found
 
 
+def _dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+    """A product whose rows do not depend on their places, as on a GPU; the BLAS of some CPUs rounds float32 by them."""
+    if a.dtype.primitive_bitwidth == 8 or b.dtype.primitive_bitwidth == 8 or d.data.dtype != np.float32:
+        return _create_dot(self, a, b, d, *precision)
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+    return interpreter.TensorHandle(product.astype(np.float32) + d.data, d.dtype.scalar)
+
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+interpreter.InterpreterBuilder.create_dot = _dot
 interpreter._patch_lang_tensor = _with_index
 interpreter._patch_lang = _Patches().add
 interpreter._get_np_dtype = _np_dtype
