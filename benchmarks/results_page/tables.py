@@ -539,6 +539,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "deterministic": deterministic_table,
     "quantized_text": quantized.text_table,
     "quantized_engine": quantized.engine_table,
+    "quantized_spec": quantized.spec_table,
     "quantized_long": quantized.long_table,
     "quantized_deterministic": quantized.deterministic_table,
     "drafts": drafts_table,
