@@ -85,7 +85,8 @@ def made_on_device(source: Path, shape: str, folder: Path, form: str = "") -> Ca
             return inflater.tensor(name)
         if name not in encoded:
             encoded.clear()
-            made = FORMATS[form].encode(inflater.tensor(f"{module}.weight").float(), GROUP)
+            matrix = inflater.tensor(f"{module}.weight").float()
+            made = FORMATS[form].encode(matrix, FORMATS[form].fit(matrix, GROUP), GROUP)
             encoded.update({f"{module}.{end}": tensor for end, tensor in made.items()})
         return encoded[name]
 
