@@ -11,6 +11,7 @@ from verify_service.engine.build import node_counts
 from verify_service.engine.round import Growth
 from verify_service.executors.round_buffers import Buckets
 from verify_service.speculation.growth_policy import (
+    LEAST_TRIAL_ROUNDS,
     MAX_PROBE_ROUNDS,
     PROBE_LENGTH,
     TRIAL_ROUNDS,
@@ -74,6 +75,14 @@ def test_probes_take_little_of_the_time_where_many_tokens_cost_much() -> None:
 def test_a_useless_drafter_is_tried_for_a_few_rounds_and_others_for_more() -> None:
     useless, poor = (play(make(), chance, TRIAL_ROUNDS) for chance in (0.0, 0.3))
     assert all(poor) and sum(growth is not None for growth in useless) < TRIAL_ROUNDS // 2
+
+
+def test_trials_are_few_where_the_largest_tree_costs_much() -> None:
+    dear = GrowthPolicy(lambda tokens: 3e-3 * tokens**0.5, lambda _: GrowthCost(0.35e-3, 0.27e-3), lambda _: SIZES, 8)
+    largest = Growth(8, SIZES[-1])
+    assert play(make(), 0.9, TRIAL_ROUNDS) == [largest] * TRIAL_ROUNDS
+    grown = play(dear, 0.5, TRIAL_ROUNDS)
+    assert LEAST_TRIAL_ROUNDS <= grown.count(largest) < TRIAL_ROUNDS / 2
 
 
 def test_the_better_a_drafter_the_deeper_its_trees() -> None:

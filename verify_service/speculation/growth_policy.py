@@ -22,7 +22,9 @@ PROBE_LENGTH = 4
 TRIAL_ROUNDS = 24
 """Number of first rounds of each size that grow the largest tree."""
 LEAST_TRIAL_ROUNDS = 8
-"""The same where next to nothing is accepted."""
+"""The same where next to nothing is accepted, and the fewest where such a tree costs much, as with experts."""
+_DEAR_TRIAL = 2.0
+"""Seconds of a round with the largest tree over those of a plain one, above which there are fewer such rounds."""
 _USELESS = 0.05
 """Draft tokens that a request accepts in a round, below which that is so."""
 _LOOK_EVERY = 8
@@ -62,8 +64,9 @@ class _Table:
     Those that draft services had found are counted apart: they are accepted with any growth, and with none.
     """
 
-    def __init__(self, num_steps: int, sizes: Sequence[int]) -> None:
+    def __init__(self, num_steps: int, sizes: Sequence[int], trial_rounds: int) -> None:
         self.sizes = np.array(sizes)
+        self.trial_rounds = trial_rounds
         self.accepted: NDArray[np.float64] = np.zeros((num_steps + 1, len(sizes)))
         self.num_seen = np.zeros(self.accepted.shape, np.int64)
         self.num_given = 0.0
@@ -131,12 +134,12 @@ class GrowthPolicy:
         table = self._table(num_rows)
         table.num_rounds += 1
         table.since_probe += 1
-        is_trial = table.num_rounds <= TRIAL_ROUNDS and not table.is_useless(num_rows)
+        is_trial = table.num_rounds <= table.trial_rounds and not table.is_useless(num_rows)
         if is_trial or table.since_probe >= table.probe_every:
             if table.choice[0] or table.since_probe >= table.probe_every + PROBE_LENGTH - 1:
                 table.since_probe = 0
             return Growth(self._max_steps, sizes[-1])
-        if table.num_new >= _LOOK_EVERY or table.num_rounds == TRIAL_ROUNDS + 2:
+        if table.num_new >= _LOOK_EVERY or table.num_rounds == table.trial_rounds + 2:
             table.choice = self._best(table, num_rows)
             table.num_new = 0
             every = PROBE_ROUNDS if table.choice[0] else min(4 * table.probe_every, MAX_PROBE_ROUNDS)
@@ -151,7 +154,7 @@ class GrowthPolicy:
         table = self._tables.get(num_rows)
         if self._fixed is not None or table is None or table.choice[0] or table.num_new >= _LOOK_EVERY:
             return False
-        return table.num_rounds > TRIAL_ROUNDS + 1 and table.since_probe + num_rounds < table.probe_every
+        return table.num_rounds > table.trial_rounds + 1 and table.since_probe + num_rounds < table.probe_every
 
     def note(self, growth: Growth, num_rows: int, paths: Sequence[OwnPath], num_given: int = 0) -> None:
         """Learn from a round that verified a growth.
@@ -175,12 +178,17 @@ class GrowthPolicy:
         found = self._tables.get(num_rows)
         if found is None or len(found.sizes) != len(sizes):
             useless = [table for rows, table in self._tables.items() if table.is_useless(rows)]
-            found = self._tables[num_rows] = _Table(self._max_steps, sizes)
+            found = self._tables[num_rows] = _Table(self._max_steps, sizes, self._trial_rounds(num_rows, sizes[-1]))
             if useless:
                 # What is useless in some rounds is so in all: it is tried now and then, and not at first.
-                found.num_rounds, found.choice = TRIAL_ROUNDS + 2, (0, 0)
+                found.num_rounds, found.choice = found.trial_rounds + 2, (0, 0)
                 found.probe_every = max(table.probe_every for table in useless)
         return found
+
+    def _trial_rounds(self, num_rows: int, most_nodes: int) -> int:
+        trial = self._round_seconds(num_rows + most_nodes) + self._costs(num_rows).seconds(self._max_steps)
+        dear = trial / (_DEAR_TRIAL * self._round_seconds(num_rows))
+        return max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(dear, 1.0)))
 
     def _least_probe_rounds(self, table: _Table, num_rows: int) -> int:
         """Rounds from one probe to the next in which probes take no more than their share of the time."""
