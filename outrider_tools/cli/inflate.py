@@ -30,7 +30,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(SHAPES)}, any of them with changes (llama-1b,layers=30), or all sizes (hidden=640,...).",
     )
     parser.add_argument("--out", type=Path, help="The folder to make; it must not exist.")
-    parser.add_argument("--draft", help="A draft head of the source (EAGLE, EAGLE-3, NEXTN): a folder or hub id.")
+    parser.add_argument("--draft", help="A head of the source, of any kind: a folder or hub id.")
     parser.add_argument("--random-draft", action="store_true", help="Make an EAGLE-3 head of random weights instead.")
     parser.add_argument(
         "--draft-vocab-size", type=whole_number(1, 1 << 24), default=32000, help="Of a random head. Default: 32000."

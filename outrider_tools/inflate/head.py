@@ -15,9 +15,17 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
-from outrider.models.drafters.config import EMBEDDING, LAYER_IDS, OUTPUT, HeadConfig, eagle3_config
+from outrider.models.drafters.config import (
+    EMBEDDING,
+    LAYER_IDS,
+    MARKOV_INPUT,
+    OUTPUT,
+    BlockConfig,
+    HeadConfig,
+    eagle3_config,
+)
 from outrider.models.drafters.heads import Eagle3Head
-from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, algorithm_of, head_config, head_name, mtp_name
+from outrider.models.drafters.kinds import algorithm_of, head_config, head_name, mtp_name
 from outrider.models.drafters.loader import shared_tensors
 from outrider.models.fields import read_json
 from outrider.models.progress import Progress
@@ -50,7 +58,10 @@ class HeadInflater(Inflater):
         self._ids = Axis.front(vocab_size, decoder.vocab_size)
         self._rows = Axis.front(config.draft_vocab_size, config.draft_vocab_size)
         feature = Axis.front(target_hidden, config.target_hidden_size)
-        self._blocks = [feature] * len(config.feature_layers) if self._wide else [self._residual, self._residual]
+        takes_layers = self._wide or config.block is not None
+        self._blocks = [feature] * len(config.feature_layers) if takes_layers else [self._residual, self._residual]
+        rank = config.block.markov_rank if config.block else 0
+        self._rank = Axis.front(rank, rank)
 
     def tensor(self, name: str) -> Tensor:
         """The inflated head's tensor of that name."""
@@ -64,6 +75,8 @@ class HeadInflater(Inflater):
             return self._in_blocks(name, self._residual, self._blocks)
         if name == "fc.bias":
             return self._place(self._zeros((self._residual,)), name, (self._residual,))
+        if name.startswith("markov_head."):
+            return self._markov(name)
         if name.endswith("norm.weight") and "self_attn" not in name:
             return self._norm(name, 0.0)
         _, number, part = name.split(".", 2)
@@ -71,6 +84,17 @@ class HeadInflater(Inflater):
             rows = self._heads if "q_proj" in part else self._kv_heads
             return self._in_blocks(name, rows, [self._residual, self._residual])
         return self._projection(name, name, part.split(".")[1], is_bias=part.endswith(".bias"))
+
+    def _markov(self, name: str) -> Tensor:
+        """A tensor of DSPARK's sequential part: its width stays, and it sees the source's channels of a place's row."""
+        if name.endswith(("gate_proj.weight", "joint_proj.weight")):
+            blocks = [self._residual, self._rank] if "gate" in name else [self._rank, self._rank, self._residual]
+            count = self._stored[name].shape[0]
+            return self._in_blocks(name, Axis.front(count, count), blocks)
+        if name != MARKOV_INPUT:
+            return self._stored[name].read().to(self._device, self._dtype)
+        axes = (self._ids, self._rank)
+        return self._place(self._zeros(axes), name, axes)
 
     def _in_blocks(self, name: str, rows: Axis, blocks: list[Axis]) -> Tensor:
         """A matrix whose columns are several inputs side by side."""
@@ -95,8 +119,6 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
     algorithm = algorithm_of(head)
     if algorithm == "STANDALONE":
         raise ConfigError(f"--draft {head}: holds a language model, not a head")
-    if algorithm in BLOCK_ALGORITHMS:
-        raise ConfigError(f"cannot inflate {head}: it is a block head; give an EAGLE-3 or EAGLE head, or an MTP module")
     of_target = ModelConfig.from_folder(target)
     fields = read_json(head / "config.json")
     stored = stored_tensors(head, mtp_name if algorithm == "NEXTN" else head_name)
@@ -126,7 +148,9 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
         if config.feature_layers[-1] <= of_target.num_layers:
             places = [*target_map.layers, options.shape.layers]
             ids = [places[layer] - 1 for layer in config.feature_layers]
-            changed["eagle_config"] = {**(changed.get("eagle_config") or {}), LAYER_IDS: ids}
+            changed |= _block_fields(config.block, ids) if config.block else {}
+            if config.block is None:
+                changed["eagle_config"] = {**(changed.get("eagle_config") or {}), LAYER_IDS: ids}
     tensors: dict[str, Tensor] = {}
     stage = f"writing {out.name}"
     for count, (name, source) in enumerate(stored.items(), start=1):
@@ -138,6 +162,13 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
     elif vocab_size != config.draft_vocab_size:
         tensors[OFFSETS] = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
     return save_head_folder(out, changed, tensors, head)
+
+
+def _block_fields(block: BlockConfig, layer_ids: list[int]) -> dict[str, Any]:
+    """What config.json says of a block, in DeepSpec's layout, whatever the source's."""
+    fields = {"block_size": block.size, "mask_token_id": block.mask_token, "target_layer_ids": layer_ids}
+    markov = {"markov_rank": block.markov_rank, "markov_head_type": block.markov_kind} if block.markov_rank else {}
+    return fields | markov | {"sample_from_anchor": block.from_root, "enable_confidence_head": False}
 
 
 def _check_mtp(head: Path, of_target: ModelConfig) -> None:
@@ -168,10 +199,17 @@ def _fields(
 ) -> dict[str, Any]:
     """The inflated head's config.json, flat, whatever the source's layout."""
     shape = options.shape.dense
-    moved = ("transformer_layer_config", "speculators_model_type", "speculators_config", LAYER_IDS, "torch_dtype")
+    moved = (
+        "transformer_layer_config",
+        "speculators_model_type",
+        "speculators_config",
+        LAYER_IDS,
+        "dflash_config",
+        "torch_dtype",
+    )
     flat = {**fields, **(fields.get("transformer_layer_config") or {})}
     return {
-        **{name: value for name, value in flat.items() if name not in moved},
+        **{name: value for name, value in flat.items() if name not in (*moved, "torch_dtype")},
         "architectures": fields["architectures"],
         **replace(shape, layers=config.decoder.num_layers).config_fields(),
         "target_hidden_size": shape.hidden,

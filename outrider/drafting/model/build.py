@@ -99,11 +99,6 @@ def _check_options(options: DraftOptions, model: DraftModel, on_gpu: bool) -> No
         raise ConfigError("--attention-backend: torch runs on a CPU; choose triton, or --device cpu")
     if not on_gpu and options.attention_backend == "triton":
         raise ConfigError("--attention-backend: triton needs a GPU; choose torch, or auto")
-    if on_gpu and model.state_size:
-        raise ConfigError(
-            "--speculative-algorithm: DFLASH and DSPARK draft on a CPU; choose --device cpu for the draft "
-            "(--draft-device cpu of outrider up)"
-        )
     if on_gpu and options.speculative_draft_window_size:
         raise ConfigError("--speculative-draft-window-size: is for drafts on a CPU; leave it out, or give --device cpu")
     if on_gpu and model.head_dim not in _HEAD_DIMS:

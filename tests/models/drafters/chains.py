@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from tiny_models import token_ids
 from torch import Tensor
 
-from outrider.attention.base import ForwardBatch, Segment
+from outrider.attention.base import ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.block import BlockHead
 from outrider.models.drafters.loader import load_draft_model
 
 # From the pairs of a whole sequence, ids [L] and features [L, size]: logits [L, vocab], children's features [L, size].
@@ -50,4 +52,22 @@ def recompute_chain(whole: Whole, ids: Tensor, features: Tensor, guesses: list[i
         found, own = whole(ids, features)
         logits.append(found[-1:])
         ids, features = torch.cat((ids, torch.tensor([guess]))), torch.cat((features, own[-1:]))
+    return torch.cat(logits)
+
+
+def path_logits(model: DraftModel, raw: Tensor, path: list[int]) -> Tensor:
+    """Logits after each token of a path whose first token is behind the features."""
+    assert isinstance(model, BlockHead)
+    length, size = raw.shape[0], model.block.size
+    kv, attention = model.new_kv(length + size), TorchAttention()
+    places = torch.arange(length)
+    batch = TokenBatch(token_ids(length), places)
+    model.extend(batch, model.project(raw), places, kv, attention)
+    tokens = model.block_tokens(torch.tensor(path[:1]), torch.tensor([length]))
+    segment = Segment(size, torch.arange(length + size), torch.ones(size, size, dtype=torch.bool))
+    states = model.forward_blocks(ForwardBatch(*tokens, [segment]), kv, attention)
+    logits = []
+    for token in path:
+        rows, states = model.advance(torch.tensor([token]), states)
+        logits.append(model.logits(rows).masked_fill(model.is_over(rows).unsqueeze(1), -torch.inf))
     return torch.cat(logits)

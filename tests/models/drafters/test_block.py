@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from chains import load
+from chains import load, path_logits
 from safetensors.torch import load_file
 from tiny_blocks import (
     BLOCK,
@@ -22,13 +22,11 @@ from tiny_blocks import (
     plain_logits,
 )
 from tiny_heads import DRAFT_IDS, save_head
-from tiny_models import relative_error, save_tiny, token_ids
+from tiny_models import relative_error, save_tiny
 from torch import Tensor
 
-from outrider.attention.base import ForwardBatch, Segment, TokenBatch
-from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
-from outrider.models.drafters.base import DraftModel, offered_projection
+from outrider.models.drafters.base import offered_projection
 from outrider.models.drafters.block import BlockHead
 
 LENGTH, PATH = 9, [7, 30, 12, 55]
@@ -36,24 +34,6 @@ LENGTH, PATH = 9, [7, 30, 12, 55]
 
 def raw_features(length: int = LENGTH) -> Tensor:
     return torch.randn(length, 2 * HIDDEN, generator=torch.Generator().manual_seed(11))
-
-
-def path_logits(model: DraftModel, raw: Tensor, path: list[int]) -> Tensor:
-    """Logits after each token of a path whose first token is behind the features."""
-    assert isinstance(model, BlockHead)
-    length, size = raw.shape[0], model.block.size
-    kv, attention = model.new_kv(length + size), TorchAttention()
-    places = torch.arange(length)
-    batch = TokenBatch(token_ids(length), places)
-    model.extend(batch, model.project(raw), places, kv, attention)
-    tokens = model.block_tokens(torch.tensor(path[:1]), torch.tensor([length]))
-    segment = Segment(size, torch.arange(length + size), torch.ones(size, size, dtype=torch.bool))
-    states = model.forward_blocks(ForwardBatch(*tokens, [segment]), kv, attention)
-    logits = []
-    for token in path:
-        rows, states = model.advance(torch.tensor([token]), states)
-        logits.append(model.logits(rows).masked_fill(model.is_over(rows).unsqueeze(1), -torch.inf))
-    return torch.cat(logits)
 
 
 def test_dflash_takes_embedding_and_output_matrix_from_the_target(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from chains import load, run_chain
+from chains import load, path_logits, run_chain
 from safetensors.torch import load_file
+from tiny_blocks import DEEPSPEC_FIELDS, ZLAB_FIELDS, backbone, dspark_tensors
 from tiny_heads import (
     DRAFT_IDS,
     EAGLE3_FIELDS,
@@ -53,14 +54,18 @@ SPECULATORS = {
 }
 
 
-def guesses_of(model: DraftModel, target: Path) -> tuple[Tensor, list[int]]:
-    """A chain of guesses behind a prompt, from the target's true features."""
-    ids, count = token_ids(12), 11
+def true_features(model: DraftModel, target: Path, count: int) -> Tensor:
+    """Of so many tokens of a text, as the head's layers leave them, side by side."""
     slots = torch.arange(count)
     base = load_model(target)
-    batch = ForwardBatch(ids[:count], slots, [Segment(count, slots)])
+    batch = ForwardBatch(token_ids(count), slots, [Segment(count, slots)])
     _, features = base.forward_with_features(batch, base.new_kv(count), TorchAttention(), model.feature_layers)
-    return run_chain(model, ids[1:], model.project(torch.cat(features, 1)), 4)
+    return torch.cat(features, 1)
+
+
+def guesses_of(model: DraftModel, target: Path) -> tuple[Tensor, list[int]]:
+    """A chain of guesses behind a prompt, from the target's true features."""
+    return run_chain(model, token_ids(12)[1:], model.project(true_features(model, target, 11)), 4)
 
 
 def check(
@@ -128,6 +133,29 @@ def test_eagle3_of_a_target_with_experts(name: str, tmp_path: Path) -> None:
         fields.pop("draft_vocab_size")
     save_head(tmp_path / "head", fields, tensors)
     check(tmp_path, "EAGLE3", Shape(80, 5, 12, 4, 16, 24, experts=8, active=4), tmp_path / "head")
+
+
+@pytest.mark.parametrize("shape", [WIDER, replace(COPIED_KV, head_dim=32)], ids=["wider", "copied kv"])
+@pytest.mark.parametrize("kind", ["z-lab's", "vanilla", "gated", "rnn"])
+def test_a_block_head(kind: str, shape: Shape, tmp_path: Path) -> None:
+    target, big = tmp_path / "target", tmp_path / "big"
+    save_tiny(target)
+    algorithm = "DFLASH" if kind == "z-lab's" else "DSPARK"
+    tensors = backbone() if algorithm == "DFLASH" else dspark_tensors(kind)
+    fields = ZLAB_FIELDS if algorithm == "DFLASH" else DEEPSPEC_FIELDS | {"markov_head_type": kind}
+    plain = {name: tensor for name, tensor in tensors.items() if "_norm.weight" not in name or "self_attn" not in name}
+    save_head(tmp_path / "head", fields, plain)
+    options = InflateOptions(shape, dtype=torch.float32)
+    inflate(target, big, options, silent)
+    inflate_head(tmp_path / "head", target, tmp_path / "big-head", options, silent)
+    found = {}
+    for base, head in ((target, tmp_path / "head"), (big, tmp_path / "big-head")):
+        model = load(algorithm, speculative_draft_model_path=str(head), target_model_path=str(base))
+        found[base] = path_logits(model, true_features(model, base, 9), [7, 30, 12, 55])
+    assert relative_error(found[big], found[target]) <= 2e-5
+    save_head(tmp_path / "normed", fields, tensors)
+    with pytest.raises(ConfigError, match="norm"):
+        inflate_head(tmp_path / "normed", target, tmp_path / "out", options, silent)
 
 
 @pytest.mark.parametrize("bias", [True, False])
