@@ -17,6 +17,8 @@ ROUNDS = ((1, 1), (1, 8), (1, 32), (1, 64), (16, 16), (64, 64))
 PLAIN = (1, 16, 64)
 DETERMINISTIC = {"fp8": ("plain", "ngram", "eagle3 colocated"), "int4": ("plain", "ngram")}
 LONG = "plain engine b16 m16 ctx16k"
+EXPERTS = {"bf16": "experts_h100", "fp8": "experts_fp8_h100"}
+EXPERT_BATCHES = (1, 8, 16)
 
 
 def text_table() -> str:
@@ -139,3 +141,36 @@ def spec_table() -> str:
     head = ("draft, inside rounds", "fp8, tokens/s", "bf16, tokens/s", "ratio", "accept length, fp8 / bf16")
     aims = [("fp8 over bf16 with drafts", "at least", 1.3, ratios)]
     return f"{report(SPEC['fp8']).source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
+
+
+def experts_table() -> str:
+    """A model with experts, plain and with a draft inside its rounds, beside the time that its weights take."""
+    lines: list[Cells] = []
+    over: list[tuple[str, float]] = []
+    sources = []
+    for form, name in EXPERTS.items():
+        one = report(name)
+        sources.append(one.source())
+        for batch in EXPERT_BATCHES:
+            tail = f"b{batch} {form} greedy"
+            plain, draft = f"qwen3-30b-a3b plain {tail}", f"qwen3-30b-a3b standalone colocated {tail}"
+            ratio = one(draft, "speedup_over_plain")
+            over.append((f"{form}, {batch}", ratio))
+            lines.append(
+                (
+                    *(form, str(batch), f"{one(plain):,.0f}", one.cell(plain, "round_ms"), one.cell(plain, "floor_ms")),
+                    *(f"{one(draft):,.0f}", f"{ratio:.2f}", one.cell(draft, "accept_length")),
+                )
+            )
+    head = (
+        "",
+        "batch",
+        "plain, tokens/s",
+        "round, ms",
+        "its bytes, ms",
+        "draft, tokens/s",
+        "over plain",
+        "accept length",
+    )
+    aims = [("draft over plain, by format and batch", "at least", 0.98, over)]
+    return "\n\n".join((*sources, table(head, lines), targets(aims)))

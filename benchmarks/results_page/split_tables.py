@@ -387,3 +387,29 @@ def step_table() -> str:
                 lines.append((title, str(batch), place, *cells))
     head = ("ms a step", "requests", "context", *(f"{count} nodes" for count in STEP_NODES))
     return f"{one.source()}\n\n{table(head, lines)}"
+
+
+def block_table() -> str:
+    """Blocks of heads and trees read from them, in a draft service, and growth inside rounds, beside EAGLE-3's."""
+    service, rounds = report("block_draft_h100"), report("round_draft_h100")
+    heads = {"eagle3": "EAGLE-3", **{f"dspark-{count}-layers": f"DSPARK, {count} layers" for count in (1, 2, 5)}}
+    lines = []
+    for name, title in heads.items():
+        cells = [title.replace("1 layers", "1 layer")]
+        for metric in ("draft_first_ms", "draft_tree_ms"):
+            for count in (1, 8):
+                cells.append(service.cell(f"llama-8b {name} split b{count} m8 ctx1k bf16 greedy", metric))
+        for steps in (2, 5, 8):
+            case = f"llama-8b {name} colocated b1 m16 ctx1k bf16 greedy"
+            cells.append(rounds.cell(case, f"draft_round_{steps}_steps_ms"))
+        lines.append(tuple(cells))
+    head = (
+        *("ms", "first level, 1 root", "8 roots", "eight levels, 1 root", "8 roots"),
+        *("in the round, 2 levels", "5 levels", "8 levels"),
+    )
+    first = [
+        (title, service(f"llama-8b {name} split b{count} m8 ctx1k bf16 greedy", "draft_first_ms"))
+        for name, title, count in (("dspark-1-layers", "1 layer, 1 root", 1), ("dspark-1-layers", "8 roots", 8))
+    ]
+    aims = [("draft time, one outcome", "at most", 0.45, first[:1]), ("draft time, eight", "at most", 0.6, first[1:])]
+    return f"{service.source()}\n\n{rounds.source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
