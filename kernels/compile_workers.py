@@ -1,6 +1,6 @@
 """Processes that compile kernels for another one: Triton's compiler holds a process's interpreter most of the time.
 
-What they compile is found by the other process in Triton's cache on disk.
+The other process finds what they compile in Triton's cache on disk, and the launchers that a C compiler makes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import hashlib
 import importlib
 import logging
 import os
+import pkgutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,9 @@ class CompileJob(NamedTuple):
 
     module: str
     name: str
+    key: str
+    """The function's part of the cache's key. Triton's own depends on which functions had theirs made before: constants
+    of a callee count if the callee came first."""
     signature: Any
     constexprs: Any
     attrs: Any
@@ -53,8 +59,23 @@ class CompileJob(NamedTuple):
         from triton.compiler import ASTSource
 
         function = getattr(importlib.import_module(self.module), self.name)
+        function.hash = self.key
         source = ASTSource(function, self.signature, self.constexprs, self.attrs)
-        triton.compile(source, target=GPUTarget(*self.target), options=self.options)
+        launcher = threading.Thread(target=_make_launcher, args=(source,))
+        launcher.start()
+        try:
+            triton.compile(source, target=GPUTarget(*self.target), options=self.options)
+        finally:
+            launcher.join()
+
+
+def _make_launcher(source: Any) -> None:
+    """Have the launcher of a kernel with this signature compiled, unless Triton's cache has it."""
+    # Without success the other process makes it. It fails at what only a compiled kernel tells, when all is done.
+    with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(source, SimpleNamespace())
 
 
 class _Workers:
@@ -63,38 +84,48 @@ class _Workers:
     def __init__(self, count: int) -> None:
         self._count = count
         self._lock = threading.Lock()
-        self._free = threading.Semaphore(count)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._beginning: list[threading.Thread] = []
+        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
 
-    def do(self, job: CompileJob) -> None:
-        """Have a job done, and wait for it.
+    def do(self, job: CompileJob) -> bool:
+        """Have a job done, and wait for it; False where no process is ready for it.
 
-        Raises ValueError or SyntaxError for one that cannot be told, OSError where no process is left, and RuntimeError
-        with what the compiler says.
+        Raises ValueError or SyntaxError for one that cannot be told, OSError for a process that is gone, and
+        RuntimeError with what the compiler says.
         """
         line = job.line()
         CompileJob.parse(line)
-        with self._free:
-            with self._lock:
-                if not self._processes:
-                    self._processes = [_begin() for _ in range(self._count)]
-                    self._idle = self._processes[:]
-                if not self._idle:
-                    raise OSError("all processes that compile are gone")
-                process = self._idle.pop()
-            stdin, stdout = process.stdin, process.stdout
-            if stdin is None or stdout is None:
-                raise OSError("a process that compiles has no pipes")
-            stdin.write(line)
-            stdin.flush()
-            answer = stdout.readline().decode()
-            if not answer.endswith("\n"):
-                raise OSError("a process that compiles has ended")
-            with self._lock:
-                self._idle.append(process)
+        with self._lock:
+            if not self._processes:
+                self._begin()
+        try:
+            process = self._idle.get_nowait()
+        except Empty:
+            return False
+        stdin, stdout = process.stdin, process.stdout
+        if stdin is None or stdout is None:
+            raise OSError("a process that compiles has no pipes")
+        stdin.write(line)
+        stdin.flush()
+        answer = stdout.readline().decode()
+        if not answer.endswith("\n"):
+            raise OSError("a process that compiles has ended")
+        self._idle.put(process)
         if answer != "\n":
             raise RuntimeError(answer.rstrip())
+        return True
+
+    def _begin(self) -> None:
+        self._processes = [_begin() for _ in range(self._count)]
+        self._beginning = [threading.Thread(target=self._await, args=(one,), daemon=True) for one in self._processes]
+        for thread in self._beginning:
+            thread.start()
+
+    def _await(self, process: subprocess.Popen[bytes]) -> None:
+        """Take a process up once it has imported what it needs."""
+        if process.stdout is not None and process.stdout.readline():
+            self._idle.put(process)
 
     def end(self) -> None:
         """End the processes, which have nothing to do by now."""
@@ -130,7 +161,8 @@ def compile_aside() -> Iterator[None]:
 def prepare(function: Any, device: int, signature: Any, *variant: Any) -> None:
     """See to it that Triton's cache has a variant of a kernel, if it is a time to compile aside.
 
-    `variant`: constexprs, options and attributes. It is compiled in this process, as ever, where that fails.
+    `variant`: constexprs, options and attributes. It is compiled in this process, as ever, where that fails, and while
+    other processes import the compiler.
     """
     workers = _workers
     if workers is None:
@@ -141,7 +173,8 @@ def prepare(function: Any, device: int, signature: Any, *variant: Any) -> None:
         if _is_cached(function.ASTSource(function, signature, constexprs, attrs), backend, options):
             return
         where = (target.backend, target.arch, target.warp_size)
-        workers.do(CompileJob(function.module, function.__name__, signature, constexprs, attrs, vars(options), where))
+        told = (function.module, function.__name__, function.cache_key)
+        workers.do(CompileJob(*told, signature, constexprs, attrs, vars(options), where))
     except Exception as error:  # whatever it is, there is another way
         log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)
 
@@ -169,7 +202,13 @@ def _begin() -> subprocess.Popen[bytes]:
 
 
 def work(jobs: IO[bytes], results: IO[bytes]) -> None:
-    """Compile what the other process asks for, until it ends."""
+    """Compile what the other process asks for, until it ends; a first line says that this may begin."""
+    import kernels.jit
+
+    for module in pkgutil.iter_modules(kernels.jit.__path__, "kernels.jit."):
+        importlib.import_module(module.name)
+    results.write(b"\n")
+    results.flush()
     for line in jobs:
         answer = ""
         try:

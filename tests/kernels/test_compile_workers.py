@@ -29,12 +29,15 @@ def update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(compile_workers, "MAX_WORKERS", 1)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     function, target = JITFunction(kv_cache._update.fn), GPUTarget("cuda", 90, 32)
+    # As it may come out here, and not in a process that has compiled other kernels before.
+    function.hash = "0" * 64
 
     def source(_: object, *variant: object) -> Any:
         return ASTSource(function, *variant)
 
     caches = {0: ({}, {}, target, make_backend(target), None)}
-    return SimpleNamespace(module=function.module, __name__="_update", device_caches=caches, ASTSource=source)
+    told = {"module": function.module, "__name__": "_update", "cache_key": function.cache_key}
+    return SimpleNamespace(**told, device_caches=caches, ASTSource=source)
 
 
 def variant(update: Any, block: object) -> tuple[Any, ...]:
@@ -53,9 +56,13 @@ def test_what_another_process_compiled_is_in_the_cache(
         workers = compile_workers._workers
         assert workers is not None
         prepare(update, 0, *variant(update, 128))
+        (process,), (beginning,) = workers._processes, workers._beginning
+        beginning.join()
+        prepare(update, 0, *variant(update, 128))
         assert len(list(tmp_path.rglob("_update.cubin"))) == 1
-        (process,) = workers._processes
-        assert not caplog.messages
+        signature, constexprs, options, attrs, _ = variant(update, 128)
+        source = update.ASTSource(None, signature, constexprs, attrs)
+        assert compile_workers._is_cached(source, update.device_caches[0][3], options) and not caplog.messages
         # Neither what cannot be told, nor what does not compile, ends it.
         prepare(update, 0, *variant(update, triton.language.float32))
         prepare(update, 0, *variant(update, 100))
