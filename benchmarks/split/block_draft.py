@@ -90,7 +90,7 @@ class BlockDraftBench:
             num_pages=outcomes * pages,
             max_context=context,
             feature_size=model.feature_size,
-            has_blocks=model.state_size > 0,
+            has_blocks=model.block_bytes > 0,
         )
         self._runner = self._make(model, shape)
         self._outcomes, self._context = outcomes, context

@@ -313,7 +313,9 @@ class DraftPlan:
     weights: int
     kv_per_token: int
     tree_slots: int
-    """KV and features of all tree slots."""
+    """KV and features of all tree slots, and what requests' blocks say."""
+    block_bytes: int
+    """What the block of one request says."""
     vocab_size: int
     """Token ids that it may guess."""
     features_per_token: int
@@ -400,7 +402,7 @@ def _plan_inside(verify: VerifyOptions, target: ModelShape, dtype: str, folder: 
     if drafter is None:
         return None
     per_token = drafter.kv_per_token + drafter.features_per_token * ITEM_BYTES[dtype]
-    return replace(drafter, tree_slots=verify.max_running_requests * ROUND_REGION * per_token)
+    return replace(drafter, tree_slots=verify.max_running_requests * (ROUND_REGION * per_token + drafter.block_bytes))
 
 
 def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -> DraftPlan | None:
@@ -417,7 +419,7 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -
     if algorithm == "STANDALONE":
         config = ModelConfig.from_folder(folder)
         elements = model_elements(config)
-        stored = feature_size = 0
+        stored = feature_size = num_guesses = 0
         vocab_size, read = config.vocab_size, elements.read
     else:
         head = _head(algorithm, folder, target)
@@ -426,16 +428,17 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -
         is_product = (algorithm == "EAGLE3" and head.projects) or head.block is not None
         stored = feature_size if is_product else len(head.feature_layers) * head.target_hidden_size
         vocab_size, read = head.draft_vocab_size, elements.layers + elements.output
-        if head.block is not None:  # tree slots hold what a block says of the places behind a node
-            feature_size *= head.block.num_guesses
+        num_guesses = head.block.num_guesses if head.block is not None else 0
     item = ITEM_BYTES[_dtype(options.dtype, config)]
     per_token = kv_elements(config) * item
-    slots = min(options.max_requests, DRAFT_ROWS) * DRAFT_REGION
+    block_bytes = num_guesses * (feature_size * item + vocab_size * 4)
+    rows = min(options.max_requests, DRAFT_ROWS)
     return DraftPlan(
         algorithm=algorithm,
         weights=elements.total * item - config.bytes_saved(item),
         kv_per_token=per_token,
-        tree_slots=slots * (per_token + feature_size * item),
+        tree_slots=rows * (DRAFT_REGION * (per_token + feature_size * item) + block_bytes),
+        block_bytes=block_bytes,
         vocab_size=vocab_size,
         features_per_token=stored,
         read=read * item - config.bytes_saved(item),

@@ -115,7 +115,7 @@ class TextRollout:
     def is_over(self, rows: Tensor) -> Tensor:
         """bool [N]: of which rows no guesses are made."""
         if isinstance(self.model, BlockHead):
-            return self.model.is_over(rows)
+            return ~rows.any(1)
         return torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
 
     def logits(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -138,6 +138,7 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         self._bases = roots - draft.offset
         self._depth = 0
         self._block_size = 0
+        self._blocks = roots.new_empty(0)
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         """Of each layer, keys and values of the last nodes and those above them, [N, kv_heads, depth, head_dim]."""
 
@@ -155,7 +156,8 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         Args:
             tokens: int64 [N].
             owners: int64 [N], which of the roots each belongs to.
-            features: [N, feature_size], of each node's parent; below the root of a block head its state.
+            features: [N, feature_size], of each node's parent; below the root of a block head [N, state_size], what it
+                left.
             parents: int64 [N], place of each node's parent in the call before; not read in the first.
 
         Returns:
@@ -163,9 +165,13 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         """
         model, bases = self._draft.model, self._bases[owners]
         if isinstance(model, BlockHead):
-            states = self._run_blocks(model, tokens, bases) if features is None or not self._depth else features
-            self._depth += 1
-            return model.advance(tokens, states)
+            if not self._depth:
+                self._blocks = self._run_blocks(model, tokens, bases)
+            memory = self._blocks.new_zeros(tokens.shape[0], model.state_size) if not self._depth else features
+            place, self._depth = self._depth, self._depth + 1
+            if place < model.block.num_guesses and memory is not None:
+                return model.advance(tokens, self._blocks[owners, place], memory)
+            return self._blocks.new_zeros(tokens.shape[0], self._blocks.shape[2]), features
         batch = TokenBatch(tokens, bases + self._depth)
         self._parents = parents
         self._hidden = torch.arange(self._draft.rows.shape[0], device=bases.device) >= bases.unsqueeze(1)
@@ -173,13 +179,15 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         return model.forward(batch, features, model.new_kv(1), self)
 
     def _run_blocks(self, model: BlockHead, tokens: Tensor, bases: Tensor) -> Tensor:
-        """States of the blocks of R roots; each sees the text's features up to its root's."""
+        """Rows of the guesses of R roots' blocks [R, num_guesses, hidden]; each sees the text's features up to its
+        root's."""
         size = model.block.size
         seen = torch.arange(self._draft.rows.shape[0], device=bases.device) <= bases.unsqueeze(1)
         self._hidden = (~seen).repeat_interleave(size, 0)
         self._block_size = size
         batch = TokenBatch(*model.block_tokens(tokens, bases + 1))
-        return model.forward_blocks(batch, model.new_kv(1), self)
+        rows = model.forward_blocks(batch, model.new_kv(1), self)
+        return rows.view(tokens.shape[0], model.block.num_guesses, -1)
 
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
         """See AttentionBackend."""

@@ -43,7 +43,7 @@ class Service:
                 branching=branching,
                 feature_size=model.feature_size,
                 region=region,
-                has_blocks=model.state_size > 0,
+                has_blocks=model.block_bytes > 0,
             ),
             TorchAttention() if kind == "torch" else TritonAttention(),
             RunnerOptions(),

@@ -63,16 +63,20 @@ class NaiveDraft:
 
     def read_block(self, head: BlockHead, token: int, given: Tensor, slots: list[int], is_true: bool) -> Node:
         """`given` is the target's feature, with which a block begins, or what the parent left."""
-        states, ids, size = given[None], torch.tensor([token]), head.block.size
+        ids, size, memory = torch.tensor([token]), head.block.size, torch.zeros(1, head.state_size)
         if is_true:
             place = torch.tensor([len(slots) - 1])
-            head.extend(TokenBatch(ids, place), states, torch.tensor(slots[-1:]), self.kv, TorchAttention())
+            head.extend(TokenBatch(ids, place), given[None], torch.tensor(slots[-1:]), self.kv, TorchAttention())
             seen = torch.tensor([*slots, *range(self.kv.num_slots - size, self.kv.num_slots)])
             segment = Segment(size, seen, torch.ones(size, size, dtype=torch.bool))
             batch = ForwardBatch(*head.block_tokens(ids, place + 1), [segment])
-            states = head.forward_blocks(batch, self.kv, TorchAttention())
-        rows, left = head.advance(ids, states)
-        return Node(slots, head.logits(rows)[0].clone(), left[0].clone())
+            rows = head.forward_blocks(batch, self.kv, TorchAttention())
+        else:
+            rows = given[head.state_size :].view(-1, head.feature_size)
+            memory = given[None, : head.state_size]
+        row, memory = head.advance(ids, rows[:1], memory)
+        left = torch.cat((memory[0], rows[1:].flatten(), torch.zeros(head.feature_size)))
+        return Node(slots, head.logits(row)[0].clone(), left)
 
     def children(self, node: Node, count: int) -> list[tuple[int, float]]:
         """Token ids and edge scores, best first, as services rank them."""

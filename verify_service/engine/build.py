@@ -503,8 +503,8 @@ def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft |
     if draft is None:
         return kv_tokens(model, options.mem_fraction_static, reserve)
     slots = options.max_running_requests * draft.options.region
-    states = draft.model.state_size * draft.model.dtype.itemsize
-    reserve += slots * (draft.token_bytes + states) + rows * draft.model.vocab_size * SCRATCH_BYTES
+    reserve += slots * draft.token_bytes + rows * draft.model.vocab_size * SCRATCH_BYTES
+    reserve += (options.max_running_requests + 1) * draft.model.block_bytes
     return kv_tokens(model, options.mem_fraction_static, reserve, draft.token_bytes)
 
 

@@ -34,7 +34,7 @@ class BlockRoots(NamedTuple):
 
 class BlockSteps(DraftSteps):
     """See DraftSteps. A fresh step takes features that came: it writes keys and values of their positions, and runs the
-    block of each root among its nodes, one of a request at most. Any other step reads the states of its nodes' parents.
+    block of each root among its nodes, one of a request at most. Any other step reads what requests' last blocks say.
     """
 
     def __init__(self, head: DraftModel, *rest: Any) -> None:
@@ -42,7 +42,7 @@ class BlockSteps(DraftSteps):
         super().__init__(head, *rest)
         if not isinstance(head, BlockHead):
             raise TypeError(f"{type(head).__name__} is no block head")
-        self._head = head
+        self._head, self._blocks = head, self._memory.room_for_blocks
         shape, device = self._shape, head.device
         # Tree slots with keys and values of the target's features; the last row is for padding.
         self._injected = torch.zeros(shape.num_rows + 1, shape.region, dtype=torch.bool, device=device)
@@ -54,7 +54,7 @@ class BlockSteps(DraftSteps):
         store = memory.features
         if store is None:
             raise ValueError("a block head needs features")
-        states = store.index_select(0, step.sources)
+        given = store.index_select(0, step.sources)
         rows = torch.where(step.table_rows < 0, self._shape.num_rows, step.table_rows).long()
         places = (rows, step.slots.clamp(min=0).long())
         fresh = step.sources >= memory.first_given
@@ -62,22 +62,28 @@ class BlockSteps(DraftSteps):
             self._injected.index_put_(places, fresh)
             slots = torch.where(fresh, step.kv_slots, -1)
             batch = TokenBatch(step.token_ids, step.rotary)
-            head.extend(batch, states[:, : self._shape.feature_size], slots, memory.kv, self._attention)
-            states = self._with_blocks(bucket, step, states, fresh & (step.bases > -torch.inf))
+            head.extend(batch, given[:, : self._shape.feature_size], slots, memory.kv, self._attention)
+            self._run_roots(bucket, step, fresh & (step.bases > -torch.inf))
         else:
             self._injected.index_put_(places, torch.zeros_like(fresh))
-        hidden, left = head.advance(step.token_ids, states)
-        self._proposer(head.logits(hidden), step.table_rows, step.positions, tokens, scores)
-        scores.masked_fill_(head.is_over(hidden).unsqueeze(1), -torch.inf)
-        store.index_copy_(0, step.targets, left)
+        size = head.state_size
+        logits, left, is_over = self.read(rows, step.token_ids, step.positions, given[:, :size])
+        self._proposer(logits, step.table_rows, step.positions, tokens, scores)
+        scores.masked_fill_(is_over.unsqueeze(1), -torch.inf)
+        if size:
+            store[:, :size].index_copy_(0, step.targets, left)
 
-    def _with_blocks(self, bucket: StepBucket, step: StepTokens, states: Tensor, is_root: Tensor) -> Tensor:
-        """The states with those of blocks in the place of roots."""
-        width, num_rows, burst = states.shape[0], bucket.rows, self.rows.head(bucket.rows)
+    def read(self, rows: Tensor, tokens: Tensor, positions: Tensor, given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See BlockHead.read_blocks, of nodes of the table's `rows`."""
+        return self._head.read_blocks(self._blocks, rows, tokens, positions, given)
+
+    def _run_roots(self, bucket: StepBucket, step: StepTokens, is_root: Tensor) -> None:
+        """Run the blocks of a step's roots."""
+        width, num_rows, burst = is_root.shape[0], bucket.rows, self.rows.head(bucket.rows)
         # Of each request the place of its root in the step, `width` where there is none.
         where = torch.where(is_root, step.rows, num_rows).long()
-        order = torch.arange(width, device=states.device)
-        roots = torch.full((num_rows + 1,), width, device=states.device).scatter_(0, where, order)[:num_rows]
+        order = torch.arange(width, device=is_root.device)
+        roots = torch.full((num_rows + 1,), width, device=is_root.device).scatter_(0, where, order)[:num_rows]
         places, there = roots.clamp(max=width - 1), roots < width
         masks = step.mask[places].unsqueeze(-1) >> self._bits & 1
         seen = masks.flatten(1).bool() & self._injected[burst.table_rows.long()]
@@ -88,11 +94,10 @@ class BlockSteps(DraftSteps):
             burst.table_rows,
             burst.context_len,
         )
-        found = self.run_blocks(at, seen)
-        return torch.cat((states, states[:1])).index_copy_(0, roots, found)[:width]
+        self.run_blocks(at, seen)
 
-    def run_blocks(self, at: BlockRoots, seen: Tensor | None = None) -> Tensor:
-        """The states [R, state_size] of the blocks of R requests; may be captured.
+    def run_blocks(self, at: BlockRoots, seen: Tensor | None = None) -> None:
+        """Run the blocks of R requests, for `read`; may be captured.
 
         `seen`: bool [R, region], tree slots with keys of features that the blocks see beside the context; none unless
         given.
@@ -123,4 +128,6 @@ class BlockSteps(DraftSteps):
             region_base=base,
             num_splits=choose_splits(num_rows * size, num_rows, size, *heads, self._num_processors),
         )
-        return head.forward_blocks(batch, self._memory.kv, self._attention)
+        where = torch.where(at.there, at.table_rows, shape.num_rows).long()
+        rows = head.forward_blocks(batch, self._memory.kv, self._attention)
+        head.keep_blocks(self._blocks, where, at.positions, rows)

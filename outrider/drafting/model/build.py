@@ -124,7 +124,7 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
         num_pages=1,
         max_context=max(min(options.max_positions, model.max_positions), 1),
         feature_size=model.feature_size,
-        has_blocks=model.state_size > 0,
+        has_blocks=model.block_bytes > 0,
     )
 
 
@@ -152,6 +152,7 @@ def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> 
     per_token = _token_bytes(model)
     slots = shape.num_rows * shape.region
     beside = slots * (per_token + max(model.feature_size, model.state_size) * model.dtype.itemsize)
+    beside += (shape.num_rows + 1) * model.block_bytes
     beside += 3 * shape.max_width * model.vocab_size * 4 + DRAFT_WORK_BYTES
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)

@@ -16,6 +16,7 @@ from outrider.device import put
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.features import PartOfRows
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.block import BlockHead, BlockStore
 from outrider.protocol.speculation import Features
 
 Ints = NDArray[np.int32]
@@ -54,19 +55,29 @@ class DeviceMemory:
             lag=shape.lag,
         )
         self.features: Tensor | None = None
-        """Features or states of tree slots, a row of zeros, and features of a burst: see kernels.frontier_state."""
+        """Features of tree slots, or what their nodes leave to children beside a block, a row of zeros, and features of
+        a burst: see kernels.frontier_state."""
         self.first_given = masks[0] * shape.region + 1
         """Row of the feature store of a burst's first feature."""
         if shape.feature_size:
             store = (self.first_given + shape.max_seeds, max(shape.feature_size, model.state_size))
             self.features = torch.zeros(store, dtype=model.dtype, device=device)
+        self._blocks = model.new_blocks(masks[0]) if isinstance(model, BlockHead) else None
 
     @property
     def num_bytes(self) -> int:
         """Device memory taken."""
         held = [self.kv.k, self.kv.v, self.plan.page_tables, self.plan.slot_masks]
         held += [] if self.features is None else [self.features]
+        held += [] if self._blocks is None else self._blocks
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    @property
+    def room_for_blocks(self) -> BlockStore:
+        """What the last block of each row says, and a row for padding. Raises ValueError for a model without blocks."""
+        if self._blocks is None:
+            raise ValueError("blocks of a model that has none")
+        return self._blocks
 
     def set_pages(self, row: int, pages: Sequence[int]) -> None:
         """All context pages of a row; `flush` copies new ones to the device. Raises ValueError for too many."""

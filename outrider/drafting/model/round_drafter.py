@@ -226,7 +226,7 @@ class RoundDrafter:
         heads = (model.num_heads, model.num_kv_heads)
         splits = choose_splits(shape.tokens, rows, longest, *heads, num_processors(model.device))
         batch = self._trees.batch(out, plan.page_tables, plan.page_size, longest, splits, by_path=False)
-        logits = model.logits(self._run_roots(out, batch))
+        logits = self._run_roots(out, batch)
         step = self.step_shape(rows)
         flat, size = slice(rows * step.branching), (rows, step.branching)
         found, scores = self._root_tokens[flat].view(size), self._root_scores[flat].view(size)
@@ -237,7 +237,7 @@ class RoundDrafter:
     def _run_roots(self, out: CommittedTokens, batch: PagedBatch) -> Tensor:
         """Run the drafter over committed tokens, and note what each row's last one, its root, leaves to its children.
 
-        Returns rows [B, *] for `logits`.
+        Returns logits float32 [B, vocab_size].
         """
         model, kv, store = self._model, self.memory.kv, self.memory.features
         given = None if self._features is None else self._features.rows(out.sources)
@@ -248,14 +248,17 @@ class RoundDrafter:
             at = BlockRoots(
                 torch.where(there, tokens, 0), out.root_positions, there, out.table_rows, out.root_positions
             )
-            rows, left = model.advance(at.tokens, self._steps.run_blocks(at))
+            self._steps.run_blocks(at)
+            rows = torch.where(there, out.table_rows, self.shape.num_rows).long()
+            nothing = torch.zeros(rows.shape[0], model.state_size, dtype=model.dtype, device=rows.device)
+            logits, left, _ = self._steps.read(rows, at.tokens, at.positions, nothing)
             if store is not None:
-                store[self.memory.first_given :][: left.shape[0]].copy_(left)
-            return rows
+                store[self.memory.first_given :][: left.shape[0], : model.state_size].copy_(left)
+            return logits
         hidden, features = model.forward(batch, given, kv, self._attention)
         if store is not None and features is not None:
             self.memory.given(out.last.shape[0]).copy_(features.index_select(0, out.last))
-        return hidden.index_select(0, out.last)
+        return model.logits(hidden.index_select(0, out.last))
 
     def _choose(self, shape: ChoiceShape) -> None:
         """Choose the best nodes of all trees; may be captured."""

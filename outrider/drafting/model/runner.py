@@ -160,7 +160,7 @@ class BurstRunner(ABC):
         self.shape = shape
         self.options = options
         self.memory = DeviceMemory(model, shape)
-        self.buckets = StepBuckets(shape, short_context(model), has_fresh=model.state_size > 0)
+        self.buckets = StepBuckets(shape, short_context(model), has_fresh=model.block_bytes > 0)
         self._model = model
         self._attention = attention
         self._input = BurstInput(shape, device)
@@ -330,7 +330,7 @@ class BurstRunner(ABC):
 def short_context(model: DraftModel) -> int:
     """Tokens of a lone request's context that steps of its own are captured for; 0 where there are none."""
     # The single layer of a head gains nothing.
-    if model.device.type != "cuda" or model.dtype == torch.float32 or model.num_layers == 1 or model.state_size:
+    if model.device.type != "cuda" or model.dtype == torch.float32 or model.num_layers == 1 or model.block_bytes:
         return 0
     # Mostly the width of the residual stream, which a model without features does not state.
     width = model.num_heads * model.head_dim

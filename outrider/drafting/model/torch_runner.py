@@ -102,13 +102,14 @@ class TorchRunner(BurstRunner):
             nodes = [] if pending.cut else frontier.take()
             if not nodes:
                 break
+            is_over = None
             if head is not None:
-                hidden = self._run_block(head, burst, frontier, nodes)
+                logits, is_over = self._run_block(head, burst, frontier, nodes)
             elif attention is not None:
-                hidden = self._run_nodes(burst, frontier, nodes, used, attention)
-            tokens, scores = self._propose_for(burst, nodes, hidden, branching)
-            if head is not None:
-                scores[head.is_over(hidden)] = -torch.inf
+                logits = self._model.logits(self._run_nodes(burst, frontier, nodes, used, attention))
+            tokens, scores = self._propose_for(burst, nodes, logits, branching)
+            if is_over is not None:
+                scores[is_over] = -torch.inf
             count, found = len(nodes), tokens.numpy()
             frontier.add(nodes, number * width, found.tolist(), scores.tolist())
             line[:count] = [node.place for node in nodes]
@@ -149,24 +150,22 @@ class TorchRunner(BurstRunner):
             store.index_copy_(0, torch.tensor(targets), features)
         return hidden
 
-    def _run_block(self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode]) -> Tensor:
-        """Inject features that came, run the blocks of roots among their tokens, and take the others on from their
-        parents' states; returns rows for `logits`."""
+    def _run_block(
+        self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode]
+    ) -> tuple[Tensor, Tensor]:
+        """Inject features that came, run the blocks of roots among their tokens, and read what blocks say of all nodes.
+
+        Returns logits [M, vocab_size], and bool [M] where there are no guesses.
+        """
         region, store = self.shape.region, self.memory.features
         if store is None:
             raise ValueError("a block head needs features")
         rows = [int(burst.rows.rows[node.row]) for node in nodes]
         tokens = torch.tensor([node.token for node in nodes])
         zero_row = (self.shape.num_rows + 1) * region
-        states = store.index_select(
-            0,
-            torch.tensor(
-                [
-                    row * region + node.parent if node.parent >= 0 else zero_row
-                    for row, node in zip(rows, nodes, strict=True)
-                ]
-            ),
-        )
+        sources = [
+            row * region + node.parent if node.parent >= 0 else zero_row for row, node in zip(rows, nodes, strict=True)
+        ]
         for row, node in zip(rows, nodes, strict=True):
             self._injected[row] &= ~(1 << node.slot)
         fresh = [place for place, node in enumerate(nodes) if node.feature >= 0]
@@ -187,12 +186,18 @@ class TorchRunner(BurstRunner):
                     for place in roots
                 ]
                 begins = torch.tensor([nodes[place].position for place in roots])
-                blocks = ForwardBatch(*head.block_tokens(tokens[roots], begins), segments)
-                states[roots] = head.forward_blocks(blocks, self.memory.kv, self._attention)
-        hidden, left = head.advance(tokens, states)
+                batch = ForwardBatch(*head.block_tokens(tokens[roots], begins), segments)
+                where = torch.tensor([rows[place] for place in roots])
+                found_rows = head.forward_blocks(batch, self.memory.kv, self._attention)
+                head.keep_blocks(self.memory.room_for_blocks, where, begins, found_rows)
+        positions, size = torch.tensor([node.position for node in nodes]), head.state_size
+        given = store[:, :size].index_select(0, torch.tensor(sources))
+        logits, left, is_over = head.read_blocks(
+            self.memory.room_for_blocks, torch.tensor(rows), tokens, positions, given
+        )
         targets = [row * region + node.slot for row, node in zip(rows, nodes, strict=True)]
-        store.index_copy_(0, torch.tensor(targets), left)
-        return hidden
+        store[:, :size].index_copy_(0, torch.tensor(targets), left)
+        return logits, is_over
 
     def _block_segment(self, head: BlockHead, burst: Burst, node: StepNode, row: int, seen: int) -> Segment:
         """What a root's block sees: of the context the window and the sinks, the tree slots of tokens behind it that
@@ -214,14 +219,14 @@ class TorchRunner(BurstRunner):
         return torch.tensor([self.memory.region_start(row) + node.slot for row, node in starts])
 
     def _propose_for(
-        self, burst: Burst, nodes: list[StepNode], hidden: Tensor, branching: int
+        self, burst: Burst, nodes: list[StepNode], logits: Tensor, branching: int
     ) -> tuple[Tensor, Tensor]:
         """Candidates of nodes int32 [M, k] and edge scores float32 [M, k]."""
         tokens = torch.empty(len(nodes), branching, dtype=torch.int32)
         scores = torch.empty(len(nodes), branching)
         rows = torch.tensor([int(burst.rows.rows[node.row]) for node in nodes])
         positions = torch.tensor([node.position for node in nodes])
-        self._proposer(self._model.logits(hidden), rows, positions, tokens, scores)
+        self._proposer(logits, rows, positions, tokens, scores)
         return tokens, scores.masked_fill_(scores > 0, -torch.inf)
 
     def _row_steps(

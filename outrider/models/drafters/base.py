@@ -47,6 +47,8 @@ class DraftModel(ABC):
     """Width of a feature as `forward` takes it, after `project`; 0 without features."""
     state_size: int = 0
     """Width of what a node leaves to its children, where that is not a feature; see BlockHead."""
+    block_bytes: int = 0
+    """Memory of what the block of one request says; 0 for a model without blocks."""
     num_scratch: int = 0
     """KV slots beside a request's tree that a forward fills for itself."""
     edge_scale = PLAIN_SCALE

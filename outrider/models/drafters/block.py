@@ -3,6 +3,8 @@ does to the next one's chances."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,23 +16,38 @@ from outrider.layers.linear import Linear
 from outrider.layers.rotary import rotate
 from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.base import DraftHead, required
-from outrider.models.drafters.config import MARKOV_INPUT, MARKOV_OUTPUT, OUTPUT, BlockConfig, HeadConfig
+from outrider.models.drafters.config import MARKOV_INPUT, MARKOV_OUTPUT, BlockConfig, HeadConfig
 
 MARKOV_GATES = {"gated": "gate_proj", "rnn": "joint_proj"}
 """The layer beside the two matrices, by `BlockConfig.markov_kind`."""
+
+
+_NOWHERE = -(1 << 30)
+"""Position of a root that there is not: everything lies behind its block."""
+
+
+class BlockStore(NamedTuple):
+    """What the blocks of N requests say: of each the last one's places, one behind another."""
+
+    begins: Tensor
+    """int32 [N], the position of the root whose block it is."""
+    rows: Tensor
+    """[N * num_guesses, hidden]."""
+    logits: Tensor
+    """float32 [N * num_guesses, vocab_size], without what DSPARK's sequential part adds."""
 
 
 class BlockHead(DraftHead):
     """A block of places behind the committed text, the first of which holds the root's token and the others a mask.
 
     context   keys and values are products of the target's normed features alone, so that no forward is needed for them
-    block     attends to the context and, in both directions, to itself; one forward for all its places
-    state     what a node leaves to its children: the block's rows for the places behind it, one behind the other
-    to logits the first of these rows and, with DSPARK, `markov_rank` values that follow from the node's own token;
-              the output matrix is lm_head and markov_w2 side by side, and so adds what both say
+    block     attends to the context and, in both directions, to itself; one forward for all its places, and one product
+              for their logits
+    node      takes its place's logits and, with DSPARK, adds markov_w2's product with `markov_rank` values that follow
+              from the node's own token
 
-    So a node below the root costs a row of logits and no forward. Behind its block a path's rows are zeros, of which
-    no guesses are made.
+    So a node below the root costs no forward and no product with the output matrix. Behind its block no guesses are
+    made.
     """
 
     def __init__(
@@ -53,19 +70,17 @@ class BlockHead(DraftHead):
         self._markov: MarkovHead | None = None
         if rank:
             self._markov = MarkovHead(self.block, hidden, decoder.vocab_size, dtype, device)
-            del self._linears[OUTPUT.removesuffix(".weight")]
-            self.output = Linear(hidden + rank, self.vocab_size, False, dtype, device)
-        self._memory_size = rank if self.block.markov_kind == "rnn" else 0
-        self.state_size = self.block.num_guesses * hidden + self._memory_size
+            self._linears[MARKOV_OUTPUT.removesuffix(".weight")] = Linear(rank, self.vocab_size, False, dtype, device)
+        self.state_size = rank if self.block.markov_kind == "rnn" else 0
         self.num_scratch = self.block.size
+        self.block_bytes = self.block.num_guesses * (hidden * dtype.itemsize + self.vocab_size * 4)
         self._projection: Tensor | None = None
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """See DraftHead."""
         found = super().checkpoint_tensors()
         if self._markov is not None:
-            output, more = self.output.weight.split((self._hidden, self.block.markov_rank), 1)
-            found |= {OUTPUT: output, MARKOV_OUTPUT: more, **self._markov.checkpoint_tensors()}
+            found |= self._markov.checkpoint_tensors()
         return found
 
     def finish_loading(self) -> None:
@@ -78,10 +93,8 @@ class BlockHead(DraftHead):
         self._injection.pack()
         self._projection = self.fc.weight  # before packing, which on a CPU lays it out anew
         super().finish_loading()
-        if self._markov is None:
-            return
-        self.output.pack()
-        self._markov.finish_loading()
+        if self._markov is not None:
+            self._markov.finish_loading()
 
     @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
@@ -129,7 +142,7 @@ class BlockHead(DraftHead):
 
     @torch.inference_mode()
     def forward_blocks(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
-        """Run the blocks of R roots, as `block_tokens` lays them out: their states [R, state_size].
+        """Run the blocks of R roots, as `block_tokens` lays them out: rows of their guesses [R * num_guesses, hidden].
 
         In `batch` the places of a block see its context and all of the block.
         """
@@ -137,28 +150,73 @@ class BlockHead(DraftHead):
         stream = self.embed(batch.token_ids)
         for layer in self.layers:
             stream = layer(stream, plan)
-        rows = self.final_norm(stream).view(-1, self.block.size, self._hidden)
-        state = rows[:, self.block.size - self.block.num_guesses :].flatten(1)
-        return functional.pad(state, (0, self._memory_size)) if self._memory_size else state
+        size, count = self.block.size, self.block.num_guesses
+        return self.final_norm(stream).view(-1, size, self._hidden)[:, size - count :].flatten(0, 1)
 
     @torch.inference_mode()
-    def advance(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """From nodes' tokens [M] and what their parents left [M, state_size], which for a root is its block's state.
+    def advance(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Of nodes' tokens [M], the rows of their places [M, hidden] and what their parents left [M, state_size].
+
+        `memory` is zeros for a root.
 
         Returns:
             rows for `logits` [M, hidden + markov_rank], and what the nodes leave to their children [M, state_size].
         """
-        rows = states[:, : self._hidden].contiguous()
-        left = states[:, self._hidden : self.block.num_guesses * self._hidden]
-        memory = states[:, self.block.num_guesses * self._hidden :]
-        if self._markov is not None:
-            said, memory = self._markov(tokens, rows, memory)
-            rows = torch.cat((rows, said), 1)
-        return rows, torch.cat((left, torch.zeros_like(states[:, : self._hidden]), memory), 1)
+        if self._markov is None:
+            return rows, memory
+        said, memory = self._markov(tokens, rows, memory)
+        return torch.cat((rows, said), 1), memory
 
-    def is_over(self, rows: Tensor) -> Tensor:
-        """bool [M]: whether rows that `advance` returned are of nodes behind their block, which have no guesses."""
-        return ~rows[:, : self._hidden].any(1)
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """See DraftModel. `rows` [M, hidden] are those of places alone; behind them, with DSPARK, what a token says."""
+        logits = super().logits(rows[:, : self._hidden].contiguous())
+        return logits if rows.shape[1] == self._hidden else self._add_said(logits, rows[:, self._hidden :].contiguous())
+
+    def _add_said(self, logits: Tensor, said: Tensor) -> Tensor:
+        return logits.add_(self._linears[MARKOV_OUTPUT.removesuffix(".weight")].to_float32(said))
+
+    def new_blocks(self, count: int) -> BlockStore:
+        """Room for the blocks of so many requests, with no block in it."""
+        num_places = count * self.block.num_guesses
+        return BlockStore(
+            torch.full((count,), _NOWHERE, dtype=torch.int32, device=self.device),
+            torch.zeros(num_places, self._hidden, dtype=self.dtype, device=self.device),
+            torch.zeros(num_places, self.vocab_size, device=self.device),
+        )
+
+    @torch.inference_mode()
+    def keep_blocks(self, blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """Keep what `forward_blocks` returned for the requests `where`, int64 [R], of roots at `positions`, int [R]."""
+        count = self.block.num_guesses
+        places = (where[:, None] * count + torch.arange(count, device=where.device)).flatten()
+        blocks.begins.index_copy_(0, where, positions.int())
+        blocks.rows.index_copy_(0, places, rows)
+        blocks.logits.index_copy_(0, places, self.logits(rows))
+
+    @torch.inference_mode()
+    def read_blocks(
+        self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What M nodes' children may be.
+
+        Args:
+            where: int64 [M], the requests whose nodes they are; `tokens` and `positions`, int [M], are their own.
+            memory: [M, state_size], what their parents left; of roots it does not count.
+
+        Returns:
+            logits float32 [M, vocab_size], what the nodes leave to their children [M, state_size], and bool [M] where
+            there are no guesses, outside of the block.
+        """
+        count = self.block.num_guesses
+        place = positions - blocks.begins[where]
+        at = where * count + place.clamp(0, count - 1)
+        logits = blocks.logits.index_select(0, at)
+        if self._markov is not None:
+            memory = memory.masked_fill((place == 0).unsqueeze(1), 0.0)
+            said, memory = self._markov(tokens, blocks.rows.index_select(0, at), memory)
+            logits = self._add_said(logits, said)
+        return logits, memory, (place < 0) | (place >= count)
 
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend

@@ -65,9 +65,14 @@ def path_logits(model: DraftModel, raw: Tensor, path: list[int]) -> Tensor:
     model.extend(batch, model.project(raw), places, kv, attention)
     tokens = model.block_tokens(torch.tensor(path[:1]), torch.tensor([length]))
     segment = Segment(size, torch.arange(length + size), torch.ones(size, size, dtype=torch.bool))
-    states = model.forward_blocks(ForwardBatch(*tokens, [segment]), kv, attention)
+    blocks, where = model.new_blocks(2), torch.tensor([1])
+    rows = model.forward_blocks(ForwardBatch(*tokens, [segment]), kv, attention)
+    model.keep_blocks(blocks, where, torch.tensor([length]), rows)
+    memory = torch.randn(1, model.state_size)
     logits = []
-    for token in path:
-        rows, states = model.advance(torch.tensor([token]), states)
-        logits.append(model.logits(rows).masked_fill(model.is_over(rows).unsqueeze(1), -torch.inf))
+    for number, token in enumerate(path):
+        found, memory, is_over = model.read_blocks(
+            blocks, where, torch.tensor([token]), torch.tensor([length + number]), memory
+        )
+        logits.append(found.masked_fill(is_over.unsqueeze(1), -torch.inf))
     return torch.cat(logits)
