@@ -24,6 +24,10 @@ Shape = TypeVar("Shape", bound=tuple[int, ...])
 """What tells one graph from another; larger ones compare greater."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class GraphPool(Generic[Shape]):
     """Captured work that shares one memory pool. `body(shape)` queues the work on the device and nothing else."""
 
@@ -85,17 +89,29 @@ class GraphPool(Generic[Shape]):
         """Shapes that have a graph, largest first."""
         return sorted(self._graphs, reverse=True)
 
-    def capture_next(self, shape: Shape) -> None:
+    def capture_next(self, shape: Shape, tell: Callable[[], None] = _nothing) -> bool:
         """Capture a shape as `body` works by now; until `adopt`, what was captured before is run.
 
-        Between two runs, which it holds up. What `body` finds must be empty, as for `capture`. Raises
-        torch.OutOfMemoryError; after `adopt` the shape is run kernel by kernel then.
+        Between two runs, which it holds up. What `body` finds must be empty, as for `capture`. It is run twice, as it
+        is and as it was captured; `tell` is called before each time.
+
+        Returns whether there was memory for the graph; without, it is run kernel by kernel after `adopt`. Raises
+        torch.OutOfMemoryError where a run had too little, which then has done a part of its work.
         """
         torch.cuda.synchronize()
         stream = self._stream or torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            self._next[shape] = self._capture(shape, stream)
+            tell()
+            self._run_once(shape, stream)
+            try:
+                graph = self._record(shape)
+            except torch.OutOfMemoryError:
+                return False
+            tell()
+            graph.replay()
         torch.cuda.synchronize()
+        self._next[shape] = graph
+        return True
 
     def adopt(self) -> None:
         """From now on, what `capture_next` captured is run and nothing else."""
@@ -117,10 +133,19 @@ class GraphPool(Generic[Shape]):
             graph.replay()
 
     def _capture(self, shape: Shape, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        self._run_once(shape, stream)
+        graph = self._record(shape)
+        # The first replay uploads the graph.
+        graph.replay()
+        return graph
+
+    def _run_once(self, shape: Shape, stream: torch.cuda.Stream) -> None:
         if self._prepare is not None:
             self._prepare(shape)
         self._body(shape)
         stream.synchronize()
+
+    def _record(self, shape: Shape) -> torch.cuda.CUDAGraph:
         # torch.cuda.graph() would collect garbage and empty the cache each time: a tenth of a second.
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -128,8 +153,6 @@ class GraphPool(Generic[Shape]):
             self._body(shape)
         finally:
             graph.capture_end()
-        # The first replay uploads the graph.
-        graph.replay()
         return graph
 
     def _compile(self, shapes: Sequence[Shape]) -> None:

@@ -76,14 +76,14 @@ def test_a_forward_without_memory_for_its_graph_runs_without(
     small_models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = PrefillPair(small_models(dtype=torch.float32), chunk_size=600, **SIZES)
-    small, capture_next = pair.prefill._shapes.small, pair.prefill.graphs.capture_next
+    small, record = pair.prefill._shapes.small, pair.prefill.graphs._record
 
-    def fail_once(shape: Any) -> None:
+    def fail_once(shape: Any) -> torch.cuda.CUDAGraph:
         if shape == small[1]:
             raise torch.OutOfMemoryError("no room")
-        capture_next(shape)
+        return record(shape)
 
-    monkeypatch.setattr(pair.prefill.graphs, "capture_next", fail_once)
+    monkeypatch.setattr(pair.prefill.graphs, "_record", fail_once)
     num_tokens = run_story(pair, LAYERS)
     assert pair.check(5e-3) == num_tokens
     assert set(pair.prefill.graphs.captured()) == set(small) - {small[1]}

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from outrider.device import num_processors
 from outrider.drafting.model.round_drafter import RoundResults, RoundShape
 from outrider.grammar.compiler import Mask
 from outrider.graphs import GraphPool, compile_aside
+from outrider.host.rank_memory import RankError
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.drafters.base import DraftModel
@@ -288,23 +290,28 @@ class CudaExecutor(FeatureExecutor):
 
     @torch.inference_mode()
     def _renew(self, shape: Bucket | PromptShape, store: FeatureStore) -> None:
-        """Capture a round, or a forward of prompts, that stores features; without memory it will go without graph."""
+        """Capture a round, or a forward of prompts, that stores features; without memory it will go without graph.
+
+        Raises RankError where memory ends amid a run, which the other ranks have run to its end.
+        """
         self._last_end = None
-        used = self._features
+        captured = False
         try:
-            if isinstance(shape, PromptShape):
-                self._prefill.capture_next(shape, store)
-                return
-            # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
-            self._input.clear()
-            self._features = store
+            captured = self._capture_next(shape, store)
+        except torch.OutOfMemoryError as error:
             if self._link is not None:
-                # Here it is run once as it is, and once as it was captured.
-                self._link.tell(ROUND, shape)
-                self._link.tell(ROUND, shape)
-            self.graphs.capture_next(shape)
-        except torch.OutOfMemoryError:
+                raise RankError("no memory on rank 0 for a round with features; lower --mem-fraction-static") from error
+        if not captured:
             log.warning("no memory for the graph of %d tokens in %d rows with features", shape.tokens, shape.rows)
+
+    def _capture_next(self, shape: Bucket | PromptShape, store: FeatureStore) -> bool:
+        if isinstance(shape, PromptShape):
+            return self._prefill.capture_next(shape, store)
+        # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
+        self._input.clear()
+        used, self._features = self._features, store
+        try:
+            return self.graphs.capture_next(shape, partial(self._tell, shape))
         finally:
             self._features = used
 
@@ -361,9 +368,12 @@ class CudaExecutor(FeatureExecutor):
 
     def _run(self, bucket: Bucket) -> None:
         """Queue the round that was laid out, on all ranks."""
+        self._tell(bucket)
+        self.graphs.run(bucket)
+
+    def _tell(self, bucket: Bucket) -> None:
         if self._link is not None:
             self._link.tell(ROUND, bucket)
-        self.graphs.run(bucket)
 
     def check(self) -> None:
         """Raise RankError if what a round brought is worthless."""

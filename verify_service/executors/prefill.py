@@ -93,16 +93,14 @@ class Prefill:
             for shape in small:
                 self.graphs.run(shape)
 
-    def capture_next(self, shape: PromptShape, store: FeatureStore) -> None:
+    def capture_next(self, shape: PromptShape, store: FeatureStore) -> bool:
         """Capture a forward that stores features there; see GraphPool.capture_next."""
-        # Here it is run once as it is, and once as it was captured.
-        for _ in range(2):
-            self._tell(shape, self._layout.describe((), self._rows.spare))
         # Queued behind forwards that may still read their description.
         self._clear()
         used, self.features = self.features, store
         try:
-            self.graphs.capture_next(shape)
+            nothing = self._layout.describe((), self._rows.spare)
+            return self.graphs.capture_next(shape, lambda: self._tell(shape, nothing))
         finally:
             self.features = used
 
