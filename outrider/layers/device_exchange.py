@@ -13,7 +13,7 @@ from torch.nn import functional
 from kernels.exchange import join_columns, sum_rows, sum_rows_normed
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
-from outrider.layers.exchange import Exchange
+from outrider.layers.exchange import Exchange, OrderedExchange, add_up
 from outrider.layers.norm import RMSNorm
 from outrider.logs import get_logger
 from outrider.peer_mailboxes import PeerMailboxes
@@ -87,7 +87,7 @@ class PeerExchange(Exchange):
         return sum_rows(self._numbers.boxes, padded).view(-1)[: len(numbers)]
 
 
-class NcclExchange(Exchange):
+class NcclExchange(OrderedExchange):
     """By NCCL, which brings every rank all parts: summed here, they have an order. May be captured."""
 
     def __init__(self, memory: RankMemory, device: torch.device) -> None:
@@ -100,25 +100,13 @@ class NcclExchange(Exchange):
         store = FileStore(f"{folder}/store", memory.world)
         distributed.init_process_group("nccl", store=store, rank=memory.rank, world_size=memory.world, device_id=device)
 
-    def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
-        """See Exchange."""
-        total = self._sum(part)
-        return (total if stream is None else total.add_(stream)).to(part.dtype)
-
     def _join(self, part: Tensor) -> Tensor:
         """See Exchange."""
         return self._gather(part).transpose(0, 1).reshape(part.shape[0], -1)
 
-    def _share(self, numbers: Tensor) -> Tensor:
-        """See Exchange."""
-        return self._sum(numbers)
-
     def _sum(self, part: Tensor) -> Tensor:
-        parts = self._gather(part)
-        total = parts[0].float()
-        for other in parts[1:]:
-            total += other
-        return total
+        """See OrderedExchange."""
+        return add_up([*self._gather(part)], torch.empty_like(part, dtype=torch.float32))
 
     def _gather(self, part: Tensor) -> Tensor:
         part = part.contiguous()

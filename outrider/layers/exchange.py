@@ -75,36 +75,49 @@ class Exchange(ABC):
         """The sum of all ranks' float32 [n]."""
 
 
-class HostExchange(Exchange):
-    """Through memory that the ranks' processes share, for CPUs."""
-
-    def __init__(self, memory: RankMemory) -> None:
-        super().__init__(memory.rank, memory.world)
-        self._memory = memory
+class OrderedExchange(Exchange):
+    """One whose ranks each have all parts, and sum them alike."""
 
     def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
         """See Exchange."""
         total = self._sum(part)
         return (total if stream is None else total.add_(stream)).to(part.dtype)
 
+    def _share(self, numbers: Tensor) -> Tensor:
+        """See Exchange."""
+        return self._sum(numbers[:, None])[:, 0]
+
+    @abstractmethod
+    def _sum(self, part: Tensor) -> Tensor:
+        """float32 [M, n], the sum of all ranks' `part` of that shape in the order of ranks."""
+
+
+def add_up(parts: Sequence[Tensor], total: Tensor) -> Tensor:
+    """`total` float32, filled with the sum of parts of its shape in their order."""
+    total.copy_(parts[0])
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class HostExchange(OrderedExchange):
+    """Through memory that the ranks' processes share, for CPUs."""
+
+    def __init__(self, memory: RankMemory) -> None:
+        super().__init__(memory.rank, memory.world)
+        self._memory = memory
+
     def _join(self, part: Tensor) -> Tensor:
         """See Exchange."""
         pieces = [torch.cat(tuple(parts), 1) for parts in self._swap(part)]
         return torch.cat(pieces)
 
-    def _share(self, numbers: Tensor) -> Tensor:
-        """See Exchange."""
-        return self._sum(numbers[:, None])[:, 0]
-
     def _sum(self, part: Tensor) -> Tensor:
+        """See OrderedExchange."""
         found = torch.empty(part.shape, dtype=torch.float32)
         first = 0
         for parts in self._swap(part):
-            rows = found[first : first + parts.shape[1]]
-            rows.copy_(parts[0])
-            for other in parts[1:]:
-                rows += other
-            first += len(rows)
+            first += len(add_up([*parts], found[first : first + parts.shape[1]]))
         return found
 
     def _swap(self, part: Tensor) -> list[Tensor]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
+from conftest import Start
+from cuda_harness import small_model
+from deterministic_drafts import check_drafts_change_nothing
 from family_table import FAMILIES, KINDS, LOCAL_AND_GLOBAL, SIZES
-from harness import run_all
-from local_draft import LocalDraft, oracle
 from paged_runs import PagedRun
-from threaded_engine import ThreadedEngine
 from tiny_models import relative_error, save_tiny, token_ids
 
 from outrider.models.loader import load_decoder
@@ -58,29 +56,7 @@ ENGINES = {
 }
 
 
-@pytest.fixture
-def engines() -> Iterator[list[ThreadedEngine]]:
-    made: list[ThreadedEngine] = []
-    yield made
-    for engine in made:
-        engine.stop()
-
-
 @pytest.mark.parametrize("family", ENGINES)
-def test_deterministic_answers_are_those_without_drafts(
-    tmp_path: Path, engines: list[ThreadedEngine], family: str
-) -> None:
-    """With prefixes from the cache, and after preemptions."""
+def test_deterministic_answers_are_those_without_drafts(tmp_path: Path, start: Start, family: str) -> None:
     model = small_model(tmp_path, family, 64, torch.bfloat16, "cuda", pad_token_id=0, **ENGINES[family])
-    sizes = {"deterministic": True, "max_round_tokens": 32, "max_nodes": 24}
-    plain, _ = make_paged_engine(model, **sizes)
-    engines.append(plain)
-    plain.start()
-    truth = run_all(plain, jobs(), 1, speculate=False)
-    drafted, _ = make_paged_engine(model, num_pages=28, **sizes)
-    engines.append(drafted)
-    drafted.draft_connected(LocalDraft(drafted, VOCAB, oracle(texts(truth), VOCAB)))
-    drafted.start()
-    answers = run_all(drafted, jobs(), 8)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
-    assert sum(answer.num_accepted for answer in answers) > 0
+    check_drafts_change_nothing(start, model)

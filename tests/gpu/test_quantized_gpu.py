@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
-from harness import run_all
-from local_draft import LocalDraft, oracle
+from conftest import Start
+from cuda_harness import small_model
+from deterministic_drafts import check_drafts_change_nothing
 from paged_runs import PagedRun
-from threaded_engine import ThreadedEngine
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 
 from outrider.models.loader import load_decoder
@@ -49,32 +47,10 @@ def test_prompts_and_trees_are_near_their_dequantized_matrices(name: str, tmp_pa
     assert torch.equal(run.captured_tree(nodes, PARENTS, CONTEXT, by_path=False), eager)
 
 
-@pytest.fixture
-def engines() -> Iterator[list[ThreadedEngine]]:
-    made: list[ThreadedEngine] = []
-    yield made
-    for engine in made:
-        engine.stop()
-
-
 @pytest.mark.parametrize("name", ["fp8", "fp8-block", "int4", "awq", "mxfp4"])
 @pytest.mark.parametrize("fp8_kv", [False, True])
-def test_deterministic_answers_are_those_without_drafts(
-    name: str, fp8_kv: bool, tmp_path: Path, engines: list[ThreadedEngine]
-) -> None:
-    """With prefixes from the cache, and after preemptions."""
+def test_deterministic_answers_are_those_without_drafts(name: str, fp8_kv: bool, tmp_path: Path, start: Start) -> None:
     small_model(tmp_path / "source", "Llama", 64, hidden_size=128, intermediate_size=384)
     model = load_decoder(made(tmp_path / "source", name), torch.bfloat16, "cuda")
     model.kv_dtype = torch.float8_e4m3fn if fp8_kv else None
-    sizes = {"deterministic": True, "max_round_tokens": 32, "max_nodes": 24}
-    plain, _ = make_paged_engine(model, **sizes)
-    engines.append(plain)
-    plain.start()
-    truth = run_all(plain, jobs(), 1, speculate=False)
-    drafted, _ = make_paged_engine(model, num_pages=28, **sizes)
-    engines.append(drafted)
-    drafted.draft_connected(LocalDraft(drafted, VOCAB, oracle(texts(truth), VOCAB)))
-    drafted.start()
-    answers = run_all(drafted, jobs(), 8)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
-    assert sum(answer.num_accepted for answer in answers) > 0
+    check_drafts_change_nothing(start, model)
