@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_block_growth import edge, make_head
-from test_round_drafter import FLOOR, ROWS, Target, admit, chosen, make
+from test_round_drafter import ROWS, Node, Target, admit, chosen, grown, make
 from tiny_blocks import BLOCK, HIDDEN, VOCAB, plain_block, plain_logits
 from tiny_heads import Tensors
 from torch import Tensor
@@ -31,9 +31,9 @@ class BlockTarget(Target):
 def expected_trees(
     target: BlockTarget, tensors: Tensors, kind: str, params: dict[int, SamplingParams], num_steps: int, width: int,
     branching: int, num_nodes: int,
-) -> list[tuple[int, tuple[int, ...], float]]:  # fmt: skip
-    """The best nodes as (row, tokens below the root, path score), grown one by one."""
-    found: list[tuple[int, tuple[int, ...], float]] = []
+) -> list[Node]:  # fmt: skip
+    """The best nodes, grown one by one."""
+    found: list[Node] = []
     blocks: dict[int, Tensor] = {}
 
     def expand(row: int, path: tuple[int, ...], score: float) -> None:
@@ -48,14 +48,7 @@ def expected_trees(
     for row, text in target.texts.items():
         raw = torch.stack([target.feature(row, position) for position in range(len(text) - 1)]).cpu()
         blocks[row] = plain_block(tensors, tensors["embed_tokens.weight"], raw, text[-1])
-        expand(row, (), 0.0)
-    run: set[tuple[int, tuple[int, ...]]] = set()
-    for _ in range(num_steps - 1):
-        waiting = [node for node in found if node[:2] not in run and node[2] >= FLOOR]
-        for row, path, score in sorted(waiting, key=lambda node: -node[2])[:width]:
-            run.add((row, path))
-            expand(row, path, score)
-    return sorted((node for node in found if node[2] >= FLOOR), key=lambda node: -node[2])[:num_nodes]
+    return grown(target.texts, found, expand, num_steps, width)[:num_nodes]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

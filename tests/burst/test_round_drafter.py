@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -135,13 +136,36 @@ def admit(target: Target, drafter: RoundDrafter, row: int, sampling: SamplingPar
             drafter.compute_context([chunk], [target.slot(row, max(position - 1, 0)) for position in positions])
 
 
+Node = tuple[int, tuple[int, ...], float]
+"""Row, tokens below the root, path score."""
+
+
+def grown(
+    rows: Iterable[int],
+    found: list[Node],
+    expand: Callable[[int, tuple[int, ...], float], None],
+    num_steps: int,
+    width: int,
+) -> list[Node]:
+    """All nodes of trees, best first. `expand` of a row, a path and its score adds the path's children to `found`."""
+    for row in rows:
+        expand(row, (), 0.0)
+    run: set[tuple[int, tuple[int, ...]]] = set()
+    for _ in range(num_steps - 1):
+        waiting = [node for node in found if node[:2] not in run and node[2] >= FLOOR]
+        for row, path, score in sorted(waiting, key=lambda node: -node[2])[:width]:
+            run.add((row, path))
+            expand(row, path, score)
+    return sorted((node for node in found if node[2] >= FLOOR), key=lambda node: -node[2])
+
+
 def expected_trees(
     target: Target, model: DraftModel, rows: list[int], params: dict[int, SamplingParams], num_steps: int,
     width: int, branching: int, num_nodes: int,
-) -> list[tuple[int, tuple[int, ...], float]]:  # fmt: skip
-    """The best nodes as (row, tokens below the root, path score), grown one by one."""
+) -> list[Node]:  # fmt: skip
+    """The best nodes, grown one by one."""
     plain = Plain(model)
-    found: list[tuple[int, tuple[int, ...], float]] = []
+    found: list[Node] = []
     handed: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
 
     def expand(row: int, path: tuple[int, ...], score: float) -> None:
@@ -163,18 +187,10 @@ def expected_trees(
         for index in edges.topk(branching).indices.tolist():
             found.append((row, (*path, int(ids[index])), score + float(edges[index])))
 
-    for row in rows:
-        expand(row, (), 0.0)
-    run: set[tuple[int, tuple[int, ...]]] = set()
-    for _ in range(num_steps - 1):
-        waiting = [node for node in found if node[:2] not in run and node[2] >= FLOOR]
-        for row, path, score in sorted(waiting, key=lambda node: -node[2])[:width]:
-            run.add((row, path))
-            expand(row, path, score)
-    return sorted((node for node in found if node[2] >= FLOOR), key=lambda node: -node[2])[:num_nodes]
+    return grown(rows, found, expand, num_steps, width)[:num_nodes]
 
 
-def chosen(drafter: RoundDrafter) -> list[tuple[int, tuple[int, ...], float]]:
+def chosen(drafter: RoundDrafter) -> list[Node]:
     """The same of what the drafter has chosen."""
     entries = drafter.grown.pool.entries
     paths: dict[tuple[int, int], tuple[int, ...]] = {}
