@@ -68,9 +68,10 @@ class BlockHead(DraftHead):
         )
         rank = self.block.markov_rank
         self._markov: MarkovHead | None = None
+        self._said = Linear(rank, self.vocab_size, False, dtype, device)
         if rank:
             self._markov = MarkovHead(self.block, hidden, decoder.vocab_size, dtype, device)
-            self._linears[MARKOV_OUTPUT.removesuffix(".weight")] = Linear(rank, self.vocab_size, False, dtype, device)
+            self._linears[MARKOV_OUTPUT.removesuffix(".weight")] = self._said
         self.state_size = rank if self.block.markov_kind == "rnn" else 0
         self.num_scratch = self.block.size
         self.block_bytes = self.block.num_guesses * (hidden * dtype.itemsize + self.vocab_size * 4)
@@ -174,7 +175,7 @@ class BlockHead(DraftHead):
         return logits if rows.shape[1] == self._hidden else self._add_said(logits, rows[:, self._hidden :].contiguous())
 
     def _add_said(self, logits: Tensor, said: Tensor) -> Tensor:
-        return logits.add_(self._linears[MARKOV_OUTPUT.removesuffix(".weight")].to_float32(said))
+        return logits.add_(self._said.to_float32(said))
 
     def new_blocks(self, count: int) -> BlockStore:
         """Room for the blocks of so many requests, with no block in it."""
