@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.frontier_state import StepTokens
+from kernels.frontier_state import RegionPlan, StepTokens
 from outrider.attention.base import TokenBatch
 from outrider.attention.paged import PagedBatch, choose_splits
 from outrider.drafting.model.burst import StepBucket
@@ -32,6 +32,39 @@ class BlockRoots(NamedTuple):
     """Positions of the context that the block sees, from the first on."""
 
 
+class BlockLayout(NamedTuple):
+    """What is the same in all forwards of R requests' blocks of S places. Tensors int32 on the device."""
+
+    ids: Tensor
+    """[R, S], masks but for the first of each, which is the root's."""
+    order: Tensor
+    """[S], 0, 1, ..."""
+    first: Tensor
+    """[R + 1], where blocks begin."""
+    pages: Tensor
+    """int64 [S], columns of the page table in which the places' scratch slots are."""
+    offsets: Tensor
+    """[S], and where in these pages."""
+    own: Tensor
+    """[R, W], of each place the bits of the block's own, which all see all."""
+
+    @classmethod
+    def new(cls, num_rows: int, size: int, mask_token: int, plan: RegionPlan, region: int) -> BlockLayout:
+        """Of scratch slots behind `region` tree slots."""
+        int32, device = torch.int32, plan.page_tables.device
+        order = torch.arange(size, dtype=int32, device=device)
+        places = plan.region_base + region + order
+        own = [(1 << min(size - first, _WORD)) - 1 for first in range(0, size, _WORD)]
+        return cls(
+            torch.full((num_rows, size), mask_token, dtype=int32, device=device),
+            order,
+            torch.arange(0, (num_rows + 1) * size, size, dtype=int32, device=device),
+            (places // plan.page_size).long(),
+            places % plan.page_size,
+            torch.tensor(own, dtype=torch.int64, device=device).int().repeat(num_rows, 1),
+        )
+
+
 class BlockSteps(DraftSteps):
     """See DraftSteps. A fresh step takes features that came: it writes keys and values of their positions, and runs the
     block of each root among its nodes, one of a request at most. Any other step reads what requests' last blocks say.
@@ -47,6 +80,7 @@ class BlockSteps(DraftSteps):
         # Tree slots with keys and values of the target's features; the last row is for padding.
         self._injected = torch.zeros(shape.num_rows + 1, shape.region, dtype=torch.bool, device=device)
         self._bits = torch.arange(_WORD, dtype=torch.int32, device=device)
+        self._layouts: dict[int, BlockLayout] = {}
 
     def _propose(self, bucket: StepBucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
         """See DraftSteps."""
@@ -85,8 +119,8 @@ class BlockSteps(DraftSteps):
         order = torch.arange(width, device=is_root.device)
         roots = torch.full((num_rows + 1,), width, device=is_root.device).scatter_(0, where, order)[:num_rows]
         places, there = roots.clamp(max=width - 1), roots < width
-        masks = step.mask[places].unsqueeze(-1) >> self._bits & 1
-        seen = masks.flatten(1).bool() & self._injected[burst.table_rows.long()]
+        injected = self._injected[burst.table_rows.long()].view(num_rows, -1, _WORD).int() << self._bits
+        seen = step.mask[places] & injected.sum(-1, dtype=torch.int32)
         at = BlockRoots(
             torch.where(there, step.token_ids[places], 0),
             torch.where(there, step.positions[places], 0),
@@ -99,29 +133,27 @@ class BlockSteps(DraftSteps):
     def run_blocks(self, at: BlockRoots, seen: Tensor | None = None) -> None:
         """Run the blocks of R requests, for `read`; may be captured.
 
-        `seen`: bool [R, region], tree slots with keys of features that the blocks see beside the context; none unless
-        given.
+        `seen`: int32 [R, region / 32], bits of tree slots with keys of features that the blocks see beside the context;
+        none unless given.
         """
         head, plan, shape = self._head, self._memory.plan, self._shape
-        num_rows, size, device = at.tokens.shape[0], head.block.size, at.tokens.device
-        ids, positions = head.block_tokens(at.tokens, at.positions)
-        allowed = (torch.arange(-(-size // _WORD) * _WORD, device=device) < size).expand(num_rows, -1)
-        base = plan.region_base + shape.region
+        num_rows, size = at.tokens.shape[0], head.block.size
+        layout = self._layout_of(num_rows)
+        layout.ids[:, 0].copy_(at.tokens)
+        words, base = layout.own, plan.region_base + shape.region
         if seen is not None:
-            allowed, base = torch.cat((seen, allowed), 1), plan.region_base
-        words = (allowed.reshape(num_rows, -1, _WORD).int() << self._bits).sum(-1, dtype=torch.int32)
-        places = plan.region_base + shape.region + torch.arange(size, device=device)
-        pages = plan.page_tables[at.table_rows.long()[:, None], places // plan.page_size]
-        slots = pages * plan.page_size + (places % plan.page_size).int()
+            words, base = torch.cat((seen, words), 1), plan.region_base
+        pages = plan.page_tables[at.table_rows.long()[:, None], layout.pages]
+        slots = torch.where(at.there[:, None], pages * plan.page_size + layout.offsets, -1)
         heads = (head.num_heads, head.num_kv_heads)
         batch = PagedBatch(
-            token_ids=ids,
-            positions=positions,
-            first=torch.arange(0, (num_rows + 1) * size, size, dtype=torch.int32, device=device),
+            token_ids=layout.ids.flatten(),
+            positions=(at.positions[:, None] + layout.order).flatten(),
+            first=layout.first,
             cached_len=at.context_len,
             table_rows=at.table_rows,
             page_tables=plan.page_tables,
-            slots=torch.where(at.there[:, None], slots, -1).int().flatten(),
+            slots=slots.flatten(),
             page_size=plan.page_size,
             max_row_tokens=size,
             mask=words.repeat_interleave(size, 0),
@@ -131,3 +163,12 @@ class BlockSteps(DraftSteps):
         where = torch.where(at.there, at.table_rows, shape.num_rows).long()
         rows = head.forward_blocks(batch, self._memory.kv, self._attention)
         head.keep_blocks(self._blocks, where, at.positions, rows)
+
+    def _layout_of(self, num_rows: int) -> BlockLayout:
+        found = self._layouts.get(num_rows)
+        if found is None:
+            block, plan = self._head.block, self._memory.plan
+            made = BlockLayout.new(num_rows, block.size, block.mask_token, plan, self._shape.region)
+            # Another thread may compile a step of the same sizes.
+            found = self._layouts.setdefault(num_rows, made)
+        return found
