@@ -85,6 +85,7 @@ FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias=True),
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
+    "Mistral3ForConditionalGeneration": replace(_MISTRAL, is_part=True),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
     # MiMo's checkpoints carry their drafter, a head that predicts one token more.

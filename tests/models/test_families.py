@@ -119,21 +119,23 @@ def test_the_page_names_every_architecture() -> None:
     assert named == set(ARCHITECTURES)
 
 
+@pytest.mark.parametrize(("name", "larger"), [("gemma3", "Gemma3"), ("mistral", "Mistral3")])
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_larger_gemma(prefix: str, tmp_path: Path) -> None:
+def test_the_text_part_of_a_larger_model(prefix: str, name: str, larger: str, tmp_path: Path) -> None:
     """Named as the hub does, or as transformers 5 writes it; what is no text is not read."""
     from safetensors.torch import load_file, save_file
 
-    family, changes = FAMILIES["gemma3"]
+    family, changes = FAMILIES[name]
     reference = save_tiny(tmp_path, family, **{**SIZES, **changes})
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
     save_file({**renamed, "vision_tower.patch.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     text = json.loads((tmp_path / "config.json").read_text())
-    outside = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 2], "dtype": "float32"}
+    outside = {"architectures": [f"{larger}ForConditionalGeneration"], "eos_token_id": [1, 2], "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({**outside, "text_config": {**text, "architectures": None}}))
     model = load_model(tmp_path)
-    assert torch.equal(shared_tensors(tmp_path)[OUTPUT].read(), tensors["model.embed_tokens.weight"])
+    output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    assert torch.equal(shared_tensors(tmp_path)[OUTPUT].read(), output)
     ids = token_ids(20)
     with torch.inference_mode():
         near(run_one(model, model.new_kv(20), ids, torch.arange(20)), reference(ids[None]).logits[0])
