@@ -20,7 +20,7 @@ class QuantWeight:
 
     Leading dimensions, of stacked experts, are allowed wherever no kernel is called.
 
-    `kind`: "fp8" (e4m3), "int4" (0 to 15) or "mxfp4" (e2m1).
+    `kind`: "fp8" (e4m3), "int8" (-128 to 127), "int4" (0 to 15) or "mxfp4" (e2m1).
     `codes`: int16 [num_out, size / n], words of n codes: 2 of eight bits, 4 of four. Word e of a row's piece t, of
     `piece` columns, holds, from its lowest bits on, those of columns piece * t + i * piece / n + e, i = 0 .. n - 1.
     So a word's i-th codes, taken as they lie, are neighbouring columns.
@@ -45,7 +45,7 @@ class QuantWeight:
     @property
     def streams(self) -> bool:
         """Whether kernels take it; others are made wide."""
-        return self.piece >= MIN_PIECE
+        return self.kind != "int8" and self.piece >= MIN_PIECE
 
     @property
     def num_out(self) -> int:
@@ -95,7 +95,7 @@ class QuantWeight:
 
 def codes_per_word(kind: str) -> int:
     """Codes of a 16-bit word."""
-    return 2 if kind == "fp8" else 4
+    return 2 if kind in ("fp8", "int8") else 4
 
 
 def piece_of(kind: str, size: int, group: int) -> int:
@@ -111,20 +111,22 @@ def piece_of(kind: str, size: int, group: int) -> int:
 def packed(codes: Tensor, kind: str, piece: int) -> Tensor:
     """Codes uint8 [..., size] as words, int16 [..., size / codes of a word]."""
     parts = codes.unflatten(-1, (-1, codes_per_word(kind), piece // codes_per_word(kind))).unbind(-2)
-    halves = parts if kind == "fp8" else (parts[0] | parts[1] << 4, parts[2] | parts[3] << 4)
+    halves = parts if len(parts) == 2 else (parts[0] | parts[1] << 4, parts[2] | parts[3] << 4)
     return torch.stack([half.flatten(-2) for half in halves], -1).flatten(-2).view(torch.int16)
 
 
 def unpacked(words: Tensor, kind: str, piece: int) -> Tensor:
     """What `packed` was given."""
     halves = words.view(torch.uint8).unflatten(-1, (-1, piece // codes_per_word(kind), 2)).unbind(-1)
-    parts = halves if kind == "fp8" else (halves[0] & 15, halves[0] >> 4, halves[1] & 15, halves[1] >> 4)
+    parts = halves if codes_per_word(kind) == 2 else (halves[0] & 15, halves[0] >> 4, halves[1] & 15, halves[1] >> 4)
     return torch.stack(parts, -2).flatten(-3)
 
 
 def _values(codes: Tensor, kind: str) -> Tensor:
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
+    if kind == "int8":
+        return codes.view(torch.int8).float()
     if kind == "int4":
         return codes.float()
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)

@@ -325,6 +325,25 @@ def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
     }
 
 
+def _nearest_int8(values: Tensor) -> Tensor:
+    return values.round().clamp(-127, 127)
+
+
+def _fit_int8(matrix: Tensor, group: int) -> Tensor:
+    largest = _positive(matrix.abs().amax(1, keepdim=True) / 127)
+    return _least_error(matrix, (1,), [largest * clip for clip in _CLIPS], _nearest_int8)
+
+
+def _int8(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+    return {"weight": _nearest_int8(matrix / scales).to(torch.int8), "weight_scale": scales}
+
+
+def _int8_config(group: int) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    return _compressed("int-quantized", weights, inputs)
+
+
 def _fp8_config(strategy: str) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
@@ -361,6 +380,7 @@ FORMATS: dict[str, QuantFormat] = {
     "fp8": QuantFormat(_fit_channel, _wide, _nearest_e4m3, _fp8, lambda group: _fp8_config("channel")),
     "fp8-tensor": QuantFormat(_fit_tensor, _wide, _nearest_e4m3, _fp8_tensor, lambda group: _fp8_config("tensor")),
     "fp8-block": QuantFormat(_fit_block, _wide_block, _nearest_e4m3, _fp8_block, _block_config),
+    "int8": QuantFormat(_fit_int8, _wide, _nearest_int8, _int8, _int8_config),
     "int4": _of_int4(_int4, _int4_config),
     "awq": _of_int4(_awq, _awq_config),
     "gptq": _of_int4(_gptq, _gptq_config),

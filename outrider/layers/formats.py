@@ -41,8 +41,9 @@ def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device
     Raises ConfigError: a shape that the format cannot have or no kernel takes, or a GPU without such numbers.
     """
     group = scheme.group or size
-    if scheme.kind == "fp8":
-        check_fp8(device, f"config.json: {scheme.name}")
+    if scheme.bits == 8:
+        if scheme.kind == "fp8":
+            check_fp8(device, f"config.json: {scheme.name}")
         if size % 2:
             raise ConfigError(
                 f"config.json: {scheme.name}: a layer of {size} columns is not supported; 2 must divide it"
@@ -77,6 +78,10 @@ def _fp8_tensors(scheme: Scheme, num_out: int, size: int, scale: str = "weight_s
     return found
 
 
+def _int8_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
+    return {**_fp8_tensors(scheme, num_out, size), "weight": ((num_out, size), torch.int8)}
+
+
 def _fp8_inverse_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
     return _fp8_tensors(scheme, num_out, size, "weight_scale_inv")
 
@@ -87,9 +92,9 @@ def _fp8_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     if not scheme.block:
         scales = scales.unsqueeze(-1).expand(*codes.shape[:-1], 1)
     group, size = scheme.group or codes.shape[-1], codes.shape[-1]
-    piece = piece_of("fp8", size, group)
-    codes = packed(codes.view(torch.uint8), "fp8", piece)
-    return QuantWeight("fp8", codes, scales.transpose(-1, -2).contiguous(), group, piece, max(scheme.block, 1))
+    piece = piece_of(scheme.kind, size, group)
+    codes = packed(codes.view(torch.uint8), scheme.kind, piece)
+    return QuantWeight(scheme.kind, codes, scales.transpose(-1, -2).contiguous(), group, piece, max(scheme.block, 1))
 
 
 def _packed_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
@@ -200,6 +205,7 @@ def _narrowed(scales: Tensor) -> Tensor:
 
 FORMATS: dict[str, WeightFormat] = {
     "fp8": WeightFormat(_fp8_tensors, _fp8_decode),
+    "int8": WeightFormat(_int8_tensors, _fp8_decode),
     "fp8-inverse": WeightFormat(_fp8_inverse_tensors, _fp8_decode),
     "packed": WeightFormat(_packed_tensors, _packed_decode),
     "awq": WeightFormat(_awq_tensors, _awq_decode),

@@ -254,7 +254,9 @@ class ModelConfig(ModelShape):
         for layer in range(self.num_layers):
             mixed = experts is not None and layer in experts.layers
             for module, num_out, size in (*attention, *(mixture if mixed else dense)):
-                if (scheme := self.scheme_of(f"model.layers.{layer}.{module}")) is not None:
+                scheme = self.scheme_of(f"model.layers.{layer}.{module}")
+                # Int8 is made wide.
+                if scheme is not None and scheme.kind != "int8":
                     saved += num_out * size * item_bytes - scheme.num_bytes(num_out, size)
         return saved
 

@@ -16,15 +16,15 @@ from outrider.models.fields import get_object, get_strings
 
 _LINEAR = r".*_proj|.*\.experts\.\d+\.w[123]"
 """Matrices of attention and MLPs; Mixtral has names of its own for those of experts."""
-SUPPORTED = "fp8 (per tensor, channel or block), int4 (awq, gptq, compressed-tensors) and mxfp4"
+SUPPORTED = "fp8 (per tensor, channel or block), int8 (per channel), int4 (awq, gptq, compressed-tensors) and mxfp4"
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How a matrix [num_out, size] is stored. `layout` names its tensors (outrider.layers.formats.FORMATS).
 
-    `kind`: "fp8", "int4" or "mxfp4", as in kernels.quant_weight. `group`: columns that share a scale, 0 for all.
-    `block`: rows that share one, 1 but for blocks, and 0 for all. `symmetric`: int4 has no zeros of its own.
+    `kind`: "fp8", "int8", "int4" or "mxfp4", as in kernels.quant_weight. `group`: columns that share a scale, 0 for
+    all. `block`: rows that share one, 1 but for blocks, and 0 for all. `symmetric`: int4 has no zeros of its own.
     `input_scale`: there is a scale of activations, which is not used: ours stay in 16 bits.
     `zero_offset`: what stored zeros are too small by.
     """
@@ -40,7 +40,7 @@ class Scheme:
     @property
     def bits(self) -> int:
         """Of a weight, scales aside."""
-        return 8 if self.kind == "fp8" else 4
+        return 8 if self.kind in ("fp8", "int8") else 4
 
     def num_bytes(self, num_out: int, size: int) -> int:
         """Memory of a matrix as kernels read it: codes, and about what its scales take."""
@@ -196,6 +196,9 @@ def _compressed_scheme(name: str, group: Mapping[str, Any], form: Any) -> Scheme
         if kind[2] == "block":
             rows, columns = _block(weights.get("block_structure"))
             return Scheme("fp8", "fp8", columns, rows, input_scale=static)
+    is_int8 = kind == ("int", 8, "channel") and form in ("int-quantized", "naive-quantized")
+    if is_int8 and weights.get("symmetric", True):
+        return Scheme("int8", "int8", input_scale=static)
     if kind[:2] == ("int", 4) and form == "pack-quantized" and kind[2] in ("group", "channel"):
         if weights.get("actorder") in ("group", "dynamic", True):
             raise ConfigError(

@@ -10,7 +10,7 @@ from outrider.cli.options import number
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 
-FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int4", "awq", "gptq", "mxfp4")
+FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int4", "awq", "gptq", "mxfp4")
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from outrider.models.quantization import read_quantization
 from outrider_tools.quantize import FORMATS, is_quantized, quantize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
-STEP = {"fp8": 0.063, "int4": 0.2, "mxfp4": 0.35}
+STEP = {"fp8": 0.063, "int8": 0.06, "int4": 0.2, "mxfp4": 0.35}
 """How far a weight may be off, of the largest in its row."""
 
 
@@ -181,6 +181,11 @@ def test_what_is_not_supported_is_refused_in_a_line(tmp_path: Path, config: dict
     for word in words:
         assert word in raised.value.message
     assert "\n" not in raised.value.message
+
+
+def test_int8_is_made_wide_so_no_memory_is_saved(tmp_path: Path) -> None:
+    _, out = make(tmp_path, "int8")
+    assert ModelConfig.from_folder(out).bytes_saved(2) == 0
 
 
 def test_layers_left_out_stay_as_they_are() -> None:
