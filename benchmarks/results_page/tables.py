@@ -540,6 +540,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cut": cut_table,
     "deterministic": deterministic_table,
     "quantized_text": quantized.text_table,
+    "quantized_cpu": quantized.cpu_table,
     "quantized_engine": quantized.engine_table,
     "quantized_spec": quantized.spec_table,
     "quantized_long": quantized.long_table,
