@@ -392,7 +392,7 @@ def step_table() -> str:
 def block_table() -> str:
     """Blocks of heads and trees read from them, in a draft service, and growth inside rounds, beside EAGLE-3's."""
     service, rounds = report("block_draft_h100"), report("round_draft_h100")
-    heads = {"eagle3": "EAGLE-3", **{f"dspark-{count}-layers": f"DSPARK, {count} layers" for count in (1, 2, 5)}}
+    heads = {"eagle3": "EAGLE-3", **{f"dspark-{count}-layers": f"DSPARK, {count} layers" for count in (1, 2)}}
     lines = []
     for name, title in heads.items():
         cells = [title.replace("1 layers", "1 layer")]

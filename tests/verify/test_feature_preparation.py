@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ from feature_draft import FeatureDraft
 from harness import Answer, run_all, tokens
 from local_draft import oracle
 from threaded_engine import ThreadedEngine
+from torch import Tensor
 
 from outrider.cache.features import FeatureStore
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
+from verify_service.executors.rank_link import ROUND
 from verify_service.executors.round_buffers import Bucket, Buckets
 from verify_service.features.base import FeaturePlan
 
@@ -35,18 +37,23 @@ class NotedGraphs:
         self.full: Bucket | None = None
         """A shape for whose next graph there is no memory."""
         self.ran_without: set[Bucket] = set()
+        self.num_runs = 0
         self.captured_during: Callable[[], None] = lambda: None
 
     def captured(self) -> list[Bucket]:
         return sorted(self._graphs, reverse=True)
 
-    def capture_next(self, shape: Bucket) -> None:
+    def capture_next(self, shape: Bucket, tell: Callable[[], None]) -> bool:
         self.order.append(shape)
         self.captured_during()
+        tell()
+        self._run(shape)
         if shape == self.full:
-            raise torch.OutOfMemoryError("no room")
-        self._executor._body(shape)
+            return False
+        tell()
+        self._run(shape)
         self._next[shape] = self._executor._features
+        return True
 
     def adopt(self) -> None:
         self._graphs, self._next = self._next, {}
@@ -60,7 +67,29 @@ class NotedGraphs:
             assert self._graphs[shape] is self._executor._features, "a graph stores other features than rounds should"
         else:
             self.ran_without.add(shape)
+        self._run(shape)
+
+    def _run(self, shape: Bucket) -> None:
+        self.num_runs += 1
         self._executor._body(shape)
+
+
+class NotedLink:
+    """A link to other ranks, of which there are none: notes of how many rounds they are told."""
+
+    leads = True
+
+    def __init__(self) -> None:
+        self.num_told = 0
+
+    def tell(self, kind: int, numbers: object) -> None:
+        self.num_told += kind == ROUND
+
+    def share(self, parts: Sequence[Tensor]) -> None:
+        """See RankLink."""
+
+    def check(self) -> None:
+        """See RankLink."""
 
 
 Made = tuple[ThreadedEngine, CudaExecutor, NotedGraphs]
@@ -140,10 +169,12 @@ def test_a_round_for_whose_graph_there_is_no_memory_runs_without(
 ) -> None:
     engine, executor, graphs = made
     graphs.full = executor.buckets.fit(1, 1)
+    executor._link = link = NotedLink()  # type: ignore[assignment]
     draft = FeatureDraft(engine, VOCAB, lambda author: None, LAYERS)
     engine.start()
     draft.connect_and_wait()
     assert tokens(run_all(engine, jobs()[:4], 1)) == tokens(truth[:4])
     engine.stop()
     assert graphs.ran_without == {graphs.full}
+    assert link.num_told == graphs.num_runs > 0, "other ranks would not keep step"
     assert draft.check(model) > 50

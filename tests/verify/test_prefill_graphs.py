@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -144,12 +144,14 @@ class NotedChunks:
     def captured(self) -> list[PromptShape]:
         return sorted(self._graphs, reverse=True)
 
-    def capture_next(self, shape: PromptShape) -> None:
+    def capture_next(self, shape: PromptShape, tell: Callable[[], None]) -> bool:
         self.order.append(shape)
-        if shape == self.full:
-            raise torch.OutOfMemoryError("no room")
+        tell()
         self._executor._prefill._body(shape)
+        if shape == self.full:
+            return False
         self._next[shape] = self._executor._prefill.features
+        return True
 
     def adopt(self) -> None:
         self._graphs, self._next = self._next, {}
@@ -172,8 +174,9 @@ class NoRounds:
     def captured(self) -> list[Bucket]:
         return [Bucket(1, 1)]
 
-    def capture_next(self, shape: Bucket) -> None:
+    def capture_next(self, shape: Bucket, tell: Callable[[], None]) -> bool:
         self._order.append(shape)
+        return True
 
     def adopt(self) -> None:
         """See GraphPool."""
