@@ -48,7 +48,7 @@ from outrider.models.weights import fill, save_tensors
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, write_report
-from outrider_tools.cli.plan import model_elements
+from outrider_tools.elements import model_elements
 from outrider_tools.inflate.folder import COPIED_FILES
 from outrider_tools.inflate.shapes import ShapeMap, parse_shape
 from outrider_tools.inflate.tensors import EMBEDDING, HEAD, Inflater, inflated_fields

@@ -15,7 +15,8 @@ from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import MARKOV_INPUT, HeadConfig, block_config, eagle_config, mtp_config
 from outrider.models.shipped import shipped_head
 from outrider.models.store import config_folder
-from outrider_tools.cli.plan import count_graphs, head_elements, kv_elements, model_elements, parse_size, plan_target
+from outrider_tools.cli.plan import count_graphs, parse_size, plan_target
+from outrider_tools.elements import head_elements, kv_elements, model_elements
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -21,7 +21,7 @@ from outrider.models.decoder import CausalLM
 from outrider.models.fields import read_configs
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
-from outrider_tools.cli.plan import target_elements
+from outrider_tools.elements import target_elements
 from verify_service.engine.build import attention_backend
 from verify_service.executors.device import num_parameters
 

@@ -1,0 +1,109 @@
+"""How many elements a model's or head's weights have, and a token's keys and values, by config.json. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from outrider.models.config import ModelConfig, ModelShape, padded_head_dim
+from outrider.models.drafters.config import HeadConfig
+from outrider.models.store_folder import shard_paths, tensor_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a model's weights, as they lie in memory."""
+
+    embedding: int
+    layers: int
+    """Matrices, biases and norms of all layers, and what stands before and behind them."""
+    output: int
+    """The output matrix; 0 where it is the embedding itself."""
+    idle: int = 0
+    """Of `layers`, experts that a token leaves alone."""
+    idle_share: float = 0.0
+    """What part of all experts those are."""
+
+    @property
+    def total(self) -> int:
+        """Elements in all."""
+        return self.embedding + self.layers + self.output
+
+    @property
+    def read(self) -> int:
+        """What a forward of one token reads: of the embedding a row, unless that is the output matrix too."""
+        return self.layers - self.idle + (self.output or self.embedding)
+
+    def read_by(self, num_tokens: int) -> int:
+        """What a forward of so many tokens is expected to read, if each wakes experts of its own."""
+        return self.read + round(self.idle * (1.0 - self.idle_share ** (num_tokens - 1)))
+
+
+def target_elements(config: ModelShape, folder: Path) -> Elements:
+    """Elements of a target; those of a model that transformers runs are counted in its files."""
+    if isinstance(config, ModelConfig):
+        return model_elements(config)
+    embedding = config.vocab_size * config.hidden_size
+    output = 0 if config.tie_embeddings else embedding
+    stored = sum(prod(shape) for path in shard_paths(folder) for shape in tensor_shapes(path).values())
+    return Elements(embedding, stored - embedding - output, output)
+
+
+def model_elements(config: ModelConfig) -> Elements:
+    """Elements of a language model."""
+    embedding = config.vocab_size * config.hidden_size
+    layers = config.num_layers * _layer(config, config.hidden_size) + config.hidden_size
+    output = 0 if config.tie_embeddings else embedding // config.vocab_cuts
+    if (experts := config.experts) is None:
+        return Elements(embedding, layers, output)
+    mixtures, hidden = len(experts.layers), config.hidden_size
+    layers += mixtures * (experts.num_weights(hidden) - _mlp(config))
+    num_idle = experts.num_experts - experts.num_active
+    idle = mixtures * num_idle * 3 * hidden * experts.size
+    return Elements(embedding, layers, output, idle, num_idle / experts.num_experts)
+
+
+def head_elements(algorithm: str, head: HeadConfig) -> Elements:
+    """Elements of a head, its copy of the embedding included; of a sequential part the two large matrices."""
+    decoder = head.decoder
+    hidden, count = decoder.hidden_size, decoder.num_layers
+    features = len(head.feature_layers) * head.target_hidden_size
+    if algorithm == "EAGLE3":
+        # The first layer takes the embedding beside the feature, and has no input norm of its own.
+        layers = _layer(decoder, 2 * hidden, input_norm=False) + (count - 1) * _layer(decoder, hidden)
+        layers += 3 * hidden + (features * hidden + head.fc_bias * hidden if head.projects else 0)
+        layers += features * (head.norm_each + head.norm_all)
+    elif algorithm == "EAGLE":
+        layers = count * _layer(decoder, hidden) - hidden + 2 * hidden * hidden + head.fc_bias * hidden
+    elif head.block is not None:
+        # Keys and values of the context have a product of their own.
+        layers = count * (_layer(decoder, hidden) + 2 * decoder.num_kv_heads * decoder.head_dim * hidden)
+        layers += features * hidden + head.fc_bias * hidden + 2 * hidden
+        layers += (decoder.vocab_size + head.draft_vocab_size) * head.block.markov_rank
+    else:
+        layers = _layer(decoder, hidden) + 3 * hidden + 2 * hidden * hidden
+    return Elements(decoder.vocab_size * hidden, layers, head.draft_vocab_size * hidden)
+
+
+def kv_elements(config: ModelShape) -> int:
+    """Elements of one token's keys and values over all layers, with the zeros that a GPU wants behind heads."""
+    return 2 * config.num_layers * config.num_kv_heads * padded_head_dim(config.head_dim)
+
+
+def _layer(config: ModelConfig, input_size: int, *, input_norm: bool = True) -> int:
+    """Elements of one decoder layer whose attention takes rows of `input_size`."""
+    hidden = config.hidden_size
+    query, both = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    attention = input_size * (query + both) + query * hidden
+    attention += (query + both) * config.qkv_bias + hidden * config.output_bias
+    # Head norms are kept once a head; those of the whole width have as many elements.
+    attention += (config.num_heads + config.num_kv_heads) * config.head_dim * (config.qk_norm or config.wide_qk_norm)
+    behind = 2 * hidden * (config.norms == "both")
+    return attention + _mlp(config) + hidden + input_size * input_norm + behind
+
+
+def _mlp(config: ModelConfig) -> int:
+    """Elements of a gated MLP that is no mixture of experts."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return 3 * hidden * inner + (2 * inner + hidden) * config.mlp_bias
