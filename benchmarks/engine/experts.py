@@ -53,8 +53,9 @@ from outrider_tools.inflate.folder import COPIED_FILES
 from outrider_tools.inflate.shapes import ShapeMap, parse_shape
 from outrider_tools.inflate.tensors import EMBEDDING, HEAD, Inflater, inflated_fields
 from outrider_tools.quantize import FORMATS, is_quantized
-from verify_service.engine.build import EngineParts, build, load_draft
+from verify_service.engine.build import EngineParts, build
 from verify_service.engine.engine import Action, VerifyEngine
+from verify_service.engine.loading import load_draft
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.frames import RoundFigures

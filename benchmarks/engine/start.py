@@ -31,7 +31,8 @@ STARTS = ("kernels compiled anew", "kernels compiled before")
 def measure(argv: list[str]) -> dict[str, float]:
     """Seconds of one start's parts, in this process; imports are counted from here."""
     begin = time.perf_counter()
-    from verify_service.engine.build import build, load, load_draft
+    from verify_service.engine.build import build
+    from verify_service.engine.loading import load, load_draft
 
     options = parse_options(VerifyOptions, argv)
     imported = time.perf_counter()

@@ -34,7 +34,8 @@ from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.protocol.generation import GenerationRequest
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, write_report
-from verify_service.engine.build import EngineParts, build, load, load_draft
+from verify_service.engine.build import EngineParts, build
+from verify_service.engine.loading import load, load_draft
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaExecutor

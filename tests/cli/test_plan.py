@@ -198,7 +198,8 @@ def test_drafting_inside_rounds_is_sized_as_the_service_sizes_it(
 
     from outrider.models.decoder import CausalLM
     from outrider.models.drafters.loader import load_draft_model
-    from verify_service.engine.build import RoundDraft, gpu_tokens
+    from verify_service.engine.build import gpu_tokens
+    from verify_service.engine.loading import RoundDraft
     from verify_service.executors.round_drafts import DraftingOptions
 
     head = shipped_head("smollm2")

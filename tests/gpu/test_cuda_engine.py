@@ -23,7 +23,8 @@ from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
-from verify_service.engine.build import build, load
+from verify_service.engine.build import build
+from verify_service.engine.loading import load
 from verify_service.engine.request import Request
 from verify_service.executors.cuda import CudaExecutor
 
@@ -221,6 +222,6 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 16, 1 << 30))
-    monkeypatch.setattr("verify_service.engine.build.load_model", None)
+    monkeypatch.setattr("verify_service.engine.loading.load_model", None)
     with pytest.raises(ConfigError, match=r"the weights take .* in bfloat16.* choose a smaller model"):
         load(options(folder, dtype="bfloat16"))

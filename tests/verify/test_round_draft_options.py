@@ -12,7 +12,7 @@ import torch
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.shipped import shipped_head
-from verify_service.engine.build import load_draft, named_draft
+from verify_service.engine.loading import load_draft, named_draft
 
 HEAD = VerifyOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path="head")
 TARGET = Path("target")

@@ -13,7 +13,8 @@ import pytest
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from verify_service import main
-from verify_service.engine.build import _limits, load
+from verify_service.engine.build import _limits
+from verify_service.engine.loading import load
 from verify_service.engine.memory import Memory
 
 

@@ -20,7 +20,8 @@ from outrider.host.worker import exit_process, pin_to_cores
 from outrider.logs import configure_logging, get_logger
 from outrider.models.decoder import CausalLM
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
-from verify_service.engine.build import choose_threads, following_executor, link_ranks, load
+from verify_service.engine.build import choose_threads, following_executor, link_ranks
+from verify_service.engine.loading import load
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.ranks.leader import START
 from verify_service.ranks.replay import follow

@@ -1,0 +1,175 @@
+"""What a verify engine loads: the target, or a rank's part of it, and the draft model of its rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from outrider.cache.kv import KVCache
+from outrider.config.draft import DraftOptions
+from outrider.config.verify import VerifyOptions
+from outrider.device import check_fp8, choose_device, choose_dtype
+from outrider.errors import ConfigError
+from outrider.host.rank_memory import RankMemory
+from outrider.layers.device_exchange import device_exchange
+from outrider.layers.exchange import Exchange, HostExchange
+from outrider.models.base import LanguageModel
+from outrider.models.config import ModelConfig
+from outrider.models.cuts import cut
+from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.kinds import algorithm_of, check_drafter
+from outrider.models.drafters.loader import load_draft_model
+from outrider.models.loader import describe_model, load_model
+from outrider.models.progress import ConsoleProgress
+from outrider.models.shipped import choose_drafters
+from outrider.models.store import resolve_model
+from outrider.models.store_folder import hash_tokenizer
+from verify_service.executors.device import check_model, out_of_memory
+from verify_service.executors.round_drafts import DraftingOptions
+
+
+@dataclass(frozen=True)
+class RoundDraft:
+    """A draft model that drafts inside rounds, and how."""
+
+    model: DraftModel
+    options: DraftingOptions
+    is_chain: bool
+    """Whether a round takes one draft token of each request."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory that a token of the target's KV cache takes beside it: the draft's KV, and features."""
+        model = self.model
+        kv = KVCache.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
+        width = model.feature_size if model.projection() is not None else len(model.feature_layers) * model.hidden_size
+        return kv + width * model.dtype.itemsize
+
+
+def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path, LanguageModel]:
+    """Find and load the target, or a rank's part of it. `memory`: which the ranks share.
+
+    Raises ConfigError for what cannot run, where possible before weights are read.
+    """
+    path = resolve_model(options.model)
+    device = choose_device(options.device)
+    config = describe_model(path, options.model_impl)
+    part: ModelConfig | None = None
+    if memory is not None:
+        config = part = cut(config, memory.world)
+        device = _rank_device(options, device, memory)
+    check_context_length(options, min(config.max_positions, options.max_total_tokens or config.max_positions))
+    told = named_draft(options, path)
+    if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
+        check_drafter(told, path)
+    dtype = choose_dtype(options.dtype, device, config.dtype)
+    fp8_kv = options.kv_cache_dtype == "fp8_e4m3"
+    if fp8_kv and (device.type != "cuda" or options.attention_backend not in ("auto", "triton")):
+        raise ConfigError(
+            f"--kv-cache-dtype: fp8_e4m3 needs a GPU and --attention-backend triton; this is {device.type} with "
+            f"{options.attention_backend}"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if fp8_kv:
+            check_fp8(device, "--kv-cache-dtype: fp8_e4m3")
+        check_model(config, dtype, device, options.mem_fraction_static)
+    with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
+        report = partial(progress, "loading weights") if memory is None or not memory.rank else None
+        exchange = None
+        if memory is not None and part is not None:
+            exchange = _exchange(options, part, dtype, device, memory)
+        model = load_model(path, dtype, device, report, options.model_impl, options.context_length, exchange)
+    if fp8_kv:
+        model.kv_dtype = torch.float8_e4m3fn
+    return path, model
+
+
+def _rank_device(options: VerifyOptions, first: torch.device, memory: RankMemory) -> torch.device:
+    """The device of a rank: that of rank 0, or one of the GPUs behind it."""
+    if first.type != "cuda":
+        return first
+    index, count = first.index or 0, torch.cuda.device_count()
+    if index + memory.world > count:
+        raise ConfigError(
+            f"--tensor-parallel-size: {memory.world} ranks from cuda:{index} on need {index + memory.world} GPUs, and "
+            f"torch sees {count}"
+        )
+    if options.attention_backend not in ("auto", "triton"):
+        raise ConfigError(f"--attention-backend: ranks need triton, this is {options.attention_backend}")
+    return torch.device("cuda", index + memory.rank)
+
+
+def _exchange(
+    options: VerifyOptions, part: ModelConfig, dtype: torch.dtype, device: torch.device, memory: RankMemory
+) -> Exchange:
+    if device.type != "cuda":
+        return HostExchange(memory)
+    columns = part.vocab_size // part.vocab_cuts
+    return device_exchange(
+        options.rank_exchange, memory, part.hidden_size, columns, dtype, device, options.rank_seconds
+    )
+
+
+def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
+    """The draft model that drafts inside rounds on a GPU, if the options name one. Raises ConfigError."""
+    told = named_draft(options, path)
+    if told is None or target.device.type != "cuda":
+        return None
+    if told.speculative_draft_window_size:
+        raise ConfigError("--speculative-draft-window-size: is for drafts on a CPU; leave it out")
+    names = told.speculative_algorithm
+    is_chain = names == ("NAIVE_EAGLE",)
+    if is_chain:
+        folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
+        names = (algorithm_of(folder),)
+    told = replace(told, speculative_algorithm=names)
+    with ConsoleProgress() as progress, out_of_memory("the draft model's weights", "choose a smaller one"):
+        model = load_draft_model(
+            told, target.device, target.dtype, lambda done, total: progress("loading draft weights", done, total)
+        )
+    _check_draft(model, target, path)
+    steps, topk = options.speculative_num_steps, options.speculative_eagle_topk
+    drafting = DraftingOptions(name=names[0].lower())
+    if steps:
+        drafting = replace(drafting, max_steps=steps)
+    if topk:
+        drafting = replace(drafting, branching=topk, lone_branching=topk)
+    if is_chain:
+        drafting = replace(drafting, max_steps=1, branching=1, lone_branching=1)
+    return RoundDraft(model, drafting, is_chain)
+
+
+def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
+    """What is said of a draft model inside rounds, n-grams left to draft services; None if there is to be none."""
+    if not options.speculative_algorithm or options.no_speculation:
+        return None
+    told = choose_drafters(options.draft_model(str(path)), options.model)
+    names = tuple(name for name in told.speculative_algorithm if name != "NGRAM")
+    if len(names) > 1:
+        raise ConfigError(f"--speculative-algorithm: {','.join(names)} are models and do not run together; use one")
+    return replace(told, speculative_algorithm=names) if names else None
+
+
+def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
+    """Raise ConfigError, with both values, for a draft model that does not fit the target."""
+    own, wanted = model.tokenizer_hash, hash_tokenizer(path)
+    if own and own != wanted:
+        raise ConfigError(f"--speculative-draft-model-path: its tokenizer is {own[:12]}, the target's {wanted[:12]}")
+    if model.hidden_size and model.hidden_size != target.config.hidden_size:
+        raise ConfigError(
+            f"--speculative-draft-model-path: a head for hidden size {model.hidden_size}, the target's is "
+            f"{target.config.hidden_size}"
+        )
+
+
+def check_context_length(options: VerifyOptions, most: int) -> None:
+    """Raise ConfigError for a --context-length above what fits."""
+    if options.context_length > most:
+        raise ConfigError(
+            f"--context-length: {options.context_length} is over {most}, which model and KV cache allow; lower it, or "
+            f"raise --max-total-tokens if that is the limit"
+        )
