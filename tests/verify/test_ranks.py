@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from cuda_harness import jobs, make_paged_engine, small_model, texts
 from feature_draft import FeatureDraft
 from harness import Answer, make_engine, run_all, tokens
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer, models
 from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
+from outrider.host.rank_memory import RankError
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.heads import StandaloneDraft
@@ -136,6 +138,27 @@ def test_ranks_have_their_part_of_the_logits_of_prompts(
     for answer, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(prompt_logprobs(answer), prompt_logprobs(other), atol=1e-4)
     assert sum(len(prompt_logprobs(answer)) for answer in found) > 100
+
+
+def test_memory_that_ends_before_ranks_meet_ends_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank waits for rank 0's logits: who went on without them would be a step ahead of it."""
+    with linked(folder, 2) as engine:
+        head = engine._executor._model.head
+        product, is_first = head.to_float32, True
+
+        def fail_once(hidden: torch.Tensor) -> torch.Tensor:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                raise torch.OutOfMemoryError("no room")
+            return product(hidden)
+
+        monkeypatch.setattr(head, "to_float32", fail_once)
+        engine.start()
+        answers = run_all(engine, [(prompt, GREEDY) for prompt, _ in jobs()[:2]], 2, num_prompt_logprobs=2)
+    for answer in answers:
+        error = answer.updates[-1].error
+        assert isinstance(error, RankError) and "no memory on rank 0 for log-probabilities" in error.message
 
 
 def prompt_logprobs(answer: Answer) -> list[float]:

@@ -19,6 +19,7 @@ from outrider.cache.kv import KVCache
 from outrider.cache.pages import page_slots
 from outrider.device import put
 from outrider.graphs import GraphPool
+from outrider.host.rank_memory import RankError
 from outrider.models.base import LanguageModel
 from verify_service.engine.round import Entry
 from verify_service.executors.prompt_logprobs import PromptScores
@@ -162,11 +163,20 @@ class Prefill:
         return self._model.logits(self._last[first : first + count])
 
     def _logits(self, rows: Tensor) -> Tensor:
-        """Logits of `rows` of the last forward, of which all ranks have their part."""
-        if self._link is not None:
-            first = (rows.data_ptr() - self._last.data_ptr()) // (rows.shape[1] * rows.itemsize)
-            self._link.tell(LOGITS, (first, len(rows)))
-        return self._model.logits(rows)
+        """Logits of `rows` of the last forward, of which all ranks have their part.
+
+        Raises RankError where memory for them ends: the others wait for this rank's part, or are a step ahead of it.
+        """
+        if self._link is None:
+            return self._model.logits(rows)
+        first = (rows.data_ptr() - self._last.data_ptr()) // (rows.shape[1] * rows.itemsize)
+        self._link.tell(LOGITS, (first, len(rows)))
+        try:
+            return self._model.logits(rows)
+        except torch.OutOfMemoryError as error:
+            raise RankError(
+                "no memory on rank 0 for log-probabilities of a prompt; lower --mem-fraction-static"
+            ) from error
 
     def _body(self, shape: PromptShape) -> None:
         """The small forward that was described last; may be captured."""
