@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -213,6 +216,41 @@ async def test_a_rank_that_ends_while_nothing_is_asked_ends_the_engine(folder: P
     finally:
         await process.close()
     assert process._process.returncode == 1
+
+
+async def test_a_rank_ends_with_rank_0(folder: Path) -> None:
+    process, engine = await main.start_engine(options_for(folder), lambda report: None)
+    try:
+        assert await process.ready(asyncio.Event()) is not None
+        (rank,) = psutil.Process(process._process.pid).children()
+        process._process.kill()
+        await asyncio.wait_for(engine.lost(), 20)
+        wait_until(lambda: is_gone(rank))
+    finally:
+        await process.close()
+
+
+BUSY_START = """
+import sys, threading
+import msgspec
+from outrider.config.verify import VerifyOptions
+from verify_service.ranks.leader import Followers
+
+followers = Followers(msgspec.json.decode(sys.argv[1], type=VerifyOptions))
+if sys.argv[2] == "kill":
+    followers._processes[1].kill()
+threading.Event().wait(60)
+"""
+"""A rank 0 that waits for its device, not for other ranks."""
+
+
+@pytest.mark.parametrize(("end", "code", "words"), [("kill", 1, "(SIGKILL)"), ("refuse", 2, "--context-length: 4096")])
+def test_a_rank_that_ends_at_the_start_ends_a_busy_rank_0(folder: Path, end: str, code: int, words: str) -> None:
+    options = options_for(folder, context_length=4096 if end == "refuse" else 0)
+    command = [sys.executable, "-c", BUSY_START, msgspec.json.encode(options).decode(), end]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == code, done.stderr
+    assert "rank 1" in done.stderr and words in done.stderr
 
 
 async def test_a_model_that_cannot_be_divided_is_refused_at_the_start(folder: Path) -> None:

@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.host.process import spawn
 from outrider.host.rank_memory import RankError, RankMemory
 from outrider.logs import get_logger
-from outrider.rpc.lifecycle import EXIT_FAILURE
+from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
 
 log = get_logger(__name__)
 
@@ -25,6 +25,8 @@ START = 0
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 2.0
 """An engine that meets the fault itself tells its clients, and has so long for it."""
+_REFUSAL_SECONDS = 10.0
+"""So long one at its start has to refuse its options, which it does when it has read its part of the weights."""
 
 
 class Followers:
@@ -42,6 +44,8 @@ class Followers:
         self.memory.check = self.check
         self.memory.send(START, msgspec.msgpack.encode(options))
         log.info("%d ranks; those behind this one are processes %s", world, [p.pid for p in self._processes.values()])
+        # From now on: a graph's first run waits on the device, where nobody else would see that a rank has ended.
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def check(self) -> None:
         """Raise RankError, or ConfigError at the start, for a rank that has ended."""
@@ -53,40 +57,33 @@ class Followers:
                 raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or _ending(code)})")
 
     def started(self) -> None:
-        """All ranks serve: from now on one that ends or hangs ends the engine, also while nothing is asked of it."""
-        self._is_started = True
+        """All ranks serve: from now on one that hangs ends the engine, too, also while nothing is asked of it."""
         self.memory.started()
-        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
-
-    def close(self) -> None:
-        """End them."""
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            process.wait()
-        self.memory.close()
+        self._is_started = True
 
     def _watch(self) -> None:
         read = {rank: (self.memory.num_read(rank), time.monotonic()) for rank in self._processes}
         while True:
             time.sleep(_LOOK_SECONDS)
-            fault = ""
+            fault, grace, code = "", _GRACE_SECONDS, EXIT_FAILURE
             try:
                 self.check()
             except RankError as error:
                 fault = error.message
+            except ConfigError as error:
+                fault, grace, code = error.message, _REFUSAL_SECONDS, EXIT_CONFIG
             for rank, (count, since) in read.items():
                 now, found = time.monotonic(), self.memory.num_read(rank)
-                if found != count or not self.memory.is_behind(rank):
+                if found != count or not self.memory.is_behind(rank) or not self._is_started:
                     read[rank] = (found, now)
                 elif now - since > self._seconds:
                     fault = f"rank {rank} of {self.memory.world} did not answer within {self._seconds:g} s"
             if fault:
                 self.memory.fault = fault
-                log.error("%s; the service must be restarted", fault)
-                time.sleep(_GRACE_SECONDS)
+                log.error("%s; the engine ends", fault)
+                time.sleep(grace)
                 sys.stderr.flush()
-                os._exit(EXIT_FAILURE)
+                os._exit(code)
 
 
 def _ending(code: int) -> str:
