@@ -6,7 +6,6 @@ the residual stream are everybody's. Where there are more ranks than KV heads, s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +14,8 @@ from outrider.models.config import EXPERT_MODULES, ExpertsConfig, ModelConfig, M
 
 Span = tuple[int, int]
 OPTION = "--tensor-parallel-size"
+_MAX_RANKS = 16
+"""As many as the option takes."""
 
 
 def cut(config: ModelShape, world: int) -> ModelConfig:
@@ -26,21 +27,11 @@ def cut(config: ModelShape, world: int) -> ModelConfig:
         raise ConfigError(f"{OPTION}: {world} ranks need outrider's own decoder, which {config.architecture} has not")
     if config.wide_qk_norm:
         raise ConfigError(f"{OPTION}: {config.architecture} norms all heads together, so they cannot be divided")
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    _check("num_attention_heads", heads, world)
-    if max(kv_heads, world) % min(kv_heads, world):
-        raise ConfigError(
-            f"{OPTION}: num_key_value_heads {kv_heads} cannot be divided among {world} ranks, nor they among it; use "
-            f"{math.gcd(kv_heads, world)}"
-        )
-    if config.fused and kv_heads < world:
-        raise ConfigError(
-            f"{OPTION}: {config.architecture} has {kv_heads} KV heads in one matrix with q; use {kv_heads}"
-        )
-    experts = config.experts
-    if experts is None or len(experts.layers) < config.num_layers:
-        _check("intermediate_size", config.intermediate_size, world)
-    _check_blocks(config, world)
+    if fault := _fault(config, world):
+        *others, last = ["1", *(str(number) for number in range(2, _MAX_RANKS + 1) if not _fault(config, number))]
+        counts = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigError(f"{OPTION}: {fault}; use {counts}")
+    heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts
     return replace(
         config,
         num_heads=heads // world,
@@ -89,14 +80,29 @@ def _sections(name: str, whole: ModelConfig) -> list[int]:
 
 
 def _cut_experts(experts: ExpertsConfig, world: int) -> ExpertsConfig:
-    _check("the size of experts", experts.size, world)
-    if experts.shared_size:
-        _check("shared_expert_intermediate_size", experts.shared_size, world)
     return replace(experts, size=experts.size // world, shared_size=experts.shared_size // world)
 
 
-def _check_blocks(config: ModelConfig, world: int) -> None:
-    """Raise ConfigError where a scale of a quantized matrix would be that of two ranks."""
+def _fault(config: ModelConfig, world: int) -> str:
+    """Why a model cannot be divided among so many ranks; empty if it can."""
+    kv_heads, experts = config.num_kv_heads, config.experts
+    sizes = {"num_attention_heads": config.num_heads}
+    if experts is None or len(experts.layers) < config.num_layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    if experts is not None:
+        sizes |= {"the size of experts": experts.size, "shared_expert_intermediate_size": experts.shared_size}
+    for field, size in sizes.items():
+        if size % world:
+            return f"{field} {size} cannot be divided among {world} ranks"
+    if max(kv_heads, world) % min(kv_heads, world):
+        return f"num_key_value_heads {kv_heads} cannot be divided among {world} ranks, nor they among it"
+    if config.fused and kv_heads < world:
+        return f"{config.architecture} has {kv_heads} KV heads in one matrix with q, fewer than {world} ranks"
+    return _block_fault(config, world)
+
+
+def _block_fault(config: ModelConfig, world: int) -> str:
+    """Which scale of a quantized matrix would be that of two ranks, if any."""
     heads, kv_heads = config.num_heads * config.weight_head_dim, config.num_kv_heads * config.weight_head_dim
     divided = {"self_attn.q_proj": heads, "self_attn.k_proj": kv_heads, "self_attn.o_proj": heads}
     divided |= dict.fromkeys(("mlp.gate_proj", "mlp.down_proj"), config.intermediate_size)
@@ -104,17 +110,9 @@ def _check_blocks(config: ModelConfig, world: int) -> None:
         divided |= dict.fromkeys(EXPERT_MODULES[experts.form], experts.size)
     for name, size in divided.items():
         scheme = config.scheme_of(f"model.layers.{config.num_layers - 1}.{name}")
-        if scheme is None or not scheme.block or size <= scheme.block:
-            continue
-        if size // world % scheme.block:
-            raise ConfigError(
-                f"{OPTION}: {name} has scales of blocks of {scheme.block}, of which {size} channels are not divisible "
-                f"among {world} ranks; use another checkpoint or another number"
+        if scheme is not None and scheme.block and size > scheme.block and size // world % scheme.block:
+            return (
+                f"{name} has scales of blocks of {scheme.block}, of which {size} channels are not divisible among "
+                f"{world} ranks"
             )
-
-
-def _check(field: str, size: int, world: int) -> None:
-    if size % world:
-        raise ConfigError(
-            f"{OPTION}: {field} {size} cannot be divided among {world} ranks; use {math.gcd(size, world)}"
-        )
+    return ""

@@ -91,17 +91,28 @@ def test_quantized_matrices_are_divided(name: str, experts: bool, tmp_path: Path
 def test_blocks_that_two_ranks_would_share_are_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "source", hidden_size=64, intermediate_size=320, head_dim=16)
     quantize(tmp_path / "source", tmp_path / "out", "fp8-block", 32, torch.device("cpu"), 1 << 30, lambda *_: None)
-    with pytest.raises(ConfigError, match=r"gate_proj has scales of blocks of 128, of which 320 channels"):
+    with pytest.raises(ConfigError, match=r"gate_proj has scales of blocks of 128, of which 320 channels .*; use 1$"):
         cut(ModelConfig.from_folder(tmp_path / "out"), 2)
 
 
 @pytest.mark.parametrize(
     ("family", "world", "changes", "words"),
     [
-        ("Llama", 3, {}, "num_attention_heads 4 cannot be divided among 3 ranks; use 1"),
-        ("Llama", 4, {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6}, "num_key_value_heads 6"),
-        ("Llama", 4, {"intermediate_size": 50}, "intermediate_size 50 cannot be divided among 4 ranks; use 2"),
-        ("Phi3", 4, {}, "2 KV heads in one matrix with q; use 2"),
+        ("Llama", 3, {}, "num_attention_heads 4 cannot be divided among 3 ranks; use 1, 2 or 4$"),
+        (
+            "Llama",
+            2,
+            {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+            "num_attention_heads 9 cannot be divided among 2 ranks; use 1 or 3$",
+        ),
+        (
+            "Llama",
+            4,
+            {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6},
+            "num_key_value_heads 6 .*; use 1, 2, 3, 6 or 12$",
+        ),
+        ("Llama", 4, {"intermediate_size": 50}, "intermediate_size 50 cannot be divided among 4 ranks; use 1 or 2$"),
+        ("Phi3", 4, {}, "2 KV heads in one matrix with q, fewer than 4 ranks; use 1 or 2$"),
         ("Olmo2", 2, {}, "Olmo2ForCausalLM norms all heads together"),
     ],
 )
