@@ -1,7 +1,8 @@
 """Memory that the ranks of a tensor-parallel model share on one host: messages of rank 0, and words to each other.
 
 One piece of anonymous memory, whose descriptor followers inherit. No locks and no system calls: each number has one
-writer, and who waits looks until it has changed. Torch-free.
+writer, and who waits looks until it has changed. What was written before a number must be seen before it: x86-64 orders
+writes so, other processors need fences, which Python has none of. Torch-free.
 
     numbers     of each rank: exchanges entered, bytes of messages read; and once, bytes of messages written
     words       of each rank: why it cannot go on
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import struct
 import sys
 import time
@@ -41,6 +43,8 @@ _NAP_SECONDS = 0.0002
 _CALM_SECONDS = 1.0
 """After so long without a message a follower looks for one less often."""
 _CALM_NAP_SECONDS = 0.002
+_ORDERED_MACHINES = ("x86_64", "AMD64")
+"""Whose processors show everybody their writes in the order of the program."""
 
 
 class RankError(InternalError):
@@ -75,6 +79,11 @@ class RankMemory:
         """Memory for so many ranks, as rank 0 sees it. Raises ConfigError where the system has no such memory."""
         if sys.platform != "linux":
             raise ConfigError("--tensor-parallel-size: ranks share memory as Linux alone has it; leave it at 1")
+        if (machine := platform.machine()) not in _ORDERED_MACHINES:
+            raise ConfigError(
+                f"--tensor-parallel-size: ranks rely on the order of x86-64's writes to memory, and this is {machine}; "
+                "leave it at 1"
+            )
         descriptor = os.memfd_create("outrider-ranks")
         os.ftruncate(descriptor, _size(world))
         return cls(descriptor, 0, world, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import random
 import threading
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.errors import ConfigError
 from outrider.host.rank_memory import BOX_BYTES, RING_BYTES, RankError, RankMemory
 from outrider.layers.exchange import HostExchange
 
@@ -116,3 +118,9 @@ def test_last_words_are_there_for_rank_0(memories: list[RankMemory]) -> None:
     memories[2].say("no memory for the weights: 1 GiB are free" + "!" * 5000)
     assert memories[0].said(2).startswith("no memory for the weights")
     assert memories[0].said(1) == ""
+
+
+def test_processors_that_may_show_writes_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size: .* this is aarch64; leave it at 1"):
+        RankMemory.create(2)
