@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -19,6 +21,7 @@ from feature_draft import FeatureDraft
 from harness import Answer, make_engine, run_all, tokens
 from local_draft import LocalDraft, noise, oracle
 from rank_threads import linked, ranked
+from safetensors.torch import load_file, save_file
 from service_process import is_gone, wait_until
 from threaded_engine import ThreadedEngine
 from tokenizers import Tokenizer, models
@@ -141,6 +144,32 @@ def test_ranks_have_their_part_of_the_logits_of_prompts(
     for answer, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(prompt_logprobs(answer), prompt_logprobs(other), atol=1e-4)
     assert sum(len(prompt_logprobs(answer)) for answer in found) > 100
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_of_equal_logits_on_two_ranks_the_lowest_id_is_first(
+    folder: Path, tmp_path: Path, engines: list[ThreadedEngine], is_linked: bool
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    half = VOCAB_SIZE // 2
+    tensors["lm_head.weight"][half:] = tensors["lm_head.weight"][:half]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    given = [(prompt, SamplingParams(temperature=0.0, num_logprobs=4)) for prompt, _ in jobs()]
+    with ExitStack() as stack:
+        if is_linked:
+            engine = stack.enter_context(linked(tmp_path, 2))
+        else:
+            engine = make_engine(stack.enter_context(ranked(tmp_path, 2)), chunk_size=16)
+        engines.append(engine)
+        engine.start()
+        answers = run_all(engine, given, 4, max_tokens=8)
+        engine.stop()
+    listed = [one for answer in answers for update in answer.updates for one in update.logprobs]
+    assert len(listed) > 50 and max(token for answer in answers for token in answer.token_ids) < half
+    for one in listed:
+        (first, a), (second, b), (third, c), (fourth, d) = one.top
+        assert (second, b, fourth, d) == (first + half, a, third + half, c)
 
 
 def test_memory_that_ends_before_ranks_meet_ends_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
