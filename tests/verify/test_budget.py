@@ -24,6 +24,21 @@ def test_hopeless_nodes_are_not_taken_where_a_token_costs() -> None:
     assert Budget(cost, 63).choose(1, 1, [0.3] * 40).num_nodes == 0
 
 
+@pytest.mark.parametrize("num_spoiled", [0, 1, 4])
+def test_times_are_measured_until_others_have_let_go_of_the_cores(num_spoiled: int) -> None:
+    calls: list[int] = []
+
+    def measure(width: int) -> float:
+        calls.append(width)
+        sweep = calls.count(width) - 1
+        # While others start, a forward of several tokens waits for a core again and again.
+        return 0.02 + 1e-4 * width + (0.3 / (sweep + 1) if width > 1 and sweep < num_spoiled else 0.0)
+
+    cost = CostModel.measured(measure)
+    assert cost.table() == pytest.approx({width: 0.02 + 1e-4 * width for width in WIDTHS})
+    assert len(calls) == len(WIDTHS) * (num_spoiled + 2)
+
+
 chances = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.2, 0.05, 1e-3, 0.0]), max_size=40).map(
     lambda drawn: sorted(drawn, reverse=True)
 )
