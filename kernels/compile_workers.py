@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 
@@ -86,10 +86,12 @@ class _Workers:
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._beginning: list[threading.Thread] = []
-        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._num_ready = 0
+        self._idle: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
+        """Of those that are ready; None once all of them are gone."""
 
-    def do(self, job: CompileJob) -> bool:
-        """Have a job done, and wait for it; False where no process is ready for it.
+    def do(self, job: CompileJob) -> None:
+        """Have a job done, and wait for it; without effect while no process is ready.
 
         Raises ValueError or SyntaxError for one that cannot be told, OSError for a process that is gone, and
         RuntimeError with what the compiler says.
@@ -99,25 +101,26 @@ class _Workers:
         with self._lock:
             if not self._processes:
                 self._begin()
+            if not self._num_ready:
+                return
+        process = self._idle.get()
+        if process is None:
+            self._idle.put(None)
+            raise OSError("all processes that compile are gone")
         try:
-            process = self._idle.get_nowait()
-        except Empty:
-            return False
-        stdin, stdout = process.stdin, process.stdout
-        if stdin is None or stdout is None:
-            raise OSError("a process that compiles has no pipes")
-        stdin.write(line)
-        stdin.flush()
-        answer = stdout.readline().decode()
-        if not answer.endswith("\n"):
-            raise OSError("a process that compiles has ended")
+            answer = _ask(process, line)
+        except OSError:
+            with self._lock:
+                self._num_ready -= 1
+                if not self._num_ready:
+                    self._idle.put(None)
+            raise
         self._idle.put(process)
-        if answer != "\n":
-            raise RuntimeError(answer.rstrip())
-        return True
+        if answer:
+            raise RuntimeError(answer)
 
     def _begin(self) -> None:
-        self._processes = [_begin() for _ in range(self._count)]
+        self._processes = [_spawn() for _ in range(self._count)]
         self._beginning = [threading.Thread(target=self._await, args=(one,), daemon=True) for one in self._processes]
         for thread in self._beginning:
             thread.start()
@@ -125,6 +128,8 @@ class _Workers:
     def _await(self, process: subprocess.Popen[bytes]) -> None:
         """Take a process up once it has imported what it needs."""
         if process.stdout is not None and process.stdout.readline():
+            with self._lock:
+                self._num_ready += 1
             self._idle.put(process)
 
     def end(self) -> None:
@@ -189,7 +194,20 @@ def _is_cached(source: Any, backend: Any, options: Any) -> bool:
     return name in group
 
 
-def _begin() -> subprocess.Popen[bytes]:
+def _ask(process: subprocess.Popen[bytes], line: bytes) -> str:
+    """What the compiler says against a job; empty where it is done. Raises OSError for a process that is gone."""
+    stdin, stdout = process.stdin, process.stdout
+    if stdin is None or stdout is None:
+        raise OSError("a process that compiles has no pipes")
+    stdin.write(line)
+    stdin.flush()
+    answer = stdout.readline().decode()
+    if not answer.endswith("\n"):
+        raise OSError("a process that compiles has ended")
+    return answer.rstrip()
+
+
+def _spawn() -> subprocess.Popen[bytes]:
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
         [sys.executable, "-m", __name__],

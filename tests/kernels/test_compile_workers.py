@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,13 @@ def test_what_another_process_compiled_is_in_the_cache(
         assert len(caplog.messages) == 2 and "power of 2" in caplog.messages[1]
         prepare(update, 0, *variant(update, 64))
         assert len(list(tmp_path.rglob("_update.cubin"))) == 2 and process.poll() is None
+        # Who finds the only process at work waits for it.
+        both = [threading.Thread(target=prepare, args=(update, 0, *variant(update, block))) for block in (256, 512)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        assert len(list(tmp_path.rglob("_update.cubin"))) == 4
         process.kill()
         prepare(update, 0, *variant(update, 32))
         assert len(caplog.messages) == 3
