@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.results_page.reports import ResultFile, report, table, targets
+from benchmarks.results_page.reports import Cells, ResultFile, report, table, targets
 
 PLAIN = "llama-8b plain b1 bf16 greedy"
 SPLIT = "llama-8b standalone split b1 bf16 greedy"
@@ -392,24 +392,21 @@ def step_table() -> str:
 def block_table() -> str:
     """Blocks of heads and trees read from them, in a draft service, and growth inside rounds, beside EAGLE-3's."""
     service, rounds = report("block_draft_h100"), report("round_draft_h100")
-    heads = {"eagle3": "EAGLE-3", **{f"dspark-{count}-layers": f"DSPARK, {count} layers" for count in (1, 2)}}
-    lines = []
+    heads = {"eagle3": "EAGLE-3", "dspark-1-layers": "DSPARK, 1 layer", "dspark-2-layers": "DSPARK, 2 layers"}
+    apart = "llama-8b {} split b{} m8 ctx1k bf16 greedy"
+    lines: list[Cells] = []
     for name, title in heads.items():
-        cells = [title.replace("1 layers", "1 layer")]
-        for metric in ("draft_first_ms", "draft_tree_ms"):
-            for count in (1, 8):
-                cells.append(service.cell(f"llama-8b {name} split b{count} m8 ctx1k bf16 greedy", metric))
-        for steps in (2, 5, 8):
-            case = f"llama-8b {name} colocated b1 m16 ctx1k bf16 greedy"
-            cells.append(rounds.cell(case, f"draft_round_{steps}_steps_ms"))
-        lines.append(tuple(cells))
+        metrics = ("draft_first_ms", "draft_tree_ms")
+        grown = [service.cell(apart.format(name, count), metric) for metric in metrics for count in (1, 8)]
+        inside = f"llama-8b {name} colocated b1 m16 ctx1k bf16 greedy"
+        lines.append((title, *grown, *(rounds.cell(inside, f"draft_round_{steps}_steps_ms") for steps in (2, 5, 8))))
     head = (
         *("ms", "first level, 1 root", "8 roots", "eight levels, 1 root", "8 roots"),
         *("in the round, 2 levels", "5 levels", "8 levels"),
     )
-    first = [
-        (title, service(f"llama-8b {name} split b{count} m8 ctx1k bf16 greedy", "draft_first_ms"))
-        for name, title, count in (("dspark-1-layers", "1 layer, 1 root", 1), ("dspark-1-layers", "8 roots", 8))
+    one, eight = (service(apart.format("dspark-1-layers", count), "draft_first_ms") for count in (1, 8))
+    aims = [
+        ("draft time, one outcome", "at most", 0.45, [("1 layer, 1 root", one)]),
+        ("draft time, eight", "at most", 0.6, [("8 roots", eight)]),
     ]
-    aims = [("draft time, one outcome", "at most", 0.45, first[:1]), ("draft time, eight", "at most", 0.6, first[1:])]
     return f"{service.source()}\n\n{rounds.source()}\n\n{table(head, lines)}\n\n{targets(aims)}"

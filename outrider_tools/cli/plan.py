@@ -317,10 +317,11 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -
     folder = config_folder(name) if name else target_folder
     if algorithm == "NAIVE_EAGLE":
         algorithm = "EAGLE3" if "draft_vocab_size" in read_json(folder / "config.json") else "EAGLE"
+    head: HeadConfig | None = None
     if algorithm == "STANDALONE":
         config = ModelConfig.from_folder(folder)
         elements = model_elements(config)
-        stored = feature_size = num_guesses = 0
+        stored = feature_size = 0
         vocab_size, read = config.vocab_size, elements.read
     else:
         head = _head(algorithm, folder, target)
@@ -329,10 +330,9 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -
         is_product = (algorithm == "EAGLE3" and head.projects) or head.block is not None
         stored = feature_size if is_product else len(head.feature_layers) * head.target_hidden_size
         vocab_size, read = head.draft_vocab_size, elements.layers + elements.output
-        num_guesses = head.block.num_guesses if head.block is not None else 0
     item = ITEM_BYTES[_dtype(options.dtype, config)]
     per_token = kv_elements(config) * item
-    block_bytes = num_guesses * (feature_size * item + vocab_size * 4)
+    block_bytes = 0 if head is None else head.block_bytes(item)
     rows = min(options.max_requests, DRAFT_ROWS)
     return DraftPlan(
         algorithm=algorithm,

@@ -15,7 +15,7 @@ from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.base import DraftModel, required
 from outrider.models.drafters.block import BlockHead
 from outrider.sampling.noise import gumbel
 from outrider_tools.training.attention import SpanAttention, Spans, check_plain
@@ -167,10 +167,10 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         if isinstance(model, BlockHead):
             if not self._depth:
                 self._blocks = self._run_blocks(model, tokens, bases)
-            memory = self._blocks.new_zeros(tokens.shape[0], model.state_size) if not self._depth else features
+                features = self._blocks.new_zeros(tokens.shape[0], model.state_size)
             place, self._depth = self._depth, self._depth + 1
-            if place < model.block.num_guesses and memory is not None:
-                return model.advance(tokens, self._blocks[owners, place], memory)
+            if place < model.block.num_guesses:
+                return model.advance(tokens, self._blocks[owners, place], required(features))
             return self._blocks.new_zeros(tokens.shape[0], self._blocks.shape[2]), features
         batch = TokenBatch(tokens, bases + self._depth)
         self._parents = parents

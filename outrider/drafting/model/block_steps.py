@@ -130,8 +130,10 @@ class BlockSteps(DraftSteps):
         )
         self.run_blocks(at, seen)
 
-    def run_blocks(self, at: BlockRoots, seen: Tensor | None = None) -> None:
+    def run_blocks(self, at: BlockRoots, seen: Tensor | None = None) -> Tensor:
         """Run the blocks of R requests, for `read`; may be captured.
+
+        Returns their table rows, int64 [R], and that of padding where there is no root.
 
         `seen`: int32 [R, region / 32], bits of tree slots with keys of features that the blocks see beside the context;
         none unless given.
@@ -163,6 +165,7 @@ class BlockSteps(DraftSteps):
         where = torch.where(at.there, at.table_rows, shape.num_rows).long()
         rows = head.forward_blocks(batch, self._memory.kv, self._attention)
         head.keep_blocks(self._blocks, where, at.positions, rows)
+        return where
 
     def _layout_of(self, num_rows: int) -> BlockLayout:
         found = self._layouts.get(num_rows)

@@ -248,8 +248,7 @@ class RoundDrafter:
             at = BlockRoots(
                 torch.where(there, tokens, 0), out.root_positions, there, out.table_rows, out.root_positions
             )
-            self._steps.run_blocks(at)
-            rows = torch.where(there, out.table_rows, self.shape.num_rows).long()
+            rows = self._steps.run_blocks(at)
             nothing = torch.zeros(rows.shape[0], model.state_size, dtype=model.dtype, device=rows.device)
             logits, left, _ = self._steps.read(rows, at.tokens, at.positions, nothing)
             if store is not None:

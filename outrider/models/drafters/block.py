@@ -68,13 +68,11 @@ class BlockHead(DraftHead):
         )
         rank = self.block.markov_rank
         self._markov: MarkovHead | None = None
-        self._said = Linear(rank, self.vocab_size, False, dtype, device)
         if rank:
-            self._markov = MarkovHead(self.block, hidden, decoder.vocab_size, dtype, device)
-            self._linears[MARKOV_OUTPUT.removesuffix(".weight")] = self._said
+            self._markov = MarkovHead(self.block, hidden, decoder.vocab_size, self.vocab_size, dtype, device)
         self.state_size = rank if self.block.markov_kind == "rnn" else 0
         self.num_scratch = self.block.size
-        self.block_bytes = self.block.num_guesses * (hidden * dtype.itemsize + self.vocab_size * 4)
+        self.block_bytes = config.block_bytes(dtype.itemsize)
         self._projection: Tensor | None = None
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
@@ -172,10 +170,9 @@ class BlockHead(DraftHead):
     def logits(self, rows: Tensor) -> Tensor:
         """See DraftModel. `rows` [M, hidden] are those of places alone; behind them, with DSPARK, what a token says."""
         logits = super().logits(rows[:, : self._hidden].contiguous())
-        return logits if rows.shape[1] == self._hidden else self._add_said(logits, rows[:, self._hidden :].contiguous())
-
-    def _add_said(self, logits: Tensor, said: Tensor) -> Tensor:
-        return logits.add_(self._said.to_float32(said))
+        if self._markov is not None and rows.shape[1] > self._hidden:
+            self._markov.add(logits, rows[:, self._hidden :].contiguous())
+        return logits
 
     def new_blocks(self, count: int) -> BlockStore:
         """Room for the blocks of so many requests, with no block in it."""
@@ -216,7 +213,7 @@ class BlockHead(DraftHead):
         if self._markov is not None:
             memory = memory.masked_fill((place == 0).unsqueeze(1), 0.0)
             said, memory = self._markov(tokens, blocks.rows.index_select(0, at), memory)
-            logits = self._add_said(logits, said)
+            self._markov.add(logits, said)
         return logits, memory, (place < 0) | (place >= count)
 
     def forward(
@@ -235,11 +232,19 @@ class MarkovHead:
     """
 
     def __init__(
-        self, block: BlockConfig, hidden: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        block: BlockConfig,
+        hidden: int,
+        vocab_size: int,
+        num_guessed: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        """`vocab_size`: of the target; `num_guessed`: ids that the head guesses."""
         rank = block.markov_rank
         self._kind = block.markov_kind
         self._embedding = torch.empty(vocab_size, rank, dtype=dtype, device=device)
+        self._output = Linear(rank, num_guessed, False, dtype, device)
         self._gate: Linear | None = None
         if self._kind == "gated":
             self._gate = Linear(hidden + rank, rank, True, dtype, device)
@@ -248,15 +253,20 @@ class MarkovHead:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where tensors of the checkpoint belong."""
-        found = {MARKOV_INPUT: self._embedding}
+        found = {MARKOV_INPUT: self._embedding, MARKOV_OUTPUT: self._output.weight}
         if self._gate is not None:
             found |= self._gate.tensors(f"markov_head.{MARKOV_GATES[self._kind]}")
         return found
 
     def finish_loading(self) -> None:
         """See DraftHead."""
+        self._output.pack()
         if self._gate is not None:
             self._gate.pack()
+
+    def add(self, logits: Tensor, said: Tensor) -> None:
+        """Add to logits of places float32 [M, num_guessed] what the tokens before said [M, rank]."""
+        logits += self._output.to_float32(said)
 
     def __call__(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Of tokens [M], rows [M, hidden] and memory [M, rank or 0]: values [M, rank], and the memory after them."""

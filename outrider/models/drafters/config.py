@@ -42,6 +42,12 @@ class HeadConfig:
     block: BlockConfig | None = None
     """Of a head that guesses a block of tokens in one forward."""
 
+    def block_bytes(self, item_bytes: int) -> int:
+        """Memory of what the block of one request says, rows of `item_bytes` a number and float32 logits; 0 without."""
+        if self.block is None:
+            return 0
+        return self.block.num_guesses * (self.decoder.hidden_size * item_bytes + self.draft_vocab_size * 4)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockConfig:
