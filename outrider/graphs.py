@@ -24,10 +24,6 @@ Shape = TypeVar("Shape", bound=tuple[int, ...])
 """What tells one graph from another; larger ones compare greater."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class GraphPool(Generic[Shape]):
     """Captured work that shares one memory pool. `body(shape)` queues the work on the device and nothing else."""
 
@@ -89,7 +85,7 @@ class GraphPool(Generic[Shape]):
         """Shapes that have a graph, largest first."""
         return sorted(self._graphs, reverse=True)
 
-    def capture_next(self, shape: Shape, tell: Callable[[], None] = _nothing) -> bool:
+    def capture_next(self, shape: Shape, tell: Callable[[], None]) -> bool:
         """Capture a shape as `body` works by now; until `adopt`, what was captured before is run.
 
         Between two runs, which it holds up. What `body` finds must be empty, as for `capture`. It is run twice, as it

@@ -8,6 +8,8 @@ from outrider.config.base import option
 from outrider.config.draft import DraftOptions
 from outrider.config.service import PeerServiceOptions
 
+MAX_RANKS = 16
+
 
 @dataclass(frozen=True)
 class VerifyOptions(PeerServiceOptions):
@@ -39,7 +41,7 @@ class VerifyOptions(PeerServiceOptions):
         "Ranks that share each layer of the target, a process each: on GPUs the device and those behind it, on a CPU "
         "its cores.",
         minimum=1,
-        maximum=16,
+        maximum=MAX_RANKS,
     )
     rank_seconds: float = option(
         10.0, "Seconds without an answer of a rank after which the service ends.", minimum=0.5, maximum=600

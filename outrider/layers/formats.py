@@ -86,7 +86,7 @@ def _fp8_inverse_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
     return _fp8_tensors(scheme, num_out, size, "weight_scale_inv")
 
 
-def _fp8_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
+def _bytes_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     codes = tensors["weight"]
     scales = tensors["weight_scale"] if "weight_scale" in tensors else tensors["weight_scale_inv"]
     if not scheme.block:
@@ -204,9 +204,9 @@ def _narrowed(scales: Tensor) -> Tensor:
 
 
 FORMATS: dict[str, WeightFormat] = {
-    "fp8": WeightFormat(_fp8_tensors, _fp8_decode),
-    "int8": WeightFormat(_int8_tensors, _fp8_decode),
-    "fp8-inverse": WeightFormat(_fp8_inverse_tensors, _fp8_decode),
+    "fp8": WeightFormat(_fp8_tensors, _bytes_decode),
+    "int8": WeightFormat(_int8_tensors, _bytes_decode),
+    "fp8-inverse": WeightFormat(_fp8_inverse_tensors, _bytes_decode),
     "packed": WeightFormat(_packed_tensors, _packed_decode),
     "awq": WeightFormat(_awq_tensors, _awq_decode),
     "gptq": WeightFormat(_gptq_tensors, _gptq_decode),

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from outrider.config.verify import MAX_RANKS
 from outrider.errors import ConfigError
 from outrider.models.config import EXPERT_MODULES, ExpertsConfig, ModelConfig, ModelShape
 
 Span = tuple[int, int]
 OPTION = "--tensor-parallel-size"
-_MAX_RANKS = 16
-"""As many as the option takes."""
 
 
 def cut(config: ModelShape, world: int) -> ModelConfig:
@@ -28,7 +27,7 @@ def cut(config: ModelShape, world: int) -> ModelConfig:
     if config.wide_qk_norm:
         raise ConfigError(f"{OPTION}: {config.architecture} norms all heads together, so they cannot be divided")
     if fault := _fault(config, world):
-        *others, last = ["1", *(str(number) for number in range(2, _MAX_RANKS + 1) if not _fault(config, number))]
+        *others, last = ["1", *(str(number) for number in range(2, MAX_RANKS + 1) if not _fault(config, number))]
         counts = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(f"{OPTION}: {fault}; use {counts}")
     heads, kv_heads, experts = config.num_heads, config.num_kv_heads, config.experts

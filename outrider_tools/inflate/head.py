@@ -148,8 +148,9 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
         if config.feature_layers[-1] <= of_target.num_layers:
             places = [*target_map.layers, options.shape.layers]
             ids = [places[layer] - 1 for layer in config.feature_layers]
-            changed |= _block_fields(config.block, ids) if config.block else {}
-            if config.block is None:
+            if config.block is not None:
+                changed |= _block_fields(config.block, ids)
+            else:
                 changed["eagle_config"] = {**(changed.get("eagle_config") or {}), LAYER_IDS: ids}
     tensors: dict[str, Tensor] = {}
     stage = f"writing {out.name}"
@@ -209,7 +210,7 @@ def _fields(
     )
     flat = {**fields, **(fields.get("transformer_layer_config") or {})}
     return {
-        **{name: value for name, value in flat.items() if name not in (*moved, "torch_dtype")},
+        **{name: value for name, value in flat.items() if name not in moved},
         "architectures": fields["architectures"],
         **replace(shape, layers=config.decoder.num_layers).config_fields(),
         "target_hidden_size": shape.hidden,

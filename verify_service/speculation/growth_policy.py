@@ -186,15 +186,18 @@ class GrowthPolicy:
         return found
 
     def _trial_rounds(self, num_rows: int, most_nodes: int) -> int:
-        trial = self._round_seconds(num_rows + most_nodes) + self._costs(num_rows).seconds(self._max_steps)
-        dear = trial / (_DEAR_TRIAL * self._round_seconds(num_rows))
+        dear = self._largest_seconds(num_rows, most_nodes) / (_DEAR_TRIAL * self._round_seconds(num_rows))
         return max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(dear, 1.0)))
+
+    def _largest_seconds(self, num_rows: int, most_nodes: int) -> float:
+        """Seconds of a round that grows the largest tree, and verifies as large a one."""
+        return self._round_seconds(num_rows + most_nodes) + self._costs(num_rows).seconds(self._max_steps)
 
     def _least_probe_rounds(self, table: _Table, num_rows: int) -> int:
         """Rounds from one probe to the next in which probes take no more than their share of the time."""
         cost, (steps, size) = self._costs(num_rows), table.choice
         usual = self._round_seconds(num_rows + int(table.sizes[size]) if steps else num_rows) + cost.seconds(steps)
-        probe = self._round_seconds(num_rows + int(table.sizes[-1])) + cost.seconds(self._max_steps)
+        probe = self._largest_seconds(num_rows, int(table.sizes[-1]))
         return round((1 if steps else PROBE_LENGTH) * (probe / usual - 1.0) / _PROBE_SHARE)
 
     def _best(self, table: _Table, num_rows: int) -> tuple[int, int]:
