@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -87,22 +88,36 @@ class _Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._beginning: list[threading.Thread] = []
         self._num_ready = 0
+        self._num_left = count
+        """Processes that are ready or may still become it."""
         self._idle: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
         """Of those that are ready; None once all of them are gone."""
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="compile-ahead")
+        self._told: dict[bytes, Future[None]] = {}
+        """Jobs that are done ahead, by their lines."""
+
+    def tell(self, job: CompileJob) -> None:
+        """Have a job done, without waiting for it. Raises ValueError or SyntaxError for one that cannot be told."""
+        line = _checked_line(job)
+        self._begin()
+        if line not in self._told:
+            self._told[line] = self._threads.submit(self._do, line)
 
     def do(self, job: CompileJob) -> None:
-        """Have a job done, and wait for it; without effect while no process is ready.
+        """Have a job done, and wait for it. One that was not told before has no effect while no process is ready.
 
         Raises ValueError or SyntaxError for one that cannot be told, OSError for a process that is gone, and
         RuntimeError with what the compiler says.
         """
-        line = job.line()
-        CompileJob.parse(line)
-        with self._lock:
-            if not self._processes:
-                self._begin()
-            if not self._num_ready:
-                return
+        line = _checked_line(job)
+        self._begin()
+        told = self._told.get(line)
+        if told is not None:
+            told.result()
+        elif self._num_ready:
+            self._do(line)
+
+    def _do(self, line: bytes) -> None:
         process = self._idle.get()
         if process is None:
             self._idle.put(None)
@@ -110,17 +125,19 @@ class _Workers:
         try:
             answer = _ask(process, line)
         except OSError:
-            with self._lock:
-                self._num_ready -= 1
-                if not self._num_ready:
-                    self._idle.put(None)
+            self._note_gone(was_ready=True)
             raise
         self._idle.put(process)
         if answer:
             raise RuntimeError(answer)
 
     def _begin(self) -> None:
-        self._processes = [_spawn() for _ in range(self._count)]
+        with self._lock:
+            if not self._processes:
+                self._spawn()
+
+    def _spawn(self) -> None:
+        self._processes = [_start_process() for _ in range(self._count)]
         self._beginning = [threading.Thread(target=self._await, args=(one,), daemon=True) for one in self._processes]
         for thread in self._beginning:
             thread.start()
@@ -131,9 +148,19 @@ class _Workers:
             with self._lock:
                 self._num_ready += 1
             self._idle.put(process)
+        else:
+            self._note_gone(was_ready=False)
+
+    def _note_gone(self, *, was_ready: bool) -> None:
+        with self._lock:
+            self._num_ready -= was_ready
+            self._num_left -= 1
+            if not self._num_left:
+                self._idle.put(None)
 
     def end(self) -> None:
-        """End the processes, which have nothing to do by now."""
+        """End the processes, and with them what was told and is not wanted any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.terminate()
         for process in self._processes:
@@ -173,15 +200,45 @@ def prepare(function: Any, device: int, signature: Any, *variant: Any) -> None:
     if workers is None:
         return
     try:
-        constexprs, options, attrs = variant[:3]
-        _, _, target, backend, _ = function.device_caches[device]
-        if _is_cached(function.ASTSource(function, signature, constexprs, attrs), backend, options):
-            return
-        where = (target.backend, target.arch, target.warp_size)
-        told = (function.module, function.__name__, function.cache_key)
-        workers.do(CompileJob(*told, signature, constexprs, attrs, vars(options), where))
+        job = _job_of(function, device, signature, *variant[:3])
+        if job is not None:
+            workers.do(job)
     except Exception as error:  # whatever it is, there is another way
         log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)
+
+
+def prepare_ahead(function: Any, device: int, signature: Any, *variant: Any) -> None:
+    """As `prepare`, without waiting: a later `prepare` of the same variant does."""
+    workers = _workers
+    if workers is None:
+        return
+    try:
+        job = _job_of(function, device, signature, *variant[:3])
+        if job is not None:
+            workers.tell(job)
+    except Exception as error:  # it is compiled when it is launched
+        log.debug("%s is not compiled ahead: %s", getattr(function, "__name__", function), error)
+
+
+def compiles_aside() -> bool:
+    """Whether other processes compile, within `compile_aside`."""
+    return _workers is not None
+
+
+def _job_of(function: Any, device: int, signature: Any, constexprs: Any, options: Any, attrs: Any) -> CompileJob | None:
+    """None if Triton's cache has the variant."""
+    _, _, target, backend, _ = function.device_caches[device]
+    if _is_cached(function.ASTSource(function, signature, constexprs, attrs), backend, options):
+        return None
+    where = (target.backend, target.arch, target.warp_size)
+    told = (function.module, function.__name__, function.cache_key)
+    return CompileJob(*told, signature, constexprs, attrs, vars(options), where)
+
+
+def _checked_line(job: CompileJob) -> bytes:
+    line = job.line()
+    CompileJob.parse(line)
+    return line
 
 
 def _is_cached(source: Any, backend: Any, options: Any) -> bool:
@@ -207,7 +264,7 @@ def _ask(process: subprocess.Popen[bytes], line: bytes) -> str:
     return answer.rstrip()
 
 
-def _spawn() -> subprocess.Popen[bytes]:
+def _start_process() -> subprocess.Popen[bytes]:
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
         [sys.executable, "-m", __name__],

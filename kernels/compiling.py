@@ -5,11 +5,16 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
 
-from kernels.compile_workers import prepare
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.compile_workers import compiles_aside, prepare, prepare_ahead
 
 _patch_lock = threading.Lock()
 _load_lock = threading.RLock()
@@ -95,11 +100,62 @@ def _compile_once(function: Any) -> None:
             found = self.device_caches[device][0].get(key)
             if found is not None:
                 return found
+            if _only_told:
+                return prepare_ahead(self, device, signature, *rest)
             prepare(self, device, signature, *rest)
             return compile_variant(self, key, signature, device, *rest)
 
     function._do_compile = compile_locked
 
+
+_only_told = False
+
+
+@contextmanager
+def tell_launches() -> Iterator[bool]:
+    """Triton's launches are left out meanwhile, in all threads; variants that its cache lacks are compiled ahead.
+
+    What would be launched one after the other is compiled at the same time so. Yields whether there is a point: within
+    `compile_aside`, and after `allow_threads` has returned True; else launches happen as ever. All else runs, over
+    whatever outputs hold that were not written: new tensors hold zeros, which are indices that exist.
+    """
+    global _only_told
+    if not compiles_aside():
+        yield False
+        return
+    from triton.runtime import JITFunction
+
+    run = JITFunction.run
+
+    def leave_out(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = leave_out
+    _only_told = True
+    try:
+        with _Zeros():
+            yield True
+    finally:
+        _only_told = False
+        JITFunction.run = run
+
+
+class _Zeros(TorchDispatchMode):
+    """New tensors hold zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found.zero_() if func.overloadpacket in _EMPTY else found
+
+
+_EMPTY = frozenset(
+    (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
+)
 
 log = logging.getLogger(__name__)
 

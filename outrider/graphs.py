@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from kernels.compile_workers import compile_aside
-from kernels.compiling import allow_threads
+from kernels.compiling import allow_threads, tell_launches
 from outrider.logs import get_logger
 
 __all__ = ["COMPILE_THREADS", "GraphPool", "compile_aside"]
@@ -154,6 +154,8 @@ class GraphPool(Generic[Shape]):
     def _compile(self, shapes: Sequence[Shape]) -> None:
         """Run all shapes at the same time: compiling takes most of a first start.
 
+        Where other processes compile, they are told all kernels first.
+
         On the device all of it is still one stream, where runs that end up in each other do no harm as long as they
         find nothing to do.
         """
@@ -162,6 +164,10 @@ class GraphPool(Generic[Shape]):
         if not allow_threads():
             num_threads = 1
             log.info("kernels are compiled one after another: whether this Triton bears threads is not known")
+        else:
+            with tell_launches() as told:
+                for shape in shapes if told else ():
+                    self._body(shape)
 
         def run(shape: Shape) -> None:
             with torch.cuda.device(device), torch.inference_mode():

@@ -9,15 +9,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kernels import compile_workers
-from kernels.compile_workers import compile_aside, prepare
+from kernels.compile_workers import compile_aside, prepare, prepare_ahead
+from kernels.compiling import allow_threads, tell_launches
 
 triton = pytest.importorskip("triton")
+# A launch imports it, which fails where TRITON_INTERPRET is no longer what it was when Triton was imported.
+pytest.importorskip("triton.experimental.gluon")
+
+
+@pytest.fixture(autouse=True)
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process compiles, into an empty cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_workers, "_LEAST_CORES", 1)
+    monkeypatch.setattr(compile_workers, "MAX_WORKERS", 1)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture
-def update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def update() -> Any:
     """A kernel as it is when it is launched first, on an H100."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -25,10 +38,6 @@ def update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from kernels.jit import kv_cache
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile_workers, "_LEAST_CORES", 1)
-    monkeypatch.setattr(compile_workers, "MAX_WORKERS", 1)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     function, target = JITFunction(kv_cache._update.fn), GPUTarget("cuda", 90, 32)
     # As it may come out here, and not in a process that has compiled other kernels before.
     function.hash = "0" * 64
@@ -83,3 +92,58 @@ def test_what_another_process_compiled_is_in_the_cache(
         prepare(update, 0, *variant(update, 64))
         assert len(caplog.messages) == 3, "it is cached, nobody need do anything"
     assert process.poll() is not None
+
+
+def test_what_is_told_ahead_is_waited_for_when_it_is_needed(update: Any, tmp_path: Path) -> None:
+    with compile_aside():
+        for block in (64, 128, 128):
+            prepare_ahead(update, 0, *variant(update, block))
+        prepare_ahead(update, 0, *variant(update, triton.language.float32))
+        workers = compile_workers._workers
+        assert workers is not None and len(workers._told) == 2
+        for block in (64, 128):
+            # The process may still import the compiler: who needs what was told waits for that, too.
+            prepare(update, 0, *variant(update, block))
+        assert len(list(tmp_path.rglob("_update.cubin"))) == 2
+
+
+def test_nobody_waits_for_processes_that_are_gone(update: Any, tmp_path: Path) -> None:
+    with compile_aside():
+        prepare_ahead(update, 0, *variant(update, 64))
+        workers = compile_workers._workers
+        assert workers is not None
+        workers._processes[0].kill()
+        prepare(update, 0, *variant(update, 64))
+        prepare(update, 0, *variant(update, 128))
+    assert not list(tmp_path.rglob("_update.cubin"))
+
+
+def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import JITFunction
+    from triton.runtime.driver import driver as active
+
+    from kernels.jit import kv_cache
+
+    target = GPUTarget("cuda", 90, 32)
+    device = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda _: 0, get_current_target=lambda: target
+    )
+    monkeypatch.setattr(active, "_active", device)
+    assert allow_threads()
+    function, run = JITFunction(kv_cache._update.fn), JITFunction.run
+    monkeypatch.setattr(kv_cache, "_update", function)
+    tables = torch.ones(4, 4, dtype=torch.int32)
+    with tell_launches() as told:
+        assert not told, "no process compiles"
+    with compile_aside():
+        with tell_launches() as told:
+            assert told
+            function[(1,)](tables, tables, 1, 4, BLOCK=128)
+            assert not torch.empty(1000).count_nonzero() and not torch.empty_like(tables).count_nonzero()
+        assert JITFunction.run is run
+        workers = compile_workers._workers
+        assert workers is not None
+        (job,) = workers._told.values()
+        job.result()
+    assert len(list(tmp_path.rglob("_update.cubin"))) == 1 and tables.all()
