@@ -100,15 +100,20 @@ def _compile_once(function: Any) -> None:
             found = self.device_caches[device][0].get(key)
             if found is not None:
                 return found
-            if _only_told:
-                return prepare_ahead(self, device, signature, *rest)
+            if _told is not None:
+                # A kernel is launched many times; only the first time is worth a look into Triton's cache.
+                if (id(self), key) not in _told:
+                    _told.add((id(self), key))
+                    prepare_ahead(self, device, signature, *rest)
+                return None
             prepare(self, device, signature, *rest)
             return compile_variant(self, key, signature, device, *rest)
 
     function._do_compile = compile_locked
 
 
-_only_told = False
+_told: set[tuple[int, str]] | None = None
+"""Function and variant of launches that were left out, while they are."""
 
 
 @contextmanager
@@ -119,7 +124,7 @@ def tell_launches() -> Iterator[bool]:
     `compile_aside`, and after `allow_threads` has returned True; else launches happen as ever. All else runs, over
     whatever outputs hold that were not written: new tensors hold zeros, which are indices that exist.
     """
-    global _only_told
+    global _told
     if not compiles_aside():
         yield False
         return
@@ -131,20 +136,17 @@ def tell_launches() -> Iterator[bool]:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = leave_out
-    _only_told = True
+    _told = set()
     try:
-        with _Zeros():
+        with _Zeros():  # type: ignore[no-untyped-call]
             yield True
     finally:
-        _only_told = False
+        _told = None
         JITFunction.run = run
 
 
 class _Zeros(TorchDispatchMode):
     """New tensors hold zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
