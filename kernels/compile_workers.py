@@ -207,17 +207,20 @@ def prepare(function: Any, device: int, signature: Any, *variant: Any) -> None:
         log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)
 
 
-def prepare_ahead(function: Any, device: int, signature: Any, *variant: Any) -> None:
-    """As `prepare`, without waiting: a later `prepare` of the same variant does."""
+def prepare_ahead(function: Any, device: int, signature: Any, *variant: Any) -> bool:
+    """As `prepare`, without waiting: a later `prepare` of the same variant does. Returns whether there is need to."""
     workers = _workers
     if workers is None:
-        return
+        return False
     try:
         job = _job_of(function, device, signature, *variant[:3])
-        if job is not None:
-            workers.tell(job)
+        if job is None:
+            return False
+        workers.tell(job)
     except Exception as error:  # it is compiled when it is launched
         log.debug("%s is not compiled ahead: %s", getattr(function, "__name__", function), error)
+        return False
+    return True
 
 
 def compiles_aside() -> bool:

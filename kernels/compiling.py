@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -103,8 +103,7 @@ def _compile_once(function: Any) -> None:
             if _told is not None:
                 # A kernel is launched many times; only the first time is worth a look into Triton's cache.
                 if (id(self), key) not in _told:
-                    _told.add((id(self), key))
-                    prepare_ahead(self, device, signature, *rest)
+                    _told[id(self), key] = prepare_ahead(self, device, signature, *rest)
                 return None
             prepare(self, device, signature, *rest)
             return compile_variant(self, key, signature, device, *rest)
@@ -112,21 +111,23 @@ def _compile_once(function: Any) -> None:
     function._do_compile = compile_locked
 
 
-_told: set[tuple[int, str]] | None = None
-"""Function and variant of launches that were left out, while they are."""
+_told: dict[tuple[int, str], bool] | None = None
+"""Function and variant of launches that were left out, while they are, and whether other processes compile them."""
 
 
 @contextmanager
-def tell_launches() -> Iterator[bool]:
+def tell_launches() -> Iterator[Callable[[], int] | None]:
     """Triton's launches are left out meanwhile, in all threads; variants that its cache lacks are compiled ahead.
 
-    What would be launched one after the other is compiled at the same time so. Yields whether there is a point: within
-    `compile_aside`, and after `allow_threads` has returned True; else launches happen as ever. All else runs, over
-    whatever outputs hold that were not written: new tensors hold zeros, which are indices that exist.
+    What would be launched one after the other is compiled at the same time so. It needs `compile_aside`, and that
+    `allow_threads` has returned True. All but launches runs, over whatever outputs hold that were not written: new
+    tensors hold zeros, which are indices that exist.
+
+    Yields what counts the variants that are compiled ahead so far; None where launches happen as ever.
     """
     global _told
     if not compiles_aside():
-        yield False
+        yield None
         return
     from triton.runtime import JITFunction
 
@@ -136,10 +137,11 @@ def tell_launches() -> Iterator[bool]:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
     JITFunction.run = leave_out
-    _told = set()
+    told: dict[tuple[int, str], bool] = {}
+    _told = told
     try:
         with _Zeros():  # type: ignore[no-untyped-call]
-            yield True
+            yield lambda: sum(told.values())
     finally:
         _told = None
         JITFunction.run = run

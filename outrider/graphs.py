@@ -165,9 +165,12 @@ class GraphPool(Generic[Shape]):
             num_threads = 1
             log.info("kernels are compiled one after another: whether this Triton bears threads is not known")
         else:
-            with tell_launches() as told:
-                for shape in shapes if told else ():
+            with tell_launches() as num_told:
+                for shape in shapes if num_told else ():
                     self._body(shape)
+                    # Where Triton's cache has all kernels of the first shape, it most likely has those of all.
+                    if num_told is not None and not num_told():
+                        break
 
         def run(shape: Shape) -> None:
             with torch.cuda.device(device), torch.inference_mode():
