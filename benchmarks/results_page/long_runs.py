@@ -94,6 +94,7 @@ def soak_table() -> str:
         ("soak_cpu", "smollm2-135m ngram soak"),
         ("soak_colocated_cpu", "smollm2-135m eagle3+ngram colocated soak"),
         ("soak_h200", "llama-8b standalone soak"),
+        ("soak_h100x2", "llama-8b eagle3+standalone soak"),
     ):
         one = report(name)
         counts = ("minutes", "complete", "cancelled", "preemptions", "failed")
