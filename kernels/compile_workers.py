@@ -124,9 +124,9 @@ class _Workers:
             raise OSError("all processes that compile are gone")
         try:
             answer = _ask(process, line)
-        except OSError:
+        except (OSError, ValueError) as error:  # the second once `end` has closed its pipes
             self._note_gone(was_ready=True)
-            raise
+            raise OSError(str(error)) from error
         self._idle.put(process)
         if answer:
             raise RuntimeError(answer)

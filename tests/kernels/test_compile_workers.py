@@ -118,6 +118,16 @@ def test_nobody_waits_for_processes_that_are_gone(update: Any, tmp_path: Path) -
     assert not list(tmp_path.rglob("_update.cubin"))
 
 
+def test_what_was_told_and_never_needed_ends_with_the_processes(update: Any) -> None:
+    with compile_aside():
+        for block in (16, 32, 64, 128):
+            prepare_ahead(update, 0, *variant(update, block))
+        workers = compile_workers._workers
+        assert workers is not None
+    workers._threads.shutdown()
+    assert all(told.done() for told in workers._told.values())
+
+
 def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction
