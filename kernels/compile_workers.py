@@ -164,7 +164,8 @@ class _Workers:
         for process in self._processes:
             process.terminate()
         for process in self._processes:
-            with process:
+            # What was to be written to one that is gone cannot be.
+            with suppress(BrokenPipeError), process:
                 pass
 
 
