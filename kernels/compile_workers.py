@@ -14,7 +14,7 @@ import pkgutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -133,12 +133,10 @@ class _Workers:
 
     def _begin(self) -> None:
         with self._lock:
-            if not self._processes:
-                self._spawn()
-
-    def _spawn(self) -> None:
-        self._processes = [_start_process() for _ in range(self._count)]
-        self._beginning = [threading.Thread(target=self._await, args=(one,), daemon=True) for one in self._processes]
+            if self._processes:
+                return
+            self._processes = processes = [_start_process() for _ in range(self._count)]
+            self._beginning = [threading.Thread(target=self._await, args=(one,), daemon=True) for one in processes]
         for thread in self._beginning:
             thread.start()
 
@@ -197,31 +195,12 @@ def prepare(function: Any, device: int, signature: Any, *variant: Any) -> None:
     `variant`: constexprs, options and attributes. It is compiled in this process, as ever, where that fails, and while
     other processes import the compiler.
     """
-    workers = _workers
-    if workers is None:
-        return
-    try:
-        job = _job_of(function, device, signature, *variant[:3])
-        if job is not None:
-            workers.do(job)
-    except Exception as error:  # whatever it is, there is another way
-        log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)
+    _pass_on(_Workers.do, function, device, signature, *variant)
 
 
 def prepare_ahead(function: Any, device: int, signature: Any, *variant: Any) -> bool:
     """As `prepare`, without waiting: a later `prepare` of the same variant does. Returns whether there is need to."""
-    workers = _workers
-    if workers is None:
-        return False
-    try:
-        job = _job_of(function, device, signature, *variant[:3])
-        if job is None:
-            return False
-        workers.tell(job)
-    except Exception as error:  # it is compiled when it is launched
-        log.debug("%s is not compiled ahead: %s", getattr(function, "__name__", function), error)
-        return False
-    return True
+    return _pass_on(_Workers.tell, function, device, signature, *variant)
 
 
 def compiles_aside() -> bool:
@@ -229,14 +208,25 @@ def compiles_aside() -> bool:
     return _workers is not None
 
 
-def _job_of(function: Any, device: int, signature: Any, constexprs: Any, options: Any, attrs: Any) -> CompileJob | None:
-    """None if Triton's cache has the variant."""
-    _, _, target, backend, _ = function.device_caches[device]
-    if _is_cached(function.ASTSource(function, signature, constexprs, attrs), backend, options):
-        return None
-    where = (target.backend, target.arch, target.warp_size)
-    told = (function.module, function.__name__, function.cache_key)
-    return CompileJob(*told, signature, constexprs, attrs, vars(options), where)
+def _pass_on(
+    method: Callable[[_Workers, CompileJob], None], function: Any, device: int, signature: Any, *variant: Any
+) -> bool:
+    """Call `method` with a variant of a kernel if Triton's cache lacks it. Returns whether that was done."""
+    workers = _workers
+    if workers is None:
+        return False
+    try:
+        constexprs, options, attrs = variant[:3]
+        _, _, target, backend, _ = function.device_caches[device]
+        if _is_cached(function.ASTSource(function, signature, constexprs, attrs), backend, options):
+            return False
+        where = (target.backend, target.arch, target.warp_size)
+        told = (function.module, function.__name__, function.cache_key)
+        method(workers, CompileJob(*told, signature, constexprs, attrs, vars(options), where))
+    except Exception as error:  # whatever it is, there is another way
+        log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)
+        return False
+    return True
 
 
 def _checked_line(job: CompileJob) -> bytes:

@@ -165,12 +165,7 @@ class GraphPool(Generic[Shape]):
             num_threads = 1
             log.info("kernels are compiled one after another: whether this Triton bears threads is not known")
         else:
-            with tell_launches() as num_told:
-                for shape in shapes if num_told else ():
-                    self._body(shape)
-                    # Where Triton's cache has all kernels of the first shape, it most likely has those of all.
-                    if num_told is not None and not num_told():
-                        break
+            self._tell(shapes)
 
         def run(shape: Shape) -> None:
             with torch.cuda.device(device), torch.inference_mode():
@@ -179,3 +174,14 @@ class GraphPool(Generic[Shape]):
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
             for done in [pool.submit(run, shape) for shape in shapes]:
                 done.result()
+
+    def _tell(self, shapes: Sequence[Shape]) -> None:
+        """Have other processes compile the kernels of all shapes from now on, where they do."""
+        with tell_launches() as num_told:
+            if num_told is None:
+                return
+            for shape in shapes:
+                self._body(shape)
+                if not num_told():
+                    # Where Triton's cache has all kernels of the first shape, it most likely has those of all.
+                    return
