@@ -16,16 +16,17 @@ import httpx
 import openai
 from scripted_verify import ScriptedVerify, VerifyHost
 
+from gateway import main
 from gateway.http import app
-from gateway.main import serve
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
 from outrider.rpc.channel import open_channel
 from outrider.rpc.tls import TlsSource
 from outrider.v1.gateway_pb2_grpc import GatewayServiceStub
 
-# Making the document takes a tenth of a second, and nearly every test has a gateway of its own.
+# Making the document takes a tenth of a second, and nearly every test has a gateway of its own, which it waits for.
 app.openapi = cache(app.openapi)  # type: ignore[attr-defined]
+main._READINESS_SECONDS = 0.005
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For clients of plain HTTP: httpx reads all certificates of the machine for each client that is given none."""
 
@@ -71,7 +72,7 @@ async def open_world(
     async with AsyncExitStack() as stack:
         await host.start()
         stack.push_async_callback(host.stop)
-        task = asyncio.create_task(serve(replace(options, **changes), stop))
+        task = asyncio.create_task(main.serve(replace(options, **changes), stop))
         stack.push_async_callback(_stop, task, stop)
         await until(lambda: ready_file.exists() or task.done())
         if task.done():
