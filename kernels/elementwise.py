@@ -108,14 +108,7 @@ def rope_write(
         ValueError: shapes that do not fit.
     """
     kv_heads, dim = k_cache.shape[1:]
-    if heads.shape[1:] != (num_heads + 2 * kv_heads, dim) or v_cache.shape != k_cache.shape:
-        raise ValueError(f"{num_heads} query heads, heads {list(heads.shape)}, a cache of {list(k_cache.shape)}")
-    if dim < 16 or dim & (dim - 1):
-        raise ValueError(f"head_dim must be a power of two from 16 on, got {dim}")
-    if not (heads.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("heads and caches must be contiguous")
-    if qk_norm is not None and (qk_norm.shape != (num_heads + kv_heads, dim) or not qk_norm.is_contiguous()):
-        raise ValueError(f"norm weights must be contiguous [{num_heads + kv_heads}, {dim}], got {list(qk_norm.shape)}")
+    _check_write(heads, k_cache, v_cache, num_heads, qk_norm, (num_heads + kv_heads, dim))
     q = torch.empty(heads.shape[0], num_heads, dim, dtype=heads.dtype, device=heads.device)
     if not use_triton(heads):
         reference.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q)
@@ -124,3 +117,57 @@ def rope_write(
 
     jit.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q, supports_pdl(heads))
     return q
+
+
+def write_keys(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Rotate keys; write them and values to their slots, in L layers. One launch. For the rest see `rope_write`.
+
+    Args:
+        heads: [M, L, 2 * KVH, D], of each layer key, then value heads, contiguous.
+        cos: float32 [M, D / 2], as sin.
+        slots: int [M], the same in all layers; -1 for what is not written.
+        k_cache: [L, S, KVH, D]; so is `v_cache`.
+        k_norm: [L, KVH, D], weights of an RMS norm over each key head before rotation.
+        eps: added to the mean square.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    layers, _, kv_heads, dim = k_cache.shape
+    if heads.shape[1] != layers:
+        raise ValueError(f"heads of {heads.shape[1]} layers for {layers}")
+    _check_write(heads, k_cache, v_cache, 0, k_norm, (layers, kv_heads, dim))
+    if not use_triton(heads):
+        reference.write_keys(heads, cos, sin, slots, k_cache, v_cache, k_norm, eps)
+        return
+    from kernels.jit import elementwise as jit
+
+    jit.write_keys(heads, cos, sin, slots, k_cache, v_cache, k_norm, eps, supports_pdl(heads))
+
+
+def _check_write(
+    heads: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    norm: Tensor | None,
+    norm_shape: tuple[int, ...],
+) -> None:
+    kv_heads, dim = k_cache.shape[-2:]
+    if heads.shape[-2:] != (num_heads + 2 * kv_heads, dim) or v_cache.shape != k_cache.shape:
+        raise ValueError(f"{num_heads} query heads, heads {list(heads.shape)}, a cache of {list(k_cache.shape)}")
+    if use_triton(heads) and (dim < 16 or dim & (dim - 1)):
+        raise ValueError(f"head_dim must be a power of two from 16 on, got {dim}")
+    if not (heads.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("heads and caches must be contiguous")
+    if norm is not None and (norm.shape != norm_shape or not norm.is_contiguous()):
+        raise ValueError(f"norm weights must be contiguous {list(norm_shape)}, got {list(norm.shape)}")

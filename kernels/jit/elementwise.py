@@ -81,15 +81,19 @@ def _angles(
 
 @triton.jit
 def _rope_write(
-    heads, cos, sin, slots, k_cache, v_cache, norm, q, eps,
+    heads, cos, sin, slots, k_cache, v_cache, norm, q, eps, layer_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of HEADS heads)."""
+    """Grid (tokens, tiles of HEADS heads, layers): heads [tokens, layers, ALL, DIM], `layer_stride` of the caches.
+
+    Query heads are of one layer alone.
+    """
     ROTATED: tl.constexpr = NUM_HEADS + KV_HEADS
     ALL: tl.constexpr = NUM_HEADS + 2 * KV_HEADS
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     is_q = head < NUM_HEADS
@@ -97,14 +101,14 @@ def _rope_write(
     is_v = (head >= ROTATED) & (head < ALL)
     turns = (head < ROTATED)[:, None]
     if NORM:
-        weight = norm + head[:, None] * DIM + pair[None, :]
+        weight = norm + (layer * ROTATED + head)[:, None] * DIM + pair[None, :]
         low_weight = tl.load(weight, mask=turns, other=0.0).to(tl.float32)
         high_weight = tl.load(weight + HALF, mask=turns, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
-    source = heads + token * (ALL * DIM) + head[:, None] * DIM + pair[None, :]
+    source = heads + (token * tl.num_programs(2) + layer) * (ALL * DIM) + head[:, None] * DIM + pair[None, :]
     there = (head < ALL)[:, None]
     low = tl.load(source, mask=there, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
@@ -128,10 +132,10 @@ def _rope_write(
         new_low = tl.clamp(new_low.to(tl.float32), -448.0, 448.0)
         new_high = tl.clamp(new_high.to(tl.float32), -448.0, 448.0)
     new_low, new_high = new_low.to(k_cache.dtype.element_ty), new_high.to(k_cache.dtype.element_ty)
-    target = k_cache + (slot * KV_HEADS + head - NUM_HEADS)[:, None] * DIM + pair[None, :]
+    target = k_cache + layer * layer_stride + (slot * KV_HEADS + head - NUM_HEADS)[:, None] * DIM + pair[None, :]
     tl.store(target, new_low, mask=(is_k & written)[:, None])
     tl.store(target + HALF, new_high, mask=(is_k & written)[:, None])
-    target = v_cache + (slot * KV_HEADS + head - ROTATED)[:, None] * DIM + pair[None, :]
+    target = v_cache + layer * layer_stride + (slot * KV_HEADS + head - ROTATED)[:, None] * DIM + pair[None, :]
     tl.store(target, new_low, mask=(is_v & written)[:, None])
     tl.store(target + HALF, new_high, mask=(is_v & written)[:, None])
 
@@ -153,11 +157,27 @@ def rope_write(
     qk_norm: Tensor | None, eps: float, q: Tensor, pdl: bool,
 ) -> None:  # fmt: skip
     """As kernels.elementwise.rope_write."""
-    num_tokens, num_all, dim = heads.shape
+    _launch_write(heads.unsqueeze(1), cos, sin, slots, k_cache[None], v_cache[None], qk_norm, eps, q, pdl)
+
+
+def write_keys(
+    heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
+    k_norm: Tensor | None, eps: float, pdl: bool,
+) -> None:  # fmt: skip
+    """As kernels.elementwise.write_keys."""
+    _launch_write(heads, cos, sin, slots, k_cache, v_cache, k_norm, eps, None, pdl)
+
+
+def _launch_write(
+    heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
+    norm: Tensor | None, eps: float, q: Tensor | None, pdl: bool,
+) -> None:  # fmt: skip
+    """Of heads [M, L, H + 2 * KVH, D] and caches [L, S, KVH, D]."""
+    num_tokens, layers, num_all, dim = heads.shape
     # Few heads a program where tokens are few: latency counts, and the device has room.
     tile = 8 if num_tokens <= 64 else 16
-    _rope_write[(num_tokens, triton.cdiv(num_all, tile))](
-        heads, cos, sin, slots, k_cache, v_cache, heads if qk_norm is None else qk_norm, q, eps,
-        NUM_HEADS=q.shape[1], KV_HEADS=k_cache.shape[1], DIM=dim, HEADS=tile, NORM=qk_norm is not None, PDL=pdl,
-        num_warps=max(1, tile * dim // 1024), launch_pdl=pdl,
+    _rope_write[(num_tokens, triton.cdiv(num_all, tile), layers)](
+        heads, cos, sin, slots, k_cache, v_cache, heads if norm is None else norm, heads if q is None else q, eps,
+        k_cache.stride(0), NUM_HEADS=0 if q is None else q.shape[1], KV_HEADS=k_cache.shape[2], DIM=dim, HEADS=tile,
+        NORM=norm is not None, PDL=pdl, num_warps=max(1, tile * dim // 1024), launch_pdl=pdl,
     )  # fmt: skip

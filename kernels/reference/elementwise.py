@@ -36,6 +36,17 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Te
     return angles.cos() * factors, angles.sin() * factors
 
 
+def write_keys(
+    heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
+    k_norm: Tensor | None, eps: float,
+) -> None:  # fmt: skip
+    """As kernels.elementwise.write_keys."""
+    no_q = heads.new_empty(heads.shape[0], 0, heads.shape[-1])
+    for layer, (k, v) in enumerate(zip(k_cache, v_cache, strict=True)):
+        norm = None if k_norm is None else k_norm[layer]
+        rope_write(heads[:, layer], cos, sin, slots, k, v, norm, eps, no_q)
+
+
 def rope_write(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     qk_norm: Tensor | None, eps: float, q: Tensor,

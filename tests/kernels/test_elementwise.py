@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import given as given_any
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.elementwise import rms_norm, rope_write, rotary_angles, silu_mul
+from kernels.elementwise import rms_norm, rope_write, rotary_angles, silu_mul, write_keys
 from kernels.reference import elementwise as reference
 
 
@@ -119,6 +122,34 @@ def test_write_equals_reference(
     assert torch.equal(caches[1], expected[1])
 
 
+@given_any(
+    layers=st.integers(1, 3),
+    kv_heads=st.integers(1, 9),
+    dim=st.sampled_from([16, 64]),
+    count=st.integers(1, 5),
+    normed=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_keys_of_all_layers_are_those_of_each(
+    layers: int, kv_heads: int, dim: int, count: int, normed: bool, dtype: torch.dtype, device: str
+) -> None:
+    given = inputs((0, kv_heads, dim), count, dtype, device)
+    heads = torch.randn(count, layers, 2 * kv_heads, dim, device=device).to(dtype)
+    norm = torch.randn(layers, kv_heads, dim, device=device).to(dtype) if normed else None
+    cos, sin = reference.rotary_angles(given["positions"], given["inv_freq"], 1.3)
+    found = [torch.randn(layers, 3 * count, kv_heads, dim, device=device).to(dtype) for _ in range(2)]
+    expected = [cache.clone() for cache in found]
+    write_keys(heads, cos, sin, given["slots"], *found, norm, 1e-5)
+    for layer in range(layers):
+        caches = [cache[layer] for cache in expected]
+        no_q = torch.empty(count, 0, dim, dtype=dtype, device=device)
+        weight = None if norm is None else norm[layer]
+        reference.rope_write(heads[:, layer], cos, sin, given["slots"], *caches, weight, 1e-5, no_q)
+    torch.testing.assert_close(found[0], expected[0], **near(dtype))
+    assert torch.equal(found[1], expected[1])
+
+
 def test_caches_of_eight_bits_get_the_nearest_numbers(device: str) -> None:
     num_heads, kv_heads, dim = SHAPES[0]
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
@@ -164,6 +195,8 @@ def test_wrong_shapes_are_refused(device: str) -> None:
         rope_write(given["heads"], cos, sin, given["slots"], *caches, 5)
     with pytest.raises(ValueError, match="norm weights"):
         rope_write(given["heads"], cos, sin, given["slots"], *caches, 4, given["norm"][:5])
+    with pytest.raises(ValueError, match="2 layers for 1"):
+        write_keys(torch.zeros(3, 2, 4, 16, device=device), cos, sin, given["slots"], *(one[None] for one in caches))
 
 
 @pytest.mark.gpu

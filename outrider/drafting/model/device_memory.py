@@ -10,13 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.block_state import BlockStore
 from kernels.frontier_state import RegionPlan
 from outrider.attention.paged import update_page_tables
 from outrider.device import put
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.features import PartOfRows
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead, BlockStore
+from outrider.models.drafters.block import BlockHead
 from outrider.protocol.speculation import Features
 
 Ints = NDArray[np.int32]
@@ -35,9 +36,8 @@ class DeviceMemory:
         self._shape = shape
         self._num_context = -(-shape.max_context // size)
         num_region = -(-(shape.region + model.num_scratch) // size)
-        # One more for what a model with scratch writes of padding.
         num_slots = (shape.num_pages + shape.num_rows * num_region) * size
-        self.kv = model.new_kv(num_slots + (model.num_scratch > 0))
+        self.kv = model.new_kv(num_slots)
         self._first_region = shape.num_pages * size
         self._region_stride = num_region * size
         self._host = np.zeros((shape.num_rows + 1, self._num_context + num_region), np.int32)

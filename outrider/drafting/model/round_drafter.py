@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kernels.block_state import BlockRoots
 from kernels.frontier_state import BurstRows
 from kernels.round_trees import lay_out_committed, pick_nodes, plant_roots
 from kernels.round_trees_state import CommittedTokens, GrownTrees, NodePicker
@@ -23,7 +24,7 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers, choose_splits
 from outrider.attention.prompts import PromptChunk
 from outrider.device import num_processors, put
-from outrider.drafting.model.block_steps import BlockRoots, BlockSteps
+from outrider.drafting.model.block_steps import BlockSteps
 from outrider.drafting.model.burst import BurstShape, StepBucket
 from outrider.drafting.model.cuda_forward import ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import DeviceMemory
@@ -243,14 +244,12 @@ class RoundDrafter:
         given = None if self._features is None else self._features.rows(out.sources)
         if isinstance(self._steps, BlockSteps) and isinstance(model, BlockHead):
             model.extend(batch, given, batch.slots, kv, self._attention)
-            tokens, there = out.token_ids.index_select(0, out.last), out.draft_rows >= 0
             # As many positions have features as the root's own place: the lag is one.
-            at = BlockRoots(
-                torch.where(there, tokens, 0), out.root_positions, there, out.table_rows, out.root_positions
-            )
-            rows = self._steps.run_blocks(at)
-            nothing = torch.zeros(rows.shape[0], model.state_size, dtype=model.dtype, device=rows.device)
-            logits, left, _ = self._steps.read(rows, at.tokens, at.positions, nothing)
+            length = out.root_positions
+            at = BlockRoots(out.token_ids, out.last, out.draft_rows, length, out.table_rows, length)
+            layout = self._steps.run_blocks(at)
+            nothing = torch.zeros(length.shape[0], model.state_size, dtype=model.dtype, device=length.device)
+            logits, left = self._steps.read(layout.rows, layout.tokens, length, nothing)
             if store is not None:
                 store[self.memory.first_given :][: left.shape[0], : model.state_size].copy_(left)
             return logits

@@ -102,14 +102,11 @@ class TorchRunner(BurstRunner):
             nodes = [] if pending.cut else frontier.take()
             if not nodes:
                 break
-            is_over = None
             if head is not None:
-                logits, is_over = self._run_block(head, burst, frontier, nodes)
+                logits = self._run_block(head, burst, frontier, nodes)
             elif attention is not None:
                 logits = self._model.logits(self._run_nodes(burst, frontier, nodes, used, attention))
             tokens, scores = self._propose_for(burst, nodes, logits, branching)
-            if is_over is not None:
-                scores[is_over] = -torch.inf
             count, found = len(nodes), tokens.numpy()
             frontier.add(nodes, number * width, found.tolist(), scores.tolist())
             line[:count] = [node.place for node in nodes]
@@ -150,12 +147,10 @@ class TorchRunner(BurstRunner):
             store.index_copy_(0, torch.tensor(targets), features)
         return hidden
 
-    def _run_block(
-        self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode]
-    ) -> tuple[Tensor, Tensor]:
+    def _run_block(self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode]) -> Tensor:
         """Inject features that came, run the blocks of roots among their tokens, and read what blocks say of all nodes.
 
-        Returns logits [M, vocab_size], and bool [M] where there are no guesses.
+        Returns logits [M, vocab_size], -inf where there are no guesses.
         """
         region, store = self.shape.region, self.memory.features
         if store is None:
@@ -192,12 +187,10 @@ class TorchRunner(BurstRunner):
                 head.keep_blocks(self.memory.room_for_blocks, where, begins, found_rows)
         positions, size = torch.tensor([node.position for node in nodes]), head.state_size
         given = store[:, :size].index_select(0, torch.tensor(sources))
-        logits, left, is_over = head.read_blocks(
-            self.memory.room_for_blocks, torch.tensor(rows), tokens, positions, given
-        )
+        logits, left = head.read_blocks(self.memory.room_for_blocks, torch.tensor(rows), tokens, positions, given)
         targets = [row * region + node.slot for row, node in zip(rows, nodes, strict=True)]
         store[:, :size].index_copy_(0, torch.tensor(targets), left)
-        return logits, is_over
+        return logits
 
     def _block_segment(self, head: BlockHead, burst: Burst, node: StepNode, row: int, seen: int) -> Segment:
         """What a root's block sees: of the context the window and the sinks, the tree slots of tokens behind it that

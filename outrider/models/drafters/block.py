@@ -3,17 +3,17 @@ does to the next one's chances."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.block_state import BlockStore
+from kernels.blocks import keep_blocks, read_logits, read_rows
+from kernels.elementwise import rotary_angles, write_keys
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.layers.linear import Linear
-from outrider.layers.rotary import rotate
 from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.base import DraftHead, required
 from outrider.models.drafters.config import MARKOV_INPUT, MARKOV_OUTPUT, BlockConfig, HeadConfig
@@ -24,17 +24,6 @@ MARKOV_GATES = {"gated": "gate_proj", "rnn": "joint_proj"}
 
 _NOWHERE = -(1 << 30)
 """Position of a root that there is not: everything lies behind its block."""
-
-
-class BlockStore(NamedTuple):
-    """What the blocks of N requests say: of each the last one's places, one behind another."""
-
-    begins: Tensor
-    """int32 [N], the position of the root whose block it is."""
-    rows: Tensor
-    """[N * num_guesses, hidden]."""
-    logits: Tensor
-    """float32 [N * num_guesses, vocab_size], without what DSPARK's sequential part adds."""
 
 
 class BlockHead(DraftHead):
@@ -74,6 +63,8 @@ class BlockHead(DraftHead):
         self.num_scratch = self.block.size
         self.block_bytes = config.block_bytes(dtype.itemsize)
         self._projection: Tensor | None = None
+        self._key_norm: Tensor | None = None
+        self._key_eps = 0.0
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """See DraftHead."""
@@ -92,6 +83,10 @@ class BlockHead(DraftHead):
         self._injection.pack()
         self._projection = self.fc.weight  # before packing, which on a CPU lays it out anew
         super().finish_loading()
+        norms = [one.qk_norm for one in attentions if one.qk_norm is not None]
+        if norms:
+            self._key_norm = torch.stack([norm.weight[-self.num_kv_heads :] for norm in norms])
+            self._key_eps = norms[0].eps
         if self._markov is not None:
             self._markov.finish_loading()
 
@@ -113,24 +108,21 @@ class BlockHead(DraftHead):
     @torch.inference_mode()
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [layers, M, kv_heads, head_dim] of positions int [M] with features [M, feature_size]."""
-        count = features.shape[0]
-        heads = self._injection(features).view(count, self.num_layers, 2, self.num_kv_heads, self.head_dim)
-        k, v = heads.unbind(2)
-        norm = self.layers[0].attention.qk_norm
-        if norm is not None:
-            weights = [layer.attention.qk_norm.weight[-1] for layer in self.layers if layer.attention.qk_norm]
-            k = functional.rms_norm(k, k.shape[-1:], None, norm.eps) * torch.stack(weights)[None, :, None]
-        k = rotate(k.flatten(1, 2), *self.rotary.angles(positions, k.dtype)).view(v.shape)
-        return k.transpose(0, 1), v.transpose(0, 1)
+        shape = (self.num_layers, features.shape[0], self.num_kv_heads, self.head_dim)
+        k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        self._write_keys(features, positions, torch.arange(shape[1], device=self.device), k, v)
+        return k, v
+
+    def _write_keys(self, features: Tensor, positions: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        heads = self._injection(features).view(-1, self.num_layers, 2 * self.num_kv_heads, self.head_dim)
+        angles = rotary_angles(positions, self.rotary.half_frequencies, self.rotary.scale)
+        write_keys(heads, *angles, slots, k, v, self._key_norm, self._key_eps)
 
     def extend(
         self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend
     ) -> None:
-        """See DraftModel. Takes no forward; what has a negative slot goes to the cache's last one."""
-        k, v = self.context(required(features).contiguous(), batch.positions)
-        slots = torch.where(slots < 0, kv.num_slots - 1, slots).long()
-        kv.k.index_copy_(1, slots, k)
-        kv.v.index_copy_(1, slots, v)
+        """See DraftModel. Takes no forward; what has a negative slot is not written."""
+        self._write_keys(required(features).contiguous(), batch.positions, slots, kv.k, kv.v)
 
     def block_tokens(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and positions [R * size] of the blocks of R roots."""
@@ -171,7 +163,7 @@ class BlockHead(DraftHead):
         """See DraftModel. `rows` [M, hidden] are those of places alone; behind them, with DSPARK, what a token says."""
         logits = super().logits(rows[:, : self._hidden].contiguous())
         if self._markov is not None and rows.shape[1] > self._hidden:
-            self._markov.add(logits, rows[:, self._hidden :].contiguous())
+            logits += self._markov.product(rows[:, self._hidden :].contiguous())
         return logits
 
     def new_blocks(self, count: int) -> BlockStore:
@@ -185,36 +177,31 @@ class BlockHead(DraftHead):
 
     @torch.inference_mode()
     def keep_blocks(self, blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tensor) -> None:
-        """Keep what `forward_blocks` returned for the requests `where`, int64 [R], of roots at `positions`, int [R]."""
-        count = self.block.num_guesses
-        places = (where[:, None] * count + torch.arange(count, device=where.device)).flatten()
-        blocks.begins.index_copy_(0, where, positions.int())
-        blocks.rows.index_copy_(0, places, rows)
-        blocks.logits.index_copy_(0, places, self.logits(rows))
+        """Keep what `forward_blocks` returned for the requests `where`, int [R], of roots at `positions`, int [R]."""
+        keep_blocks(blocks, where, positions, rows, self.logits(rows))
 
     @torch.inference_mode()
     def read_blocks(
         self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """What M nodes' children may be.
 
         Args:
-            where: int64 [M], the requests whose nodes they are; `tokens` and `positions`, int [M], are their own.
+            where: int [M], the requests whose nodes they are, negative for padding; `tokens` and `positions`, int [M],
+                are their own.
             memory: [M, state_size], what their parents left; of roots it does not count.
 
         Returns:
-            logits float32 [M, vocab_size], what the nodes leave to their children [M, state_size], and bool [M] where
-            there are no guesses, outside of the block.
+            logits float32 [M, vocab_size], -inf outside of the block, where there are no guesses, and what the nodes
+            leave to their children [M, state_size].
         """
-        count = self.block.num_guesses
-        place = positions - blocks.begins[where]
-        at = where * count + place.clamp(0, count - 1)
-        logits = blocks.logits.index_select(0, at)
-        if self._markov is not None:
-            memory = memory.masked_fill((place == 0).unsqueeze(1), 0.0)
-            said, memory = self._markov(tokens, blocks.rows.index_select(0, at), memory)
-            self._markov.add(logits, said)
-        return logits, memory, (place < 0) | (place >= count)
+        if self._markov is None:
+            return read_logits(blocks, where, positions), memory
+        rows = blocks.rows
+        if self._markov.takes_rows:
+            rows, memory = read_rows(blocks, where, positions, memory)
+        said, memory = self._markov(tokens, rows, memory)
+        return read_logits(blocks, where, positions, self._markov.product(said)), memory
 
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
@@ -264,9 +251,14 @@ class MarkovHead:
         if self._gate is not None:
             self._gate.pack()
 
-    def add(self, logits: Tensor, said: Tensor) -> None:
-        """Add to logits of places float32 [M, num_guessed] what the tokens before said [M, rank]."""
-        logits += self._output.to_float32(said)
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it reads rows and memory."""
+        return self._gate is not None
+
+    def product(self, said: Tensor) -> Tensor:
+        """What is added to logits of places, float32 [M, num_guessed], for what the tokens before said [M, rank]."""
+        return self._output.to_float32(said)
 
     def __call__(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Of tokens [M], rows [M, hidden] and memory [M, rank or 0]: values [M, rank], and the memory after them."""

@@ -71,8 +71,6 @@ def path_logits(model: DraftModel, raw: Tensor, path: list[int]) -> Tensor:
     memory = torch.randn(1, model.state_size)
     logits = []
     for number, token in enumerate(path):
-        found, memory, is_over = model.read_blocks(
-            blocks, where, torch.tensor([token]), torch.tensor([length + number]), memory
-        )
-        logits.append(found.masked_fill(is_over.unsqueeze(1), -torch.inf))
+        found, memory = model.read_blocks(blocks, where, torch.tensor([token]), torch.tensor([length + number]), memory)
+        logits.append(found)
     return torch.cat(logits)

@@ -1,0 +1,148 @@
+"""Blocks of a block head on a device: their roots found and laid out, and what they say kept and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.block_state import BlockLayout, BlockRoots, BlockStore
+from kernels.frontier_state import BurstRows, RegionPlan, StepTokens
+from kernels.launch import use_triton
+from kernels.reference import blocks as reference
+
+
+def find_roots(step: StepTokens, rows: BurstRows, first_given: int, injected: Tensor) -> tuple[Tensor, BlockRoots]:
+    """Find what a step takes of features that came, and the roots of blocks among that. One launch.
+
+    Args:
+        step: M places; of each row one at most has a feature that came and a base, its root.
+        rows: the burst's, B.
+        first_given: `step.sources` from here on are features that came.
+        injected: int8 [T, R], contiguous, written: 1 at tree slots of the step that get keys of such a feature, else 0.
+
+    Returns:
+        int32 [M], KV slots of the tokens with such a feature, -1 for others; and the roots.
+
+    Raises:
+        ValueError: `injected` does not fit.
+    """
+    _check_injected(injected)
+    width, num_rows = step.rows.shape[0], rows.table_rows.shape[0]
+    slots, places, positions = (step.rows.new_empty(size) for size in (width, num_rows, num_rows))
+    _backend(injected).find_roots(step, first_given, injected, slots, places, positions)
+    return slots, BlockRoots(step.token_ids, places, places, positions, rows.table_rows, rows.context_len)
+
+
+def forget_injected(step: StepTokens, injected: Tensor) -> None:
+    """The tree slots of a step hold no keys of features. One launch. See `find_roots`."""
+    _check_injected(injected)
+    _backend(injected).forget_injected(step, injected)
+
+
+def lay_out_blocks(
+    roots: BlockRoots, plan: RegionPlan, region: int, size: int, mask_token: int, seen: tuple[Tensor, Tensor] | None
+) -> BlockLayout:
+    """Lay blocks out, in new tensors. One launch.
+
+    Args:
+        roots: R of them.
+        plan: where tree slots lie; the scratch of a row's block follows its `region` tree slots.
+        region: a multiple of 32.
+        size: places of a block, S.
+        mask_token: id of all but the first.
+        seen: int32 [M, region / 32], of each of `roots.token_ids` the tree slots that it sees, and `injected` as
+            `find_roots` has it: blocks see what is in both. None: they see no tree slot.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    words = 0 if seen is None else region // 32
+    if seen is not None:
+        mask, injected = seen
+        _check_injected(injected)
+        if mask.shape != (roots.token_ids.shape[0], words) or injected.shape[1] != region or not mask.is_contiguous():
+            raise ValueError(f"a mask of {list(mask.shape)} and {list(injected.shape)} slots for regions of {region}")
+    if plan.page_tables.stride(1) != 1:
+        raise ValueError("the rows of the page tables must be contiguous")
+    num_rows = roots.positions.shape[0]
+    places = num_rows * size
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=roots.positions.device)
+
+    out = BlockLayout(
+        ints(num_rows), ints(num_rows), ints(places), ints(places), ints(num_rows + 1), ints(places),
+        ints(places, words + -(-size // 32)),
+    )  # fmt: skip
+    _backend(roots.positions).lay_out_blocks(roots, plan, region, mask_token, seen, out)
+    return out
+
+
+def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tensor, logits: Tensor) -> None:
+    """Keep what R blocks say. One launch.
+
+    Args:
+        blocks: written; of G guesses.
+        where: int [R], their requests; negative for padding.
+        positions: int [R], of the roots.
+        rows: [R * G, hidden], contiguous; so are `logits` float32 [R * G, vocab_size].
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    count = where.shape[0] * _guesses(blocks)
+    for kept, new in ((blocks.rows, rows), (blocks.logits, logits)):
+        if new.shape != (count, kept.shape[1]) or new.dtype != kept.dtype or not new.is_contiguous():
+            raise ValueError(f"{list(new.shape)} {new.dtype} for {count} guesses of {kept.shape[1]} {kept.dtype}")
+    _backend(logits).keep_blocks(blocks, where, positions, rows, logits)
+
+
+def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Tensor | None = None) -> Tensor:
+    """Logits float32 [M, vocab_size] of nodes' places, -inf outside of the block. One launch.
+
+    Args:
+        where: int [M], their requests; negative for padding.
+        positions: int [M], their own.
+        added: float32 [M, vocab_size], contiguous, added to them.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    shape = (where.shape[0], blocks.logits.shape[1])
+    if added is not None and (added.shape != shape or added.dtype != torch.float32 or not added.is_contiguous()):
+        raise ValueError(f"{list(added.shape)} {added.dtype} added to logits of {list(shape)}")
+    out = torch.empty(shape, dtype=torch.float32, device=where.device)
+    _backend(out).read_logits(blocks, where, positions, added, out)
+    return out
+
+
+def read_rows(blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, hidden] of nodes' places, of the nearest one outside of the block, and their memory. One launch.
+
+    `memory` [M, state_size], whose rows may be strided, is as given, but zeros where the node is the block's root. For
+    the rest see `read_logits`.
+    """
+    rows = torch.empty(where.shape[0], blocks.rows.shape[1], dtype=blocks.rows.dtype, device=where.device)
+    kept = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device)
+    _backend(rows).read_rows(blocks, where, positions, memory, rows, kept)
+    return rows, kept
+
+
+def _guesses(blocks: BlockStore) -> int:
+    return blocks.logits.shape[0] // blocks.begins.shape[0]
+
+
+def _check_injected(injected: Tensor) -> None:
+    if injected.dtype != torch.int8 or not injected.is_contiguous():
+        raise ValueError(f"injected slots must be contiguous int8, not {injected.dtype}")
+
+
+def _backend(tensor: Tensor) -> Any:
+    """The module whose functions run on `tensor`'s device."""
+    if not use_triton(tensor):
+        return reference
+    from kernels.jit import blocks as jit
+
+    return jit
