@@ -118,16 +118,31 @@ def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Ten
     return out
 
 
-def read_rows(blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [M, hidden] of nodes' places, of the nearest one outside of the block, and their memory. One launch.
+def read_inputs(
+    blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor, tokens: Tensor, embedding: Tensor
+) -> Tensor:
+    """What a sequential part reads of nodes: memory, embedding and row, side by side. One launch.
 
-    `memory` [M, state_size], whose rows may be strided, is as given, but zeros where the node is the block's root. For
-    the rest see `read_logits`.
+    Args:
+        memory: [M, state_size] of the rows' dtype, rows may be strided; zeros are taken for it where the node is the
+            block's root.
+        tokens: int [M], ids of the nodes' own tokens.
+        embedding: [ids, rank] of the rows' dtype, contiguous.
+
+    For the rest see `read_logits`. Outside of the block the row is that of the nearest place.
+
+    Returns:
+        [M, state_size + rank + hidden].
+
+    Raises:
+        ValueError: dtypes that differ.
     """
-    rows = torch.empty(where.shape[0], blocks.rows.shape[1], dtype=blocks.rows.dtype, device=where.device)
-    kept = torch.empty(memory.shape, dtype=memory.dtype, device=memory.device)
-    _backend(rows).read_rows(blocks, where, positions, memory, rows, kept)
-    return rows, kept
+    if not memory.dtype == embedding.dtype == blocks.rows.dtype or not embedding.is_contiguous():
+        raise ValueError(f"memory {memory.dtype} and embedding {embedding.dtype} for rows {blocks.rows.dtype}")
+    size = memory.shape[1] + embedding.shape[1] + blocks.rows.shape[1]
+    out = torch.empty(where.shape[0], size, dtype=blocks.rows.dtype, device=where.device)
+    _backend(out).read_inputs(blocks, where, positions, memory, tokens, embedding, out)
+    return out
 
 
 def _guesses(blocks: BlockStore) -> int:

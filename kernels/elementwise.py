@@ -64,6 +64,31 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """A step of a recurrent cell, in float32, rounded once. One launch.
+
+    Args:
+        joint: [M, 3R], contiguous: how much is kept, what is new, and what is said, before their activations.
+        memory: [M, R], rows may be strided.
+
+    Returns:
+        what is said, tanh(said), and the new memory, sigmoid(keep) * memory + (1 - sigmoid(keep)) * tanh(new), each
+        [M, R] in the dtype of `joint`.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if joint.shape != (memory.shape[0], 3 * memory.shape[1]) or not joint.is_contiguous() or memory.stride(1) != 1:
+        raise ValueError(f"a cell of {list(joint.shape)} with a memory of {list(memory.shape)}")
+    if not use_triton(joint):
+        return reference.recur(joint, memory)
+    from kernels.jit import elementwise as jit
+
+    said, kept = (torch.empty(memory.shape, dtype=joint.dtype, device=joint.device) for _ in range(2))
+    jit.recur(joint, memory, said, kept)
+    return said, kept
+
+
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """cos and sin, times `scale`, of positions [M] times `inv_freq` [D / 2], float32 [M, D / 2] each.
 

@@ -197,25 +197,33 @@ def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Ten
 
 
 @triton.jit(do_not_specialize=["num_requests", "memory_stride"])
-def _read_rows(
-    begins, kept_rows, where, positions, memory, rows, kept, num_requests, memory_stride,
-    GUESSES: tl.constexpr, HIDDEN: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
+def _read_inputs(
+    begins, kept_rows, where, positions, memory, tokens, embedding, out, num_requests, memory_stride,
+    GUESSES: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr, STATE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (nodes, parts of their rows)."""
+    """Grid (nodes, parts of the widest of the three)."""
     node = tl.program_id(0).to(tl.int64)
     place, at = _place(begins, where, positions, node, num_requests, GUESSES)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    element = tl.load(kept_rows + at * HIDDEN + column, mask=column < HIDDEN)
-    tl.store(rows + node * HIDDEN + column, element, mask=column < HIDDEN)
+    target = out + node * (STATE + RANK + HIDDEN) + column
     if STATE > 0:
         value = tl.load(memory + node * memory_stride + column, mask=(column < STATE) & (place != 0), other=0.0)
-        tl.store(kept + node * STATE + column, value, mask=column < STATE)
+        tl.store(target, value, mask=column < STATE)
+    token = tl.load(tokens + node).to(tl.int64)
+    embedded = tl.load(embedding + token * RANK + column, mask=column < RANK)
+    tl.store(target + STATE, embedded, mask=column < RANK)
+    element = tl.load(kept_rows + at * HIDDEN + column, mask=column < HIDDEN)
+    tl.store(target + STATE + RANK, element, mask=column < HIDDEN)
 
 
-def read_rows(blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor, rows: Tensor, kept: Tensor) -> None:
-    """As kernels.blocks.read_rows, into `rows` and `kept`."""
-    (count, hidden), size, num_requests = rows.shape, memory.shape[1], blocks.begins.shape[0]
-    _read_rows[(count, triton.cdiv(max(hidden, size), _COLUMNS))](
-        blocks.begins, blocks.rows, where, positions, memory, rows, kept, num_requests, memory.stride(0),
-        GUESSES=blocks.rows.shape[0] // num_requests, HIDDEN=hidden, STATE=size, COLUMNS=_COLUMNS, num_warps=4,
+def read_inputs(
+    blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor, tokens: Tensor, embedding: Tensor, out: Tensor
+) -> None:
+    """As kernels.blocks.read_inputs, into `out`."""
+    hidden, rank, state_size = blocks.rows.shape[1], embedding.shape[1], memory.shape[1]
+    num_requests = blocks.begins.shape[0]
+    _read_inputs[(out.shape[0], triton.cdiv(max(hidden, rank, state_size), _COLUMNS))](
+        blocks.begins, blocks.rows, where, positions, memory, tokens, embedding, out, num_requests, memory.stride(0),
+        GUESSES=blocks.rows.shape[0] // num_requests, HIDDEN=hidden, RANK=rank, STATE=state_size, COLUMNS=_COLUMNS,
+        num_warps=4,
     )  # fmt: skip

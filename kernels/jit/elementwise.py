@@ -62,6 +62,38 @@ def gate_mul(gate_up: Tensor, out: Tensor, gelu: bool) -> None:
     _gate_mul[grid](gate_up, out, size, GELU=gelu, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
 
 
+@triton.jit
+def _tanh(values):
+    return 2 * tl.sigmoid(2 * values) - 1
+
+
+@triton.jit(do_not_specialize=["memory_stride"])
+def _recur(joint, memory, said, kept, memory_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    source = joint + row * 3 * size + columns
+    keep = tl.sigmoid(tl.load(source, mask=inside, other=0.0).to(tl.float32))
+    fresh = _tanh(tl.load(source + size, mask=inside, other=0.0).to(tl.float32))
+    word = _tanh(tl.load(source + 2 * size, mask=inside, other=0.0).to(tl.float32))
+    old = tl.load(memory + row * memory_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(said + row * size + columns, word.to(said.dtype.element_ty), mask=inside)
+    new = keep * old + (1 - keep) * fresh
+    tl.store(kept + row * size + columns, new.to(kept.dtype.element_ty), mask=inside)
+
+
+def recur(joint: Tensor, memory: Tensor, said: Tensor, kept: Tensor) -> None:
+    """As kernels.elementwise.recur, into `said` and `kept`."""
+    num_rows, size = said.shape
+    pdl = supports_pdl(joint)
+    _recur[(num_rows, triton.cdiv(size, 512))](
+        joint, memory, said, kept, memory.stride(0), size, BLOCK=512, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _angles(
     positions, inv_freq, cos, sin, num_tokens, scale,

@@ -82,11 +82,13 @@ def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Ten
     out.masked_fill_(((place < 0) | (place >= guesses)).unsqueeze(1), -torch.inf)
 
 
-def read_rows(blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor, rows: Tensor, kept: Tensor) -> None:
-    """As kernels.blocks.read_rows, into `rows` and `kept`."""
+def read_inputs(
+    blocks: BlockStore, where: Tensor, positions: Tensor, memory: Tensor, tokens: Tensor, embedding: Tensor, out: Tensor
+) -> None:
+    """As kernels.blocks.read_inputs, into `out`."""
     place, at, _ = _places(blocks, where, positions)
-    torch.index_select(blocks.rows, 0, at, out=rows)
-    kept.copy_(memory.masked_fill((place == 0).unsqueeze(1), 0.0))
+    memory = memory.masked_fill((place == 0).unsqueeze(1), 0.0)
+    torch.cat((memory, embedding.index_select(0, tokens), blocks.rows.index_select(0, at)), 1, out=out)
 
 
 def _requests(blocks: BlockStore, where: Tensor) -> Tensor:

@@ -29,6 +29,14 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels.elementwise.recur."""
+    keep, fresh, said = joint.float().chunk(3, 1)
+    keep = keep.sigmoid()
+    kept = keep * memory.float() + (1 - keep) * fresh.tanh()
+    return said.tanh().to(joint.dtype), kept.to(joint.dtype)
+
+
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """As kernels.elementwise.rotary_angles."""
     angles = positions.float().unsqueeze(1) * inv_freq

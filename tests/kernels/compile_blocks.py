@@ -49,8 +49,8 @@ def _of_store(width: int, num_rows: int, guesses: int, state_size: int) -> None:
     logits, memory = torch.zeros(width, vocab), torch.zeros(width, hidden, dtype=dtype)[:, :state_size]
     for added in (None, logits):
         blocks.read_logits(store, _ints(width), _ints(width), added, logits)
-    rows, kept = torch.zeros(width, hidden, dtype=dtype), torch.zeros(width, state_size, dtype=dtype)
-    blocks.read_rows(store, _ints(width), _ints(width), memory, rows, kept)
+    embedding, inputs = torch.zeros(90, 256, dtype=dtype), torch.zeros(width, state_size + 256 + hidden, dtype=dtype)
+    blocks.read_inputs(store, _ints(width), _ints(width), memory, _ints(width), embedding, inputs)
 
 
 def main() -> None:
@@ -66,6 +66,8 @@ def main() -> None:
     cache, norm = torch.zeros(2, 640, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 8, 128, dtype=torch.bfloat16)
     for k_norm in (None, norm):
         elementwise.write_keys(heads, angles, angles, _ints(8), cache, cache, k_norm, 1e-6, True)
+    gates, memory = torch.zeros(8, 768, dtype=torch.bfloat16), torch.zeros(8, 4608, dtype=torch.bfloat16)[:, :256]
+    elementwise.recur(gates, memory, gates[:, :256], gates[:, :256])
     sys.stdout.write(" ".join(sorted(set(compiled))))
 
 

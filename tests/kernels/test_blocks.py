@@ -163,10 +163,11 @@ def test_what_is_kept_is_read_as_by_torch(
         reference.read_logits(found, nodes, positions, added, other_read)
         assert torch.equal(read, other_read)
     memory = torch.randn(9, state_size + 3, device=device).to(dtype)[:, :state_size]
-    read_rows, kept = blocks.read_rows(found, nodes, positions, memory)
-    wanted = torch.empty_like(read_rows), torch.empty_like(kept)
-    reference.read_rows(found, nodes, positions, memory, *wanted)
-    assert torch.equal(read_rows, wanted[0]) and torch.equal(kept, wanted[1])
+    tokens, embedding = nodes + 1, torch.randn(num_roots + 2, 6, device=device).to(dtype)
+    inputs = blocks.read_inputs(found, nodes, positions, memory, tokens, embedding)
+    wanted = torch.empty_like(inputs)
+    reference.read_inputs(found, nodes, positions, memory, tokens, embedding, wanted)
+    assert torch.equal(inputs, wanted)
 
 
 def test_nothing_is_guessed_outside_of_a_block(device: str) -> None:
@@ -179,8 +180,12 @@ def test_nothing_is_guessed_outside_of_a_block(device: str) -> None:
     found = blocks.read_logits(store, nodes, positions)
     nothing = torch.full((5,), -torch.inf, device=device)
     assert torch.equal(found, torch.stack([nothing, logits[0], logits[2], nothing, nothing]))
-    memory = torch.ones(5, 2, device=device)
-    assert blocks.read_rows(store, nodes, positions, memory)[1][:, 0].tolist() == [1, 0, 1, 1, 1]
+    memory, embedding = torch.full((5, 1), 7.0, device=device), torch.tensor([[2.0], [3.0]], device=device)
+    inputs = blocks.read_inputs(store, nodes, positions, memory, nodes, embedding)
+    assert inputs[:, :2].tolist() == [[7, 2], [0, 2], [7, 2], [7, 2], [7, 3]]
+    assert torch.equal(inputs[:4, 2:], rows[[0, 0, 2, 2]])
+    with pytest.raises(ValueError, match="float16"):
+        blocks.read_inputs(store, nodes, positions, memory.half(), nodes, embedding)
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:
@@ -205,7 +210,8 @@ def test_kernels_compile_for_a_gpu() -> None:
         "_find_roots",
         "_keep_blocks",
         "_lay_out_blocks",
+        "_read_inputs",
         "_read_logits",
-        "_read_rows",
+        "_recur",
         "_rope_write",
     ]

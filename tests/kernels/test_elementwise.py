@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.elementwise import rms_norm, rope_write, rotary_angles, silu_mul, write_keys
+from kernels.elementwise import recur, rms_norm, rope_write, rotary_angles, silu_mul, write_keys
 from kernels.reference import elementwise as reference
 
 
@@ -68,6 +68,21 @@ def test_large_gates_do_not_overflow(device: str) -> None:
 def test_without_triton_the_activation_is_the_same() -> None:
     gate_up = torch.randn(2, 20)
     torch.testing.assert_close(silu_mul(gate_up), expected_of(gate_up))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [6, 700])
+def test_a_cell_keeps_some_of_its_memory(device: str, size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(size)
+    joint = (3 * torch.randn(3, 3 * size, generator=generator)).to(dtype)
+    memory = torch.randn(3, size + 5, generator=generator).to(dtype)[:, :size]
+    keep, fresh, said = joint.double().chunk(3, 1)
+    expected = keep.sigmoid() * memory.double() + (1 - keep.sigmoid()) * fresh.tanh()
+    for found in (recur(joint.to(device), memory.to(device)), reference.recur(joint, memory)):
+        torch.testing.assert_close(found[0].cpu(), said.tanh().to(dtype), **near(dtype))
+        torch.testing.assert_close(found[1].cpu(), expected.to(dtype), **near(dtype))
+    with pytest.raises(ValueError, match="a cell"):
+        recur(joint, memory[:, 1:])
 
 
 def test_odd_columns_are_refused() -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.block_state import BlockStore
-from kernels.blocks import keep_blocks, read_logits, read_rows
-from kernels.elementwise import rotary_angles, write_keys
+from kernels.blocks import keep_blocks, read_inputs, read_logits
+from kernels.elementwise import recur, rotary_angles, write_keys
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
@@ -197,10 +197,7 @@ class BlockHead(DraftHead):
         """
         if self._markov is None:
             return read_logits(blocks, where, positions), memory
-        rows = blocks.rows
-        if self._markov.takes_rows:
-            rows, memory = read_rows(blocks, where, positions, memory)
-        said, memory = self._markov(tokens, rows, memory)
+        said, memory = self._markov.read(blocks, where, tokens, positions, memory)
         return read_logits(blocks, where, positions, self._markov.product(said)), memory
 
     def forward(
@@ -228,7 +225,7 @@ class MarkovHead:
         device: torch.device,
     ) -> None:
         """`vocab_size`: of the target; `num_guessed`: ids that the head guesses."""
-        rank = block.markov_rank
+        self._rank = rank = block.markov_rank
         self._kind = block.markov_kind
         self._embedding = torch.empty(vocab_size, rank, dtype=dtype, device=device)
         self._output = Linear(rank, num_guessed, False, dtype, device)
@@ -249,12 +246,10 @@ class MarkovHead:
         """See DraftHead."""
         self._output.pack()
         if self._gate is not None:
+            if self._kind == "gated":
+                # Checkpoints have the row's columns before the embedding's.
+                self._gate.weight.copy_(self._gate.weight.roll(self._rank, 1))
             self._gate.pack()
-
-    @property
-    def takes_rows(self) -> bool:
-        """Whether it reads rows and memory."""
-        return self._gate is not None
 
     def product(self, said: Tensor) -> Tensor:
         """What is added to logits of places, float32 [M, num_guessed], for what the tokens before said [M, rank]."""
@@ -265,8 +260,20 @@ class MarkovHead:
         embedded = functional.embedding(tokens, self._embedding)
         if self._gate is None:
             return embedded, memory
+        return self._said(self._gate, torch.cat((memory, embedded, rows), 1), memory)
+
+    def read(
+        self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same of nodes of blocks, see BlockHead.read_blocks."""
+        if self._gate is None:
+            return functional.embedding(tokens, self._embedding), memory
+        inputs = read_inputs(blocks, where, positions, memory, tokens, self._embedding)
+        return self._said(self._gate, inputs, memory)
+
+    def _said(self, gate: Linear, inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Of memory, embeddings and rows side by side [M, (rank or 0) + rank + hidden]."""
+        joint = gate(inputs)
         if self._kind == "gated":
-            return self._gate(torch.cat((rows, embedded), 1)).sigmoid() * embedded, memory
-        keep, fresh, said = self._gate(torch.cat((memory, embedded, rows), 1)).chunk(3, 1)
-        keep = keep.sigmoid()
-        return said.tanh(), keep * memory + (1 - keep) * fresh.tanh()
+            return joint.sigmoid() * inputs[:, : self._rank], memory
+        return recur(joint, inputs[:, : self._rank])
