@@ -4,8 +4,9 @@ Importing this lets loops of interpreted kernels run to bounds that are computed
 int of an array of one element. It changes nothing on a GPU.
 
 What an operation costs here is its types, not its numbers. So a type of a block is made once for each shape and element
-type, a tuple gets its type when somebody asks, and the language is patched once a launch, not once for every function
-that a kernel calls. Sums of integers are not computed a second time to see whether they overflow.
+type, a tuple gets its type when somebody asks, numbers that are of one type already are not asked which one they share,
+and the language is patched once a launch, not once for every function that a kernel calls. Sums of integers are not
+computed a second time to see whether they overflow.
 
 Products of float32 and less are summed in float64.
 """
@@ -26,6 +27,7 @@ _patch_lang_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
 _broadcast = TritonSemantic.broadcast_impl_value
+_operands = TritonSemantic.binary_op_type_checking_impl
 _equals = core.dtype.__eq__
 _unwrap_if_constexpr = core._unwrap_if_constexpr
 
@@ -113,6 +115,42 @@ def _broadcast_others(self: TritonSemantic, lhs: Any, rhs: Any) -> tuple[Any, An
     return _broadcast(self, lhs, rhs)
 
 
+_FLOATS, _INTEGERS = frozenset(("fp32", "fp64")), frozenset(("int32", "int64"))
+
+
+def _plain_operands(
+    self: TritonSemantic,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[Any, Any]:
+    """Two numbers of one type stay as they are, and a constant takes the type of the number that it meets."""
+    if type(lhs) is core.tensor:
+        name, kind = lhs.dtype.name, type(rhs)
+        if kind is core.tensor:
+            if name == rhs.dtype.name and (name in _FLOATS or name in _INTEGERS):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif arithmetic_check and (
+            (name in _FLOATS and (kind is float or kind is int))
+            or (name in _INTEGERS and kind is int and -(2**31) <= rhs < 2**31)
+        ):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+    return _operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    semantic = TritonSemantic(builder)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
 def _is_same(self: core.dtype, other: Any) -> bool:
     return self is other or _equals(self, other)
 
@@ -146,6 +184,8 @@ _create_dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _dot
 interpreter._patch_lang_tensor = _with_index
 interpreter._patch_lang = _Patches().add
+interpreter._patch_attr = _patch_attr
+interpreter.TensorHandle.__post_init__ = lambda self: None
 interpreter._get_np_dtype = _np_dtype
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 core.block_type = language.block_type = _BlockType
@@ -155,3 +195,4 @@ core.tuple.type = property(_tuple_type, _set_tuple_type)
 core.dtype.__eq__ = _is_same
 core._unwrap_if_constexpr = _unwrap
 TritonSemantic.broadcast_impl_value = _broadcast_others
+TritonSemantic.binary_op_type_checking_impl = _plain_operands
