@@ -104,7 +104,7 @@ def make_request(
     prompt: Sequence[int],
     params: SamplingParams,
     vocab_size: int,
-    max_tokens: int = 24,
+    max_tokens: int = 16,
     **fields: object,
 ) -> Request:
     """`speculate`, True by default, and fields of GenerationRequest."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_harness import VOCAB, jobs, make_paged_engine, small_model, texts
-from harness import Answer, run_all
+from harness import Answer, run_all, tokens
 from local_draft import Guess, LocalDraft, noise, oracle, wrong
 from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
@@ -155,9 +155,11 @@ def test_unusable_logits_fail_one_request_alone_and_leave_no_trace(
 def test_a_token_outside_the_vocabulary_fails_one_request_alone(
     model: CausalLM, truth: list[Answer], made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sampling kernel with a fault: it gives no token in place of one that only the first answer has."""
-    others = {token for answer in truth[1:] for token in answer.token_ids}
-    place, wrong = next((i, token) for i, token in enumerate(truth[0].token_ids) if token not in others)
+    """A sampling kernel with a fault: it gives no token in place of one that only one answer has."""
+    token_ids = tokens(truth)
+    alone = {token: n for n, ids in enumerate(token_ids) for token in ids if sum(token in t for t in token_ids) == 1}
+    wrong, number = next(iter(alone.items()))
+    place = token_ids[number].index(wrong)
 
     def faulty(logits: torch.Tensor, size: int, tokens: RoundTokens, *args: Any, **options: Any) -> None:
         sample_rows(logits, size, tokens, *args, **options)
@@ -166,8 +168,9 @@ def test_a_token_outside_the_vocabulary_fails_one_request_alone(
 
     monkeypatch.setattr("outrider.sampling.device.sample_rows", faulty)
     engine = start(made, model, oracle(texts(truth), VOCAB))
-    failed, *served = run_all(engine, jobs(), len(jobs()))
+    answers = run_all(engine, jobs(), len(jobs()))
+    failed = answers.pop(number)
     error = failed.updates[-1].error
     assert isinstance(error, InternalError) and error.code == "illegal_token"
-    assert failed.token_ids == truth[0].token_ids[: len(failed.token_ids)] and len(failed.token_ids) <= place
-    check_same(served, truth[1:])
+    assert failed.token_ids == token_ids[number][: len(failed.token_ids)] and len(failed.token_ids) <= place
+    check_same(answers, [*truth[:number], *truth[number + 1 :]])

@@ -64,8 +64,14 @@ def two(folder: Path, request: pytest.FixtureRequest) -> Iterator[LanguageModel]
         yield model
 
 
-@pytest.mark.parametrize("num_pages", [256, 24])
-@pytest.mark.parametrize("name", ["none", "oracle", "random"])
+@pytest.mark.parametrize(
+    ("two", "name", "num_pages"),
+    [
+        *((2, "none", 256), (2, "oracle", 24), (2, "random", 256)),
+        *((4, "none", 24), (4, "oracle", 256), (4, "random", 24)),
+    ],
+    indirect=["two"],
+)
 def test_the_text_is_that_of_one_rank(
     two: CausalLM, truth: list[Answer], engines: list[ThreadedEngine], name: str, num_pages: int
 ) -> None:
@@ -79,7 +85,7 @@ def test_the_text_is_that_of_one_rank(
     engine.stop()
     assert tokens(answers) == tokens(truth)
     if name == "oracle":
-        assert sum(answer.num_accepted for answer in answers) > 100
+        assert sum(answer.num_accepted for answer in answers) > 70
     if num_pages == 24:
         assert engine.scheduler.num_preemptions > 0
     else:
@@ -100,9 +106,10 @@ def test_features_come_from_rank_0(
     assert draft.check(model) > 200
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("num_pages", [256, 24])
-@pytest.mark.parametrize("name", ["none", "oracle"])
+@pytest.mark.parametrize(
+    ("name", "num_pages", "deterministic"),
+    [("none", 256, False), ("none", 24, True), ("oracle", 256, True), ("oracle", 24, False)],
+)
 def test_ranks_that_replay_rounds_give_the_text_of_one(
     folder: Path, truth: list[Answer], name: str, num_pages: int, deterministic: bool
 ) -> None:
@@ -114,7 +121,7 @@ def test_ranks_that_replay_rounds_give_the_text_of_one(
         engine.stop()
         assert tokens(answers) == tokens(truth)
         if name == "oracle":
-            assert sum(answer.num_accepted for answer in answers) > 100
+            assert sum(answer.num_accepted for answer in answers) > 70
         if num_pages == 24:
             assert engine.scheduler.num_preemptions > 0
 
@@ -125,7 +132,7 @@ def test_trees_that_grow_inside_rounds_are_rank_0s_alone(folder: Path, model: Ca
         answers = run_all(engine, jobs(), 4)
         engine.stop()
         assert tokens(answers) == tokens(truth)
-        assert sum(answer.num_accepted for answer in answers) > 100
+        assert sum(answer.num_accepted for answer in answers) > 70
 
 
 def test_ranks_have_their_part_of_the_logits_of_prompts(
@@ -263,9 +270,10 @@ BUSY_START = """
 import sys, threading
 import msgspec
 from outrider.config.verify import VerifyOptions
-from verify_service.ranks.leader import Followers
+from verify_service.ranks import leader
 
-followers = Followers(msgspec.json.decode(sys.argv[1], type=VerifyOptions))
+leader._GRACE_SECONDS = leader._REFUSAL_SECONDS = 0.2
+followers = leader.Followers(msgspec.json.decode(sys.argv[1], type=VerifyOptions))
 if sys.argv[2] == "kill":
     followers._processes[1].kill()
 threading.Event().wait(60)

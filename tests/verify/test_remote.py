@@ -43,7 +43,8 @@ def wanted(model: CausalLM) -> list[list[int]]:
     engine.start()
     try:
         return [
-            answer.token_ids for answer in run_all(engine, list(zip(PROMPTS, PARAMS, strict=True)), speculate=False)
+            answer.token_ids
+            for answer in run_all(engine, list(zip(PROMPTS, PARAMS, strict=True)), speculate=False, max_tokens=24)
         ]
     finally:
         engine.stop()
