@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# Before anything loads torch: threads that spin while they wait would slow each other down on two cores.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Before anything loads torch: tests run in several processes, whose threads would slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Before anything imports triton: without a GPU its kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
