@@ -54,6 +54,7 @@ def sample_rows(
     lossy: bool,
 ) -> None:
     """As kernels.sampling.sample_rows."""
+    noise = _noise(vocab_size, tokens, tables)
     for index in range(tokens.token_ids.shape[0]):
         buffers.sampled[index], buffers.bad[index] = -1, 0
         row = int(tokens.rows[index])
@@ -72,11 +73,20 @@ def sample_rows(
             if lossy and accepts_loosely(floats):
                 buffers.processed[index, :vocab_size] = adjusted
                 buffers.totals[index] = adjusted.double().logsumexp(0)
-            ids = torch.arange(vocab_size, device=logits.device)[None]
-            position = tokens.positions[index : index + 1] + 1
-            adjusted = adjusted + gumbel(ints[None, : state.CHOICE_INDEX + 1], position, ids)[0]
+            adjusted = adjusted + noise[index]
         # max(dim) and argmax do not promise the first of equal maxima on every device.
         buffers.sampled[index] = (adjusted == adjusted.max()).nonzero()[0, 0]
+
+
+def _noise(vocab_size: int, tokens: RoundTokens, tables: SamplingTables) -> dict[int, Tensor]:
+    """Noise of all tokens [V] by index, where it decides; made at once, since it is many small steps."""
+    rows = [int(tokens.table_rows[row]) if row >= 0 else -1 for row in tokens.rows.tolist()]
+    drawn = [i for i, row in enumerate(rows) if row >= 0 and float(tables.float_params[row, state.TEMPERATURE]) > 0]
+    if not drawn:
+        return {}
+    keys = tables.int_params[[rows[index] for index in drawn], : state.CHOICE_INDEX + 1]
+    ids = torch.arange(vocab_size, device=keys.device).expand(len(drawn), -1)
+    return dict(zip(drawn, gumbel(keys, tokens.positions[drawn] + 1, ids), strict=True))
 
 
 def accepts_loosely(floats: Tensor) -> bool:
