@@ -37,6 +37,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
+class GroupedIds:
+    """Tells pytest 9.2 the names of groups that xdist 3.8 leaves where pytest does not look any more.
+
+    Without them every test would go to any process, and fixtures of a file would be made in all of them.
+    """
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """After xdist's."""
+        for item in items:
+            grouped: str | None = getattr(item, "_nodeid", None)
+            if grouped is not None and item.nodeid != grouped:
+                item._id = type(item._id).parse(grouped)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "loadgroup", False):  # a process that tests run in
+        config.pluginmanager.register(GroupedIds())
+
+
 @pytest.fixture(scope="session")
 def model_path() -> Path:
     """Folder of the default model, fetched and converted at its first use."""
