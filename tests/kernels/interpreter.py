@@ -4,9 +4,9 @@ Importing this lets loops of interpreted kernels run to bounds that are computed
 int of an array of one element. It changes nothing on a GPU.
 
 What an operation costs here is its types, not its numbers. So a type of a block is made once for each shape and element
-type, a tuple gets its type when somebody asks, numbers that are of one type already are not asked which one they share,
-and the language is patched once a launch, not once for every function that a kernel calls. Sums of integers are not
-computed a second time to see whether they overflow.
+type, and a constant, too; a tuple gets its type when somebody asks, numbers of one type are not asked which one they
+share, and the language is patched once a launch, not once for every function that a kernel calls. Sums of integers are
+not computed a second time to see whether they overflow.
 
 Products of float32 and less are summed in float64.
 """
@@ -118,6 +118,22 @@ def _broadcast_others(self: TritonSemantic, lhs: Any, rhs: Any) -> tuple[Any, An
 _FLOATS, _INTEGERS = frozenset(("fp32", "fp64")), frozenset(("int32", "int64"))
 
 
+_constants: dict[tuple[Any, ...], Any] = {}
+
+
+def _constant(self: TritonSemantic, like: Any, value: float) -> Any:
+    """`value` as a number or block of the type `like`, made once."""
+    key = (like.scalar.name, getattr(like, "sizes", ()), value)
+    found = _constants.get(key)
+    if found is None:
+        found = self.scalar_constant(value, like.scalar)
+        if like.is_block():
+            found = self.splat(found, like.shape)
+        found.handle.data.flags.writeable = False
+        _constants[key] = found
+    return found
+
+
 def _plain_operands(
     self: TritonSemantic,
     lhs: Any,
@@ -137,7 +153,7 @@ def _plain_operands(
             (name in _FLOATS and (kind is float or kind is int))
             or (name in _INTEGERS and kind is int and -(2**31) <= rhs < 2**31)
         ):
-            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+            return lhs, _constant(self, lhs.type, rhs)
     return _operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
 
