@@ -34,6 +34,30 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """stream + part, rounded once, and its `rms_norm`, in one launch.
+
+    Args:
+        stream: [M, K], contiguous, of any float dtype, as `part`.
+        weight: [K], as in `rms_norm`, and `eps`.
+
+    Returns:
+        (sum, its norm), [M, K] each, of the dtype of `stream`.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if stream.dim() != 2 or weight.shape != stream.shape[1:] or part.shape != stream.shape:
+        raise ValueError(f"{tuple(stream.shape)} plus {tuple(part.shape)} with a norm of {tuple(weight.shape)}")
+    if not use_triton(stream):
+        return reference.add_rms_norm(stream, part, weight, eps)
+    from kernels.jit import elementwise as jit
+
+    total, out = torch.empty_like(stream), torch.empty_like(stream)
+    jit.rms_norm(stream, weight, eps, out, part, total)
+    return total, out
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up in float32, rounded once: [M, 2F] (gate first, contiguous) to [M, F] of the same dtype.
 

@@ -80,7 +80,8 @@ class FormatBench:
         self.rows: list[Row] = []
         device = torch.device(options.device)
         start = time.perf_counter()
-        self.model = load_decoder(folder, getattr(torch, options.dtype), device)
+        own = label in options.own_products
+        self.model = load_decoder(folder, getattr(torch, options.dtype), device, own_products=own)
         self._synchronize()
         self._add("weights", "load_seconds", time.perf_counter() - start, "s")
         if device.type == "cuda":
@@ -192,6 +193,12 @@ def main() -> int:
     parser.add_argument("--model", action="append", required=True, metavar="LABEL=FOLDER")
     parser.add_argument("--name", default="llama-8b", help="of the shape, in results")
     parser.add_argument("--long", nargs="*", default=[], help="labels of models that long contexts are measured with")
+    parser.add_argument(
+        "--own-products",
+        nargs="*",
+        default=[],
+        help="labels of models that no library multiplies: those of --deterministic",
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=30)

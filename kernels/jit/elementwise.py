@@ -11,7 +11,7 @@ from kernels.launch import power_of_two, supports_pdl
 
 
 @triton.jit
-def _rms_norm(rows, weight, out, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(rows, part, total, weight, out, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
@@ -22,18 +22,27 @@ def _rms_norm(rows, weight, out, size, eps, BLOCK: tl.constexpr, PDL: tl.constex
         tl.extra.cuda.gdc_wait()
     first = tl.program_id(0).to(tl.int64) * size
     row = tl.load(rows + first + columns, mask=inside, other=0.0).to(tl.float32)
+    if part is not None:
+        row += tl.load(part + first + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = row.to(total.dtype.element_ty)
+        tl.store(total + first + columns, rounded, mask=inside)
+        row = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / size + eps)
     tl.store(out + first + columns, (row * scale * factors).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(rows: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """As kernels.elementwise.rms_norm."""
+def rms_norm(
+    rows: Tensor, weight: Tensor, eps: float, out: Tensor, part: Tensor | None = None, total: Tensor | None = None
+) -> None:
+    """As kernels.elementwise.rms_norm, or with `part` add_rms_norm, whose sum becomes `total`."""
     num_rows, size = rows.shape
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(rows)
     # Eight elements a thread: one load of 16 bytes for two-byte numbers.
     warps = min(max(block // 256, 1), 16)
-    _rms_norm[(num_rows,)](rows, weight, out, size, eps, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl)
+    _rms_norm[(num_rows,)](
+        rows, part, total, weight, out, size, eps, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
+    )
 
 
 @triton.jit

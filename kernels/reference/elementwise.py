@@ -17,6 +17,12 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale * weight.float()).to(rows.dtype)
 
 
+def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As kernels.elementwise.add_rms_norm."""
+    total = (stream.float() + part.float()).to(stream.dtype)
+    return total, rms_norm(total, weight, eps)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """As kernels.elementwise.silu_mul."""
     gate, up = gate_up.float().chunk(2, 1)

@@ -132,12 +132,13 @@ class ExpertMlp:
         total = combine(self.down(inside, routes), routes, base)
         return total if self._exchange is None else self._exchange.add(stream, total, self._next_norm)
 
-    def join(self, exchange: Exchange, next_norm: RMSNorm | None) -> None:
-        """Compute as one of several ranks, of which each has some channels of every expert.
+    def join(self, exchange: Exchange) -> None:
+        """Compute as one of several ranks, of which each has some channels of every expert."""
+        self._exchange = exchange
 
-        `next_norm`: what the residual stream is normed by behind it.
-        """
-        self._exchange, self._next_norm = exchange, next_norm
+    def followed_by(self, norm: RMSNorm | None) -> None:
+        """`norm`: what the residual stream is normed by behind it."""
+        self._next_norm = norm
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the mixture's own."""

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.elementwise import gelu_mul, silu_mul
+from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
 from kernels.launch import use_triton
 from kernels.linear import dequantize, norm_linear, stream_linear
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
 from kernels.quant_weight import QuantWeight, joined, reordered
 from outrider.layers.formats import decode, weight_tensors
+from outrider.layers.humming_weight import HummingWeight, humming_weight
 from outrider.layers.norm import RMSNorm
 from outrider.models.quantization import Scheme
 
@@ -39,8 +40,9 @@ class Linear:
     cuBLAS does the rest.
 
     With a `scheme` the loader fills the checkpoint's own tensors (outrider.layers.formats), and `pack` makes what is
-    multiplied: on a GPU in half precision `quantized`, which stays in its few bits, and is made wide for many rows
-    alone; elsewhere `weight`, dequantized once. Activations keep their dtype, whatever the checkpoint has scales for.
+    multiplied: on a GPU in half precision `library`, where the scheme allows it and the library takes the matrix, or
+    `quantized`, which stays in its few bits, and is made wide for many rows alone; elsewhere `weight`, dequantized
+    once. Activations keep their dtype, whatever the checkpoint has scales for.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Linear:
         self.weight = torch.empty(0 if scheme else out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.quantized: QuantWeight | None = None
+        self.library: HummingWeight | None = None
         self._scheme = scheme
         self._stored: list[dict[str, Tensor]] = []
         self._packed: Tensor | None = None
@@ -90,7 +93,9 @@ class Linear:
             quantized = quantized if order is None else reordered(quantized, order)
             self._stored = []
             if self.weight.is_cuda and self.weight.dtype != torch.float32 and quantized.streams:
-                self.quantized = quantized.for_streaming()
+                if self._scheme.library:
+                    self.library = humming_weight(quantized, self.bias, self.weight.dtype)
+                self.quantized = None if self.library is not None else quantized.for_streaming()
                 return
             self.weight = quantized.dequantized(self.weight.dtype)
         if can_pack(self.weight):
@@ -99,6 +104,8 @@ class Linear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[M, in] to [M, out]."""
+        if self.library is not None:
+            return self.library(rows)
         if self._streams(rows):
             return stream_linear(rows, self.quantized or self.weight, bias=self.bias)
         if self._packed is None:
@@ -106,8 +113,13 @@ class Linear:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(rows), self._packed, self.bias, "none", [], "")
         return product[: rows.shape[0]]
 
-    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """residual [M, out] plus the product for [M, in], in one kernel where there is one."""
+    def add_to(self, residual: Tensor, rows: Tensor, next_norm: RMSNorm | None = None) -> Tensor:
+        """residual [M, out] plus the product for [M, in], in one kernel where there is one.
+
+        `next_norm`: what the sum is normed by next; it may have been when this returns (`RMSNorm.note`).
+        """
+        if self.library is not None:
+            return _added(residual, self.library(rows), next_norm)
         if self.uses_row_kernel(rows, whole=False):
             return norm_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._streams(rows):
@@ -156,7 +168,7 @@ class Linear:
 
         `whole`: the rows are to be normed, and `gated`.
         """
-        if self._packed is not None or self.quantized is not None or not use_triton(rows):
+        if not self.weight.numel() or not use_triton(rows):
             return False
         count, (num_out, size) = rows.shape[0], self.weight.shape
         if not rows.is_cuda:
@@ -176,9 +188,20 @@ class Linear:
         return self.weight if self.quantized is None else dequantize(self.quantized, self.weight.dtype)
 
     def _streams(self, rows: Tensor) -> bool:
+        if self.library is not None:
+            return False
         if self.quantized is not None:
             return rows.shape[0] <= max_rows(quantized=True)
         return rows.is_cuda and rows.dtype != torch.float32 and worth_streaming(rows.shape[0], self.weight.numel())
+
+
+def _added(stream: Tensor, part: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Their sum, and its norm by the way."""
+    if norm is None:
+        return stream + part
+    total, normed = add_rms_norm(stream, part, norm.weight, norm.eps)
+    norm.note(total, normed)
+    return total
 
 
 def has_small_products(width: int) -> bool:

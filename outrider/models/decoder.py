@@ -7,6 +7,7 @@ What tells them apart is stated by ModelConfig, not by subclasses. The heads of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,14 +35,14 @@ class ResidualOutput:
         self.exchange: Exchange | None = None
         """Among ranks of which each has some of the matrix's columns."""
         self.next_norm: RMSNorm | None = None
-        """What the residual stream is normed by next, for the exchange to do it at once."""
+        """What the residual stream is normed by next, for one kernel to do both."""
 
     def add_to(self, stream: Tensor, rows: Tensor) -> Tensor:
         """The residual stream [M, hidden] plus what comes of `rows` [M, in]."""
         exchange = self.exchange
         if self.norm is None and self._scale == 1.0:
             if exchange is None:
-                return self.linear.add_to(stream, rows)
+                return self.linear.add_to(stream, rows, self.next_norm)
             return exchange.add(stream, self.linear(rows), self.next_norm)
         product = self.linear(rows)
         if exchange is not None:
@@ -209,9 +210,13 @@ class GatedMlp:
             gate_up = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
         return gate_up | self.down.linear.tensors("down_proj")
 
-    def join(self, exchange: Exchange, next_norm: RMSNorm | None) -> None:
+    def join(self, exchange: Exchange) -> None:
         """See CausalLM and ResidualOutput."""
-        self.down.exchange, self.down.next_norm = exchange, next_norm
+        self.down.exchange = exchange
+
+    def followed_by(self, norm: RMSNorm | None) -> None:
+        """See ResidualOutput."""
+        self.down.next_norm = norm
 
     def finish_loading(self) -> None:
         """See SelfAttention."""
@@ -305,8 +310,14 @@ class CausalLM(LanguageModel):
             for layer in range(config.num_layers)
         ]
         self.norm = layer_norm(config, dtype, device)
+        following = [layer.attention_norm for layer in self.layers[1:]]
+        for layer, next_norm in zip(self.layers, [*following, self.norm], strict=True):
+            layer.attention.output.next_norm = layer.mlp_norm
+            layer.mlp.followed_by(next_norm)
         rows = 0 if config.tie_embeddings else config.vocab_size // config.vocab_cuts
         scheme = None if config.tie_embeddings else config.scheme_of("lm_head")
+        # Logits are rounded in float32 alone, which our kernels can.
+        scheme = None if scheme is None else replace(scheme, library=False)
         self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme)
         self.exchange: Exchange | None = None
         """Among ranks of which each has its part of the weights."""
@@ -317,10 +328,9 @@ class CausalLM(LanguageModel):
         `config` is what `ModelConfig.cut` makes for so many.
         """
         self.exchange = exchange
-        following = [layer.attention_norm for layer in self.layers[1:]]
-        for layer, next_norm in zip(self.layers, [*following, self.norm], strict=True):
-            layer.attention.output.exchange, layer.attention.output.next_norm = exchange, layer.mlp_norm
-            layer.mlp.join(exchange, next_norm)
+        for layer in self.layers:
+            layer.attention.output.exchange = exchange
+            layer.mlp.join(exchange)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint belongs: its name to a tensor, or a view of a fused one, of its shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,10 +41,11 @@ def load_model(
     impl: str = "auto",
     context_length: int = 0,
     exchange: Exchange | None = None,
+    own_products: bool = False,
 ) -> LanguageModel:
     """Load a Hugging Face folder as our decoder, or through transformers. `impl`: see --model-impl.
 
-    No sequence will be longer than `context_length`; 0: than the model allows. `exchange`: see `load_decoder`.
+    No sequence will be longer than `context_length`; 0: than the model allows. The rest: see `load_decoder`.
     Raises ConfigError: names the architecture, field, file or tensor that is at fault.
     """
     if choose_impl(read_configs(Path(path))[0], impl) == "transformers":
@@ -51,7 +53,7 @@ def load_model(
             cut(describe_transformers(Path(path)), exchange.world)
         _check_dtype(dtype)
         return load_transformers(Path(path), dtype, torch.device(device), progress)
-    return load_decoder(path, dtype, device, progress, context_length, exchange)
+    return load_decoder(path, dtype, device, progress, context_length, exchange, own_products)
 
 
 def load_decoder(
@@ -61,18 +63,22 @@ def load_decoder(
     progress: Progress | None = None,
     context_length: int = 0,
     exchange: Exchange | None = None,
+    own_products: bool = False,
 ) -> CausalLM:
     """Load a Hugging Face folder as our decoder: config.json and safetensors, in one file or sharded.
 
     Names and shapes of all tensors are checked before memory is taken for weights; then they go tensor by tensor to
     `dtype` and `device`. `progress(done_bytes, total_bytes)` is called from this thread as they do. No sequence will be
     longer than `context_length`; 0: than the model allows. `exchange`: among ranks of which each loads its part.
+    `own_products`: none by a library, so that a row's result does not depend on the rows beside it.
     Raises ConfigError: names the architecture, field, file or tensor that is at fault.
     """
     folder = Path(path)
     config = ModelConfig.from_folder(folder)
     config = config.limited_to(context_length) if context_length else config
     config = config.with_padded_heads() if torch.device(device).type == "cuda" else config
+    if own_products and config.quantization is not None:
+        config = replace(config, quantization=config.quantization.without_library())
     _check_dtype(dtype)
     rank, world = (0, 1) if exchange is None else (exchange.rank, exchange.world)
     part = config if exchange is None else cut(config, world)

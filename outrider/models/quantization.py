@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import ConfigError
@@ -26,7 +26,8 @@ class Scheme:
     `kind`: "fp8", "int8", "int4" or "mxfp4", as in kernels.quant_weight. `group`: columns that share a scale, 0 for
     all. `block`: rows that share one, 1 but for blocks, and 0 for all. `symmetric`: int4 has no zeros of its own.
     `input_scale`: there is a scale of activations, which is not used: ours stay in 16 bits.
-    `zero_offset`: what stored zeros are too small by.
+    `zero_offset`: what stored zeros are too small by. `library`: products may come from a library, where results of a
+    row depend on how many are beside it.
     """
 
     layout: str
@@ -36,6 +37,7 @@ class Scheme:
     symmetric: bool = True
     input_scale: bool = False
     zero_offset: int = 0
+    library: bool = True
 
     @property
     def bits(self) -> int:
@@ -70,6 +72,11 @@ class Quantization:
     def name(self) -> str:
         """For people."""
         return ", ".join(dict.fromkeys(scheme.name for _, scheme in self.schemes))
+
+    def without_library(self) -> Quantization:
+        """The same with products by our own kernels alone."""
+        own = tuple((pattern, replace(scheme, library=False)) for pattern, scheme in self.schemes)
+        return replace(self, schemes=own)
 
     def scheme_of(self, *modules: str) -> Scheme | None:
         """The scheme of matrices that are fused into one, by the checkpoint's names of their modules; None: 16 bits.

@@ -19,8 +19,8 @@ _GIB = 2**30
 _LEAST_CACHE = _GIB
 """The default model needs 0.8 GB for a moment; others need their size."""
 _LEAST_SHM = 64 << 20
-_OPTIONAL = ("triton", "flashinfer-python")
-_TOLD = ("torch", "triton", "flashinfer-python", "grpcio", "protobuf", "tokenizers", "llguidance")
+_OPTIONAL = ("triton", "flashinfer-python", "humming-kernels")
+_TOLD = ("torch", "triton", "flashinfer-python", "humming-kernels", "grpcio", "protobuf", "tokenizers", "llguidance")
 
 
 def check_packages() -> Iterator[Finding]:

@@ -51,6 +51,6 @@ def test_prompts_and_trees_are_near_their_dequantized_matrices(name: str, tmp_pa
 @pytest.mark.parametrize("fp8_kv", [False, True])
 def test_deterministic_answers_are_those_without_drafts(name: str, fp8_kv: bool, tmp_path: Path, start: Start) -> None:
     small_model(tmp_path / "source", "Llama", 64, hidden_size=128, intermediate_size=384)
-    model = load_decoder(made(tmp_path / "source", name), torch.bfloat16, "cuda")
+    model = load_decoder(made(tmp_path / "source", name), torch.bfloat16, "cuda", own_products=True)
     model.kv_dtype = torch.float8_e4m3fn if fp8_kv else None
     check_drafts_change_nothing(start, model)

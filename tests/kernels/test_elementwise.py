@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.elementwise import recur, rms_norm, rope_write, rotary_angles, silu_mul, write_keys
+from kernels.elementwise import add_rms_norm, recur, rms_norm, rope_write, rotary_angles, silu_mul, write_keys
 from kernels.reference import elementwise as reference
 
 
@@ -35,6 +35,20 @@ def test_without_triton_the_norm_is_the_same() -> None:
 def test_a_weight_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="rms_norm"):
         rms_norm(torch.ones(2, 8), torch.ones(9), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 72), (2, 600)])
+def test_a_sum_is_rounded_once_and_then_normed(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    stream, part = (3 * torch.randn(2, num_rows, size, generator=generator)).to(dtype)
+    weight = (1 + torch.randn(size, generator=generator)).to(dtype)
+    total, normed = add_rms_norm(stream.to(device), part.to(device), weight.to(device), 1e-5)
+    expected = (stream.double() + part.double()).to(dtype)
+    torch.testing.assert_close(total.cpu(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(normed.cpu(), rms_norm(expected, weight, 1e-5))
+    with pytest.raises(ValueError, match="plus"):
+        add_rms_norm(stream.to(device), part[:, 1:].to(device), weight.to(device), 1e-5)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tiny_models import relative_error, run_one, save_tiny, token_ids
 
 from outrider.errors import ConfigError
 from outrider.layers.formats import decode
+from outrider.layers.humming_weight import words
 from outrider.models.config import ModelConfig
 from outrider.models.loader import load_model
 from outrider.models.quantization import read_quantization
@@ -231,3 +233,22 @@ def test_quantizing_twice_and_shapes_that_do_not_fit_are_refused(tmp_path: Path)
     for folder, name, word in ((out, "fp8", "already"), (tmp_path / "source", "int4", "--group-size")):
         with pytest.raises(ConfigError, match=word):
             quantize(folder, tmp_path / "again", name, 128, torch.device("cpu"), 1 << 30, lambda *_: None)
+
+
+def test_words_hold_eight_codes_the_first_in_the_lowest_bits() -> None:
+    codes = torch.randint(16, (3, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    found = words(codes, "int4")
+    assert found.dtype == torch.int32 and found.shape == (3, 3)
+    parts = [(found.long() >> 4 * place) & 15 for place in range(8)]
+    assert torch.equal(torch.stack(parts, -1).flatten(-2), codes.long())
+
+
+def test_a_model_may_be_kept_from_libraries(tmp_path: Path) -> None:
+    _, out = make(tmp_path, "int4")
+    quantization = ModelConfig.from_folder(out).quantization
+    assert quantization is not None
+    scheme, own = (
+        one.scheme_of("model.layers.0.mlp.down_proj") for one in (quantization, quantization.without_library())
+    )
+    assert scheme is not None and own is not None and scheme.library
+    assert own == replace(scheme, library=False)

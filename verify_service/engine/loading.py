@@ -82,7 +82,8 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
         exchange = None
         if memory is not None and part is not None:
             exchange = _exchange(options, part, dtype, device, memory)
-        model = load_model(path, dtype, device, report, options.model_impl, options.context_length, exchange)
+        where = (path, dtype, device, report, options.model_impl, options.context_length)
+        model = load_model(*where, exchange, own_products=options.deterministic)
     if fp8_kv:
         model.kv_dtype = torch.float8_e4m3fn
     return path, model
