@@ -46,8 +46,8 @@ class _Observed:
     def __call__(self, rows: Tensor) -> Tensor:
         return self._linear(self._see(rows))
 
-    def add_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        return self._linear.add_to(residual, self._see(rows))
+    def add_to(self, residual: Tensor, rows: Tensor, next_norm: RMSNorm | None = None) -> Tensor:
+        return self._linear.add_to(residual, self._see(rows), next_norm)
 
     def normed_gated(self, stream: Tensor, norm: RMSNorm | None, gelu: bool = False) -> Tensor:
         return self._linear.gated(self._see(stream if norm is None else norm(stream)), gelu)
