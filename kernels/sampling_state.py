@@ -107,18 +107,19 @@ class SampleBuffers:
         """Buffers for up to `num_tokens` tokens a round; about 4 bytes a token and vocabulary entry."""
         tiles = -(-vocab_size // TILE)
 
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+        # As all buffers that live long: a pass without launches must find numbers that are ids or places in them.
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            sampled=empty(num_tokens),
-            bad=empty(num_tokens),
-            processed=empty(num_tokens, vocab_size + candidates, dtype=torch.float32),
-            totals=empty(num_tokens, dtype=torch.float64),
-            candidate_ids=empty(num_tokens, candidates),
-            parts=empty(3, num_tokens, tiles, dtype=torch.float32),
-            part_ids=empty(num_tokens, tiles),
-            part_masses=empty(num_tokens, tiles, dtype=torch.float64),
+            sampled=zeros(num_tokens),
+            bad=zeros(num_tokens),
+            processed=zeros(num_tokens, vocab_size + candidates, dtype=torch.float32),
+            totals=zeros(num_tokens, dtype=torch.float64),
+            candidate_ids=zeros(num_tokens, candidates),
+            parts=zeros(3, num_tokens, tiles, dtype=torch.float32),
+            part_ids=zeros(num_tokens, tiles),
+            part_masses=zeros(num_tokens, tiles, dtype=torch.float64),
         )
 
 
@@ -138,7 +139,7 @@ class WalkOutputs:
     @classmethod
     def new(cls, num_rows: int, max_depth: int, device: torch.device | str) -> WalkOutputs:
         """Buffers for `num_rows` rows of at most `max_depth` tokens."""
-        return cls(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in (
+        return cls(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in (
             (num_rows,), (num_rows, max_depth), (num_rows, max_depth), (num_rows,)
         )))  # fmt: skip
 

@@ -76,9 +76,10 @@ class TreeBuffers:
     """Device memory of KV slots, ancestor masks and paths of a round's trees; the same at every replay of a graph."""
 
     def __init__(self, max_tokens: int, max_path: int, device: torch.device) -> None:
-        self._slots = torch.empty(max_tokens, dtype=torch.int32, device=device)
-        self._mask = torch.empty(max_tokens * -(-max_tokens // 32), dtype=torch.int32, device=device)
-        self._path = torch.empty(max_tokens, max_path, dtype=torch.int32, device=device)
+        # Zeros, as a pass without launches (kernels.compiling.tell_launches) writes where slots say.
+        self._slots = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._mask = torch.zeros(max_tokens * -(-max_tokens // 32), dtype=torch.int32, device=device)
+        self._path = torch.zeros(max_tokens, max_path, dtype=torch.int32, device=device)
 
     def batch(
         self,

@@ -99,7 +99,7 @@ def _layer_config(weight: QuantWeight, has_bias: bool, dtype: torch.dtype) -> An
 
     schema = HummingWeightSchema(
         b_dtype={"int4": "uint4", "fp8": "float8e4m3"}[weight.kind],
-        weight_scale_group_size=0 if weight.group == weight.size else weight.group,
+        weight_scale_group_size=0 if weight.group == weight.size and weight.span == 1 else weight.group,
         weight_scale_group_size_n=weight.span if weight.span > 1 else 0,
         has_zero_point=weight.zeros is not None,
     )
