@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.errors import ConfigError
+from outrider.layers.formats import AWQ_ORDER, nibble_words
 from outrider.models.fields import read_json
 from outrider.models.store_folder import CONFIG_FILE, INDEX_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
@@ -32,7 +33,6 @@ BLOCK = 128
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Of a group's largest weight: what int4 reaches to, the best by squared error."""
 _STEPS = tuple(2 ** (step / 16) for step in range(16))
@@ -253,15 +253,15 @@ def _int4_codes(matrix: Tensor, scales: Tensor, group: int) -> Tensor:
 def _int4(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
     codes = _int4_codes(matrix, scales, group)
     shape = torch.tensor(matrix.shape, dtype=torch.int64)
-    return {"weight_packed": _words(codes + 8), "weight_scale": scales.bfloat16(), "weight_shape": shape}
+    return {"weight_packed": nibble_words(codes + 8), "weight_scale": scales.bfloat16(), "weight_shape": shape}
 
 
 def _awq(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
     codes = _int4_codes(matrix, scales, group)
     zeros = torch.full(scales.T.shape, 8, dtype=torch.int32, device=matrix.device)
     return {
-        "qweight": _words((codes + 8).T, _AWQ_ORDER),
-        "qzeros": _words(zeros, _AWQ_ORDER),
+        "qweight": nibble_words((codes + 8).T, AWQ_ORDER),
+        "qzeros": nibble_words(zeros, AWQ_ORDER),
         "scales": scales.T.half(),
     }
 
@@ -271,7 +271,12 @@ def _gptq(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
     # Zeros are stored less one.
     zeros = torch.full(scales.T.shape, 7, dtype=torch.int32, device=matrix.device)
     order = torch.arange(matrix.shape[1], dtype=torch.int32) // group
-    return {"qweight": _words(codes + 8).T, "qzeros": _words(zeros), "scales": scales.T.half(), "g_idx": order}
+    return {
+        "qweight": nibble_words(codes + 8).T,
+        "qzeros": nibble_words(zeros),
+        "scales": scales.T.half(),
+        "g_idx": order,
+    }
 
 
 def _fit_mxfp4(matrix: Tensor, group: int) -> Tensor:
@@ -305,13 +310,6 @@ def _e4m3(values: Tensor) -> Tensor:
 def _positive(scale: Tensor) -> Tensor:
     """Of a group of zeros, too."""
     return torch.where(scale > 0, scale, 1.0)
-
-
-def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """int32 codes [..., 8 n] as words [..., n]; nibble i is column order[i] of eight."""
-    eights = codes.unflatten(-1, (-1, 8)).long()
-    words = sum(eights[..., column] << (4 * nibble) for nibble, column in enumerate(order))
-    return torch.as_tensor(words).to(torch.int32)
 
 
 def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:

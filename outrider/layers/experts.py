@@ -111,7 +111,7 @@ class ExpertMlp:
         # One of them speaks for all: another expert stored otherwise lacks tensors, and that is said.
         first = f"{prefix}.experts" + ("" if self._interleaved else ".0")
         scheme = config.scheme_of(f"{prefix}.{router}")
-        self.router = Linear(hidden, experts.num_experts, bias, dtype, device, scheme)
+        self.router = Linear(hidden, experts.num_experts, bias, dtype, device, scheme and scheme.without_library())
         scheme = config.scheme_of(*(f"{first}.{name}" for name in gate_up))
         parts = [2 * size // len(gate_up)] * len(gate_up)
         self.gate_up = ExpertLinear(experts.num_experts, hidden, parts, bias, dtype, device, scheme)

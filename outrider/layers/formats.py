@@ -19,7 +19,7 @@ from outrider.errors import ConfigError
 from outrider.models.quantization import Scheme
 
 # Eight nibbles of a word of AWQ's are these columns.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -127,8 +127,8 @@ def _awq_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
 
 
 def _awq_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
-    codes = _nibbles(tensors["qweight"], _AWQ_ORDER).transpose(-1, -2)
-    return _int4(codes, tensors["scales"], _nibbles(tensors["qzeros"], _AWQ_ORDER))
+    codes = _nibbles(tensors["qweight"], AWQ_ORDER).transpose(-1, -2)
+    return _int4(codes, tensors["scales"], _nibbles(tensors["qzeros"], AWQ_ORDER))
 
 
 def _gptq_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
@@ -193,6 +193,13 @@ def _nibbles(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     for nibble, column in enumerate(order):
         found[..., column] = (words >> (4 * nibble) & 15).to(torch.uint8)
     return found.flatten(-2)
+
+
+def nibble_words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Codes below 16, of any integers [..., 8 n], as words int32 [..., n]; nibble i is column order[i] of eight."""
+    eights = codes.to(torch.uint8).unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
+    pairs: Tensor = eights[..., ::2] | eights[..., 1::2] << 4
+    return pairs.contiguous().view(torch.int32)
 
 
 def _narrowed(scales: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from kernels.quant_weight import QuantWeight, unpacked
 from outrider.errors import ConfigError
+from outrider.layers.formats import nibble_words
 
 STEP = 128
 """Rows and columns must be multiples of it."""
@@ -50,31 +53,31 @@ class HummingWeight:
         return found
 
 
-def is_installed() -> bool:
-    """Whether products can come from the library."""
-    return find_spec("humming") is not None
-
-
 def humming_weight(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype) -> HummingWeight | None:
     """The matrix with its `bias` [N] for rows of `dtype`; None: the library is missing or does not take this one.
 
-    Kernels are compiled in threads from here on, once a shape.
+    Kernels are compiled in threads from here on, once a shape. Raises ConfigError: what they need is missing.
     """
     device = weight.codes.device
-    if not (is_installed() and device.type == "cuda" and _fits(weight)):
+    if device.type != "cuda" or not _fits(weight) or find_spec("humming") is None:
         return None
+    with _explained():
+        return _made(weight, bias, dtype, device.index or 0)
+
+
+def _made(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype, device: int) -> HummingWeight:
     from humming.transform import transform_humming_tensors
 
     config = _layer_config(weight, bias is not None, dtype)
     codes = unpacked(weight.codes, weight.kind, weight.piece)
     scales = weight.scales.t().to(torch.float32 if weight.span > 1 else dtype).contiguous()
-    tensors = {"weight": words(codes, weight.kind), "weight_scale": scales}
+    tensors = {"weight": _words(codes, weight.kind), "weight_scale": scales}
     if weight.zeros is not None:
-        tensors["zero_point"] = words(weight.zeros, weight.kind).t().contiguous()
+        tensors["zero_point"] = _words(weight.zeros, weight.kind).t().contiguous()
     if bias is not None:
         tensors["bias"] = bias
-    kernels = _compiled(config.to_str(), device.index or 0)
-    locks = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
+    kernels = _compiled(config.to_str(), device)
+    locks = torch.zeros(_LOCKS, dtype=torch.int32, device=weight.codes.device)
     return HummingWeight(transform_humming_tensors(config, tensors), kernels, locks)
 
 
@@ -86,11 +89,23 @@ def _fits(weight: QuantWeight) -> bool:
     return weight.kind == "int4" and weight.group in (*GROUPS, weight.size)
 
 
-def words(codes: Tensor, kind: str) -> Tensor:
-    """Codes uint8 [..., n] of a multiple of 32 bits as int32 [..., n / codes of a word], the first in the lowest."""
-    if kind == "int4":
-        codes = codes[..., ::2] | codes[..., 1::2] << 4
-    return codes.contiguous().view(torch.int32)
+def _words(codes: Tensor, kind: str) -> Tensor:
+    """Codes uint8 [..., n] as int32 [..., n / codes of a word], the first in the lowest bits."""
+    return nibble_words(codes) if kind == "int4" else codes.contiguous().view(torch.int32)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"humming-kernels cannot compile its products with quantized weights ({said}); give it "
+            "CUDA's compiler and headers (pip install 'humming-kernels[cu13]'), or uninstall it to use ours"
+        ) from error
 
 
 def _layer_config(weight: QuantWeight, has_bias: bool, dtype: torch.dtype) -> Any:
@@ -122,16 +137,10 @@ def _compile(config: str, device: int) -> Tensor:
     from humming.tune import get_heuristics_config
 
     tuned, first = [], 0
-    for limit in ROW_LIMITS:
-        chosen = get_heuristics_config(json.loads(config), shape_m=limit, device=device)
-        tuned.append([first, _ANY_ROWS if limit == ROW_LIMITS[-1] else limit, chosen])
-        first = limit
-    try:
+    with _explained():
+        for limit in ROW_LIMITS:
+            chosen = get_heuristics_config(json.loads(config), shape_m=limit, device=device)
+            tuned.append([first, _ANY_ROWS if limit == ROW_LIMITS[-1] else limit, chosen])
+            first = limit
         found: Tensor = HummingKernel.prepare_kernels(config, None, json.dumps(tuned), device)
-    except Exception as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(
-            f"humming-kernels cannot compile its products with quantized weights ({said}); give it "
-            "CUDA's compiler and headers (pip install 'humming-kernels[cu13]'), or uninstall it to use ours"
-        ) from error
     return found

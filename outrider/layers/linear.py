@@ -176,10 +176,10 @@ class Linear:
         return rows.dtype != torch.float32 and row_kernel_pays(count, num_out, size, whole, gated)
 
     def to_float32(self, rows: Tensor) -> Tensor:
-        """[M, in] to float32 [M, out], on a GPU without a rounding to the weight's dtype in between."""
+        """[M, in] to float32 [M, out], on a GPU by our kernels without a rounding to the weight's dtype between."""
         if self._streams(rows):
             return stream_linear(rows, self.quantized or self.weight, bias=self.bias, out_dtype=torch.float32)
-        if rows.is_cuda and self.bias is None and rows.dtype != torch.float32:
+        if self.library is None and rows.is_cuda and self.bias is None and rows.dtype != torch.float32:
             return torch.mm(rows, self.wide().t(), out_dtype=torch.float32)
         return self(rows).float()
 

@@ -7,7 +7,6 @@ What tells them apart is stated by ModelConfig, not by subclasses. The heads of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -316,9 +315,7 @@ class CausalLM(LanguageModel):
             layer.mlp.followed_by(next_norm)
         rows = 0 if config.tie_embeddings else config.vocab_size // config.vocab_cuts
         scheme = None if config.tie_embeddings else config.scheme_of("lm_head")
-        # Logits are rounded in float32 alone, which our kernels can.
-        scheme = None if scheme is None else replace(scheme, library=False)
-        self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme)
+        self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme and scheme.without_library())
         self.exchange: Exchange | None = None
         """Among ranks of which each has its part of the weights."""
 

@@ -39,6 +39,10 @@ class Scheme:
     zero_offset: int = 0
     library: bool = True
 
+    def without_library(self) -> Scheme:
+        """The same with products by our own kernels alone, which can leave them in float32."""
+        return replace(self, library=False)
+
     @property
     def bits(self) -> int:
         """Of a weight, scales aside."""
@@ -75,8 +79,7 @@ class Quantization:
 
     def without_library(self) -> Quantization:
         """The same with products by our own kernels alone."""
-        own = tuple((pattern, replace(scheme, library=False)) for pattern, scheme in self.schemes)
-        return replace(self, schemes=own)
+        return replace(self, schemes=tuple((pattern, scheme.without_library()) for pattern, scheme in self.schemes))
 
     def scheme_of(self, *modules: str) -> Scheme | None:
         """The scheme of matrices that are fused into one, by the checkpoint's names of their modules; None: 16 bits.

@@ -11,6 +11,7 @@ from tiny_models import relative_error, run_one, save_tiny, token_ids
 
 from kernels.quant_weight import QuantWeight, packed, piece_of
 from outrider.layers.humming_weight import humming_weight
+from outrider.layers.linear import Linear
 from outrider.models.loader import load_decoder
 from outrider_tools.quantize import quantize
 
@@ -73,6 +74,13 @@ def test_a_captured_product_reads_its_rows_anew() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(found, product(rows))
+
+
+def test_a_product_in_float32_is_the_library_s_too() -> None:
+    linear = Linear(384, 256, False, torch.bfloat16, torch.device("cuda"))
+    linear.library = humming_weight(matrix(256, 384, 128), None, torch.bfloat16)
+    rows = torch.randn(5, 384, device="cuda").bfloat16()
+    assert torch.equal(linear.to_float32(rows), linear(rows).float())
 
 
 @pytest.mark.parametrize(("num_out", "size", "group"), [(64, 384, 128), (256, 320, 32), (256, 384, 192)])

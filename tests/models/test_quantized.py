@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 
 from outrider.errors import ConfigError
-from outrider.layers.formats import decode
-from outrider.layers.humming_weight import words
+from outrider.layers.formats import decode, nibble_words
 from outrider.models.config import ModelConfig
 from outrider.models.loader import load_model
 from outrider.models.quantization import read_quantization
@@ -237,7 +236,7 @@ def test_quantizing_twice_and_shapes_that_do_not_fit_are_refused(tmp_path: Path)
 
 def test_words_hold_eight_codes_the_first_in_the_lowest_bits() -> None:
     codes = torch.randint(16, (3, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    found = words(codes, "int4")
+    found = nibble_words(codes)
     assert found.dtype == torch.int32 and found.shape == (3, 3)
     parts = [(found.long() >> 4 * place) & 15 for place in range(8)]
     assert torch.equal(torch.stack(parts, -1).flatten(-2), codes.long())
