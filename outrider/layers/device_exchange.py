@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 import torch
 from torch import Tensor, distributed
@@ -95,9 +94,9 @@ class NcclExchange(OrderedExchange):
         super().__init__(memory.rank, memory.world)
         # Ranks are processes of one host: nothing is to listen on its other interfaces.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        folder = tempfile.mkdtemp(prefix="outrider-ranks-") if memory.rank == 0 else ""
-        folder = memory.trade(folder.encode())[0].decode()
-        store = FileStore(f"{folder}/store", memory.world)
+        # Where NCCL's ranks meet is read for as long as they run. Memory of rank 0 goes with it, however it ends.
+        place = f"/proc/{os.getpid()}/fd/{os.memfd_create('outrider-nccl')}" if memory.rank == 0 else ""
+        store = FileStore(memory.trade(place.encode())[0].decode(), memory.world)
         distributed.init_process_group("nccl", store=store, rank=memory.rank, world_size=memory.world, device_id=device)
 
     def _join(self, part: Tensor) -> Tensor:
