@@ -31,7 +31,7 @@ class Row:
 
 
 def write_report(
-    path: Path,
+    path: Path | None,
     benchmark: str,
     device: str,
     rows: Sequence[Row],
@@ -40,7 +40,7 @@ def write_report(
     command: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `rows` with what is needed to judge and repeat them.
+    """Write `rows` with what is needed to judge and repeat them, to standard output without a path.
 
     `packages` are those whose versions matter. `command` replaces this process's own command line; `more` are further
     fields of the file.
@@ -55,8 +55,12 @@ def write_report(
         "rows": [asdict(row) for row in rows],
         **(more or {}),
     }
+    text = json.dumps(report, indent=1) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
 
 
 def cpu_name() -> str:
