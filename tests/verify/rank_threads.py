@@ -13,7 +13,7 @@ import torch
 from cuda_harness import make_paged_engine
 from threaded_engine import ThreadedEngine
 
-from outrider.host.rank_memory import RankMemory
+from outrider.host.rank_memory import RankError, RankMemory
 from outrider.layers.exchange import HostExchange
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import CausalLM
@@ -22,15 +22,19 @@ from verify_service.executors.rank_link import RankLink
 from verify_service.ranks.replay import follow, lead
 
 
-class _End(Exception):
+class RankEnd(Exception):
     """A follower's end."""
 
 
 Follow = Callable[[CausalLM, RankMemory], None]
+Prepare = Callable[[CausalLM], None]
+"""Done to a follower's part of the model before it follows."""
 
 
 @contextmanager
-def _parts(folder: Path, world: int, dtype: torch.dtype, work: Follow) -> Iterator[tuple[CausalLM, RankMemory]]:
+def _parts(
+    folder: Path, world: int, dtype: torch.dtype, prepare: Prepare | None, work: Follow
+) -> Iterator[tuple[CausalLM, RankMemory]]:
     """Rank 0's part of the model in `folder`, while the other ranks `work`."""
     memory = RankMemory.create(world)
     ending = threading.Event()
@@ -39,12 +43,12 @@ def _parts(folder: Path, world: int, dtype: torch.dtype, work: Follow) -> Iterat
     def run(part: CausalLM, mine: RankMemory) -> None:
         def check() -> None:
             if ending.is_set():
-                raise _End
+                raise RankEnd
 
         mine.check = check
         try:
             work(part, mine)
-        except _End:
+        except RankEnd:
             pass
         except BaseException as error:
             faults.append(error)
@@ -54,8 +58,18 @@ def _parts(folder: Path, world: int, dtype: torch.dtype, work: Follow) -> Iterat
     threads = [
         threading.Thread(target=run, args=pair, daemon=True) for pair in zip(parts[1:], memories[1:], strict=True)
     ]
+    for part in parts[1:]:
+        if prepare is not None:
+            prepare(part)
     for thread in threads:
         thread.start()
+
+    def check_threads() -> None:
+        for rank, thread in enumerate(threads, 1):
+            if not thread.is_alive():
+                raise RankError(f"rank {rank} of {world} has ended")
+
+    memory.check = check_threads
     for mine in memories:
         mine.started()
     try:
@@ -69,14 +83,18 @@ def _parts(folder: Path, world: int, dtype: torch.dtype, work: Follow) -> Iterat
 
 
 @contextmanager
-def ranked(folder: Path, world: int, dtype: torch.dtype = torch.float32) -> Iterator[LanguageModel]:
+def ranked(
+    folder: Path, world: int, dtype: torch.dtype = torch.float32, prepare: Prepare | None = None
+) -> Iterator[LanguageModel]:
     """Rank 0's view of a model whose ranks meet at the model, as on a CPU."""
-    with _parts(folder, world, dtype, follow) as (part, memory):
+    with _parts(folder, world, dtype, prepare, follow) as (part, memory):
         yield lead(part, memory)
 
 
 @contextmanager
-def linked(folder: Path, world: int, draft: Any = None, growth: Any = None, **options: Any) -> Iterator[ThreadedEngine]:
+def linked(
+    folder: Path, world: int, draft: Any = None, growth: Any = None, prepare: Prepare | None = None, **options: Any
+) -> Iterator[ThreadedEngine]:
     """Rank 0's engine on a model whose ranks replay its rounds, as on GPUs; for `options` see make_paged_engine."""
 
     def replay(part: CausalLM, memory: RankMemory) -> None:
@@ -85,7 +103,7 @@ def linked(folder: Path, world: int, draft: Any = None, growth: Any = None, **op
             kind, body = memory.receive()
             executor.replay(kind, np.frombuffer(bytearray(body), np.int32))
 
-    with _parts(folder, world, torch.float32, replay) as (part, memory):
+    with _parts(folder, world, torch.float32, prepare, replay) as (part, memory):
         yield make_paged_engine(part, link=_link(part, memory), draft=draft, growth=growth, **options)[0]
 
 
