@@ -13,14 +13,16 @@ from kernels.reference import kv_cache as reference
 from kernels.sampling_state import RoundTokens
 
 
-def update_pages(page_tables: Tensor, updates: Tensor) -> None:
-    """page_tables[row, place] = page for each row of `updates`.
+def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None = None, num_sinks: int = 0) -> None:
+    """page_tables[row, place - shifts[row]] = page for each row of `updates`.
 
     Args:
         page_tables: int32 [R, P], written.
         updates: int32 [U, 3] of (row, place, page); a negative row means nothing. No two name the same place.
+        shifts: int32 [R], pages that each row leaves out; None for none. Where a row leaves out some, its first
+            `num_sinks` are not to be changed, and what is left out means nothing.
     """
-    _backend(page_tables).update_pages(page_tables, updates)
+    _backend(page_tables).update_pages(page_tables, updates, shifts, num_sinks)
 
 
 def stamp(times: Tensor, index: int) -> None:

@@ -18,6 +18,7 @@ def lay_out_committed(
     committed: Tensor,
     drafts: Tensor,
     page_tables: Tensor,
+    shifts: Tensor,
     out: CommittedTokens,
     *,
     page_size: int,
@@ -31,7 +32,8 @@ def lay_out_committed(
         num_tokens: int32 [B], tokens that each row committed; may be strided.
         committed: int32 [B, D], those tokens; rows may be strided, entries not.
         drafts: int32 [B], 0 for rows whose tree is not to be grown.
-        page_tables: int32 [T, P] of the target, rows contiguous.
+        page_tables: int32 [T, P] of the drafter, rows contiguous.
+        shifts: int32 [T], pages of the sequence that each row of `page_tables` leaves out behind its first one.
         out: filled, E slots and B rows; E is at least the sum of `num_tokens`.
         page_size: tokens in a page.
         lag: how far a token's KV position in the drafter lies before its position: 1 with features, else 0.
@@ -45,7 +47,7 @@ def lay_out_committed(
         raise ValueError(f"{out.table_rows.shape[0]} rows for what {num_rows} rows committed")
     if committed.stride(1) != 1 or page_tables.stride(1) != 1:
         raise ValueError("committed tokens of a row, and the rows of the page tables, must be contiguous")
-    arguments = (tokens, num_tokens, committed, drafts, page_tables, out, page_size, lag, spare)
+    arguments = (tokens, num_tokens, committed, drafts, page_tables, shifts, out, page_size, lag, spare)
     if use_triton(num_tokens):
         from kernels.jit import round_trees
 

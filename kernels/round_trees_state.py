@@ -18,9 +18,15 @@ MAX_TABLES = 4096
 class CommittedTokens(RoundTokens):
     """The tokens that a round committed, as a drafter's forward takes them: E slots over the round's B rows.
 
-    Fields of RoundTokens are int32; `positions` and `cached_len` are the drafter's KV positions, each token hangs below
-    the one before it in its row, and `root` is the slot of a row's last token, 0 where it has none.
+    Fields of RoundTokens are int32; `positions` and `cached_len` are places in the drafter's page tables, which may
+    leave out pages of the sequence, each token hangs below the one before it in its row, and `root` is the slot of a
+    row's last token, 0 where it has none.
     """
+
+    rotary: Tensor
+    """int32 [E], KV position of the token in the sequence: nothing is left out."""
+    context_len: Tensor
+    """int32 [B], places that the row has when these tokens are context; 0 where it has none."""
 
     sources: Tensor
     """int64 [E], target KV slot whose feature goes with the token: that of the position before it; `spare` for padding.
@@ -42,12 +48,14 @@ class CommittedTokens(RoundTokens):
         return cls(
             token_ids=ints(num_tokens),
             positions=ints(num_tokens),
+            rotary=ints(num_tokens),
             parents=ints(num_tokens),
             rows=ints(num_tokens),
             first=ints(num_rows + 1),
             root=ints(num_rows),
             table_rows=ints(num_rows),
             cached_len=ints(num_rows),
+            context_len=ints(num_rows),
             sources=ints(num_tokens, torch.int64),
             last=ints(num_rows, torch.int64),
             draft_rows=ints(num_rows),
@@ -59,12 +67,14 @@ class CommittedTokens(RoundTokens):
         return CommittedTokens(
             token_ids=self.token_ids[:num_tokens],
             positions=self.positions[:num_tokens],
+            rotary=self.rotary[:num_tokens],
             parents=self.parents[:num_tokens],
             rows=self.rows[:num_tokens],
             first=self.first[: num_rows + 1],
             root=self.root[:num_rows],
             table_rows=self.table_rows[:num_rows],
             cached_len=self.cached_len[:num_rows],
+            context_len=self.context_len[:num_rows],
             sources=self.sources[:num_tokens],
             last=self.last[:num_rows],
             draft_rows=self.draft_rows[:num_rows],

@@ -10,14 +10,19 @@ from kernels.launch import power_of_two
 from kernels.sampling_state import RoundTokens
 
 
-@triton.jit(do_not_specialize=["num_updates"])
-def _update(page_tables, updates, num_updates, stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_updates", "num_sinks"])
+def _update(page_tables, updates, shifts, num_updates, stride, num_sinks, SHIFTED: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < num_updates
     row = tl.load(updates + index * 3, mask=inside, other=-1)
     place = tl.load(updates + index * 3 + 1, mask=inside, other=0)
     page = tl.load(updates + index * 3 + 2, mask=inside, other=0)
-    tl.store(page_tables + row.to(tl.int64) * stride + place, page, mask=inside & (row >= 0))
+    put = inside & (row >= 0)
+    if SHIFTED:
+        shift = tl.load(shifts + row, mask=put, other=0)
+        place -= shift
+        put = put & ((shift == 0) | (place >= num_sinks))
+    tl.store(page_tables + row.to(tl.int64) * stride + place, page, mask=put)
 
 
 @triton.jit
@@ -26,10 +31,13 @@ def _stamp(times, index):
     tl.store(times + index, now)
 
 
-def update_pages(page_tables: Tensor, updates: Tensor) -> None:
+def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None, num_sinks: int) -> None:
     """As kernels.kv_cache.update_pages."""
     count = updates.shape[0]
-    _update[(triton.cdiv(count, 128),)](page_tables, updates, count, page_tables.stride(0), BLOCK=128, num_warps=4)
+    _update[(triton.cdiv(count, 128),)](
+        page_tables, updates, shifts, count, page_tables.stride(0), num_sinks,
+        SHIFTED=shifts is not None, BLOCK=128, num_warps=4,
+    )  # fmt: skip
 
 
 def stamp(times: Tensor, index: int) -> None:

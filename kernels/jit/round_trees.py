@@ -33,9 +33,9 @@ _NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "lag", "spare"])
 def _lay_out_committed(
-    positions, root, table_rows, num_tokens, committed, drafts, page_tables,
-    out_tokens, out_positions, out_parents, out_rows, out_first, out_root, out_tables, out_cached, out_sources,
-    out_last, out_draft_rows, out_root_positions,
+    positions, root, table_rows, num_tokens, committed, drafts, page_tables, shifts,
+    out_tokens, out_positions, out_rotary, out_parents, out_rows, out_first, out_root, out_tables, out_cached,
+    out_context, out_sources, out_last, out_draft_rows, out_root_positions,
     num_slots, num_rows, num_stride, committed_stride, table_stride, lag, spare,
     LANES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -45,6 +45,7 @@ def _lay_out_committed(
     zero = tl.zeros([LANES], tl.int32)
     tl.store(out_tokens + slot, zero, mask=inside)
     tl.store(out_positions + slot, zero, mask=inside)
+    tl.store(out_rotary + slot, zero, mask=inside)
     tl.store(out_parents + slot, zero - 1, mask=inside)
     tl.store(out_rows + slot, zero - 1, mask=inside)
     tl.store(out_sources + slot, (zero + spare).to(tl.int64), mask=inside)
@@ -59,6 +60,7 @@ def _lay_out_committed(
     count = tl.load(num_tokens + row * num_stride, mask=wanted, other=0)
     has = count > 0
     begin = tl.load(positions + root_place, mask=has, other=-1) + 1
+    gap = tl.load(shifts + table_row, mask=has, other=0) * PAGE
     end = tl.cumsum(count, 0)
     first = end - count
     for index in range(0, tl.max(count, 0)):
@@ -67,10 +69,11 @@ def _lay_out_committed(
         position = begin + index
         token = tl.load(committed + row * committed_stride + index, mask=there, other=0)
         page = tl.load(
-            page_tables + table_row.to(tl.int64) * table_stride + (position - 1) // PAGE, mask=there, other=0
+            page_tables + table_row.to(tl.int64) * table_stride + (position - 1 - gap) // PAGE, mask=there, other=0
         )
         tl.store(out_tokens + place, token, mask=there)
-        tl.store(out_positions + place, position - lag, mask=there)
+        tl.store(out_positions + place, position - lag - gap, mask=there)
+        tl.store(out_rotary + place, position - lag, mask=there)
         tl.store(out_parents + place, tl.where(index > 0, place - 1, -1), mask=there)
         tl.store(out_rows + place, row, mask=there)
         tl.store(out_sources + place, (page * PAGE + (position - 1) % PAGE).to(tl.int64), mask=there)
@@ -80,14 +83,15 @@ def _lay_out_committed(
     tl.store(out_root + row, last, mask=real)
     tl.store(out_last + row, last.to(tl.int64), mask=real)
     tl.store(out_tables + row, table_row, mask=real)
-    tl.store(out_cached + row, tl.where(has, begin - lag, 0), mask=real)
+    tl.store(out_cached + row, tl.where(has, begin - lag - gap, 0), mask=real)
+    tl.store(out_context + row, tl.where(has, begin + count - lag - gap, 0), mask=real)
     tl.store(out_draft_rows + row, tl.where(has, table_row, -1), mask=real)
     tl.store(out_root_positions + row, tl.where(has, begin + count - 1, 0), mask=real)
 
 
 @triton.jit(do_not_specialize=["floor_bits", "num_rows", "lag"])
 def _plant_roots(
-    header, entries, row_tables, context_len, num_free, next_free, at_tables, draft_rows, root_positions,
+    header, entries, row_tables, context_len, num_free, next_free, at_tables, at_context, draft_rows, root_positions,
     tokens, scores, floor_bits, num_rows, lag,
     CAPACITY: tl.constexpr, SEEDS: tl.constexpr, BRANCHING: tl.constexpr, REGION: tl.constexpr,
     BLOCK: tl.constexpr, ROWS_PAD: tl.constexpr,
@@ -116,9 +120,8 @@ def _plant_roots(
         row = tl.arange(0, ROWS_PAD)
         real = row < num_rows
         has = tl.load(draft_rows + row, mask=real, other=-1) >= 0
-        length = tl.load(root_positions + row, mask=real, other=0) + 1 - lag
         tl.store(row_tables + row, tl.load(at_tables + row, mask=real, other=0), mask=real)
-        tl.store(context_len + row, tl.where(has, length, 0), mask=real)
+        tl.store(context_len + row, tl.load(at_context + row, mask=real, other=0), mask=real)
         tl.store(num_free + row, tl.where(has, REGION, 0), mask=real)
         tl.store(next_free + row, 0, mask=real)
         tl.store(header + _STEP, 0)
@@ -258,15 +261,15 @@ def _bits(value: float) -> int:
 
 
 def lay_out_committed(
-    tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor,
+    tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor, shifts: Tensor,
     out: CommittedTokens, page_size: int, lag: int, spare: int,
 ) -> None:  # fmt: skip
     """As kernels.round_trees.lay_out_committed."""
     slots, rows = out.token_ids.shape[0], out.table_rows.shape[0]
     _lay_out_committed[(1,)](
-        tokens.positions, tokens.root, tokens.table_rows, num_tokens, committed, drafts, page_tables,
-        out.token_ids, out.positions, out.parents, out.rows, out.first, out.root, out.table_rows, out.cached_len,
-        out.sources, out.last, out.draft_rows, out.root_positions,
+        tokens.positions, tokens.root, tokens.table_rows, num_tokens, committed, drafts, page_tables, shifts,
+        out.token_ids, out.positions, out.rotary, out.parents, out.rows, out.first, out.root, out.table_rows,
+        out.cached_len, out.context_len, out.sources, out.last, out.draft_rows, out.root_positions,
         slots, rows, num_tokens.stride(0), committed.stride(0), page_tables.stride(0), lag, spare,
         LANES=_lanes(slots, rows), PAGE=page_size, num_warps=4,
     )  # fmt: skip
@@ -281,7 +284,7 @@ def plant_roots(
     block = min(power_of_two(pool.max_seeds), 256)
     _plant_roots[(triton.cdiv(pool.max_seeds, block),)](
         header, pool.entries, rows.table_rows, rows.context_len, rows.num_free, rows.next_free,
-        at.table_rows, at.draft_rows, at.root_positions, tokens, scores, _bits(floor), num_rows, lag,
+        at.table_rows, at.context_len, at.draft_rows, at.root_positions, tokens, scores, _bits(floor), num_rows, lag,
         CAPACITY=pool.capacity, SEEDS=pool.max_seeds, BRANCHING=branching, REGION=rows.free.shape[1],
         BLOCK=block, ROWS_PAD=power_of_two(num_rows), num_warps=4,
     )  # fmt: skip

@@ -8,11 +8,14 @@ from torch import Tensor
 from kernels.sampling_state import RoundTokens
 
 
-def update_pages(page_tables: Tensor, updates: Tensor) -> None:
+def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None, num_sinks: int) -> None:
     """As kernels.kv_cache.update_pages."""
     for row, place, page in updates.tolist():
-        if row >= 0:
-            page_tables[row, place] = page
+        if row < 0:
+            continue
+        shift = 0 if shifts is None else int(shifts[row])
+        if not shift or place - shift >= num_sinks:
+            page_tables[row, place - shift] = page
 
 
 def compact(

@@ -29,29 +29,33 @@ if TYPE_CHECKING:
 
 
 def lay_out_committed(
-    tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor,
+    tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor, shifts: Tensor,
     out: CommittedTokens, page_size: int, lag: int, spare: int,
 ) -> None:  # fmt: skip
     """As kernels.round_trees.lay_out_committed."""
-    for field, value in (("token_ids", 0), ("positions", 0), ("parents", -1), ("rows", -1), ("sources", spare)):
+    padding = {"token_ids": 0, "positions": 0, "rotary": 0, "parents": -1, "rows": -1, "sources": spare}
+    for field, value in padding.items():
         getattr(out, field).fill_(value)
     place = 0
     for row, table_row in enumerate(tokens.table_rows.tolist()):
         root = int(tokens.root[row])
         count = int(num_tokens[row]) if int(drafts[row]) and root >= 0 else 0
         begin = int(tokens.positions[root]) + 1 if count else 0
+        gap = int(shifts[table_row]) * page_size
         out.first[row] = place
         for index in range(count):
             position = begin + index
             out.token_ids[place] = committed[row, index]
-            out.positions[place] = position - lag
+            out.positions[place] = position - lag - gap
+            out.rotary[place] = position - lag
             out.parents[place] = place - 1 if index else -1
             out.rows[place] = row
-            page = int(page_tables[table_row, (position - 1) // page_size])
+            page = int(page_tables[table_row, (position - 1 - gap) // page_size])
             out.sources[place] = page * page_size + (position - 1) % page_size
             place += 1
         out.table_rows[row] = table_row
-        out.cached_len[row] = begin - lag if count else 0
+        out.cached_len[row] = begin - lag - gap if count else 0
+        out.context_len[row] = begin + count - lag - gap if count else 0
         out.root[row] = out.last[row] = place - 1 if count else 0
         out.draft_rows[row] = table_row if count else -1
         out.root_positions[row] = begin + count - 1 if count else 0
@@ -68,7 +72,7 @@ def plant_roots(
     header[STEP], header[NUM_SEEDS], header[3] = 0, pool.max_seeds, 0
     header[FLOOR : FLOOR + 1] = torch.tensor([floor], dtype=torch.float32).view(torch.int32)
     rows.table_rows.copy_(at.table_rows)
-    rows.context_len.copy_(torch.where(there, at.root_positions + 1 - lag, 0))
+    rows.context_len.copy_(at.context_len)
     rows.num_free.copy_(torch.where(there, rows.free.shape[1], 0))
     rows.next_free.zero_()
     valid = there[:, None] & (tokens >= 0) & (scores <= 0)

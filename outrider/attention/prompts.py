@@ -35,6 +35,8 @@ class PromptChunk(NamedTuple):
     """Position of the first one; those before have valid KV."""
     slots: Words
     """Where their KV goes; -1 for nowhere."""
+    offset: int = 0
+    """How far their rotary positions lie behind their positions."""
 
 
 class PromptLayout:
@@ -56,7 +58,8 @@ class PromptLayout:
         ends = list(accumulate((len(chunk.slots) for chunk in chunks), initial=0))
         for chunk, (begin, end) in zip(chunks, pairwise(ends), strict=True):
             token_ids[begin:end] = chunk.token_ids
-            positions[begin:end] = np.arange(chunk.start, chunk.start + end - begin, dtype=np.int32)
+            rotary = chunk.start + chunk.offset
+            positions[begin:end] = np.arange(rotary, rotary + end - begin, dtype=np.int32)
             slots[begin:end] = chunk.slots
         count = len(chunks)
         first[: count + 1] = ends

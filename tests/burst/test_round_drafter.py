@@ -16,6 +16,7 @@ from kernels.sampling_state import RoundTokens
 from outrider.attention.prompts import PromptChunk
 from outrider.attention.triton_backend import TritonAttention
 from outrider.drafting.model.burst import BurstShape
+from outrider.drafting.model.context_cut import WHOLE, ContextCut
 from outrider.drafting.model.round_drafter import RoundDrafter, RoundResults, RoundShape
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.noise import gumbel
@@ -107,6 +108,7 @@ def make(model: DraftModel, seed: int, target: Target | None = None) -> tuple[Ta
         num_pages=NUM_PAGES,
         max_context=48,
         feature_size=model.feature_size,
+        sink_pages=2,
     )
     drafter = RoundDrafter(
         model,
@@ -121,19 +123,27 @@ def make(model: DraftModel, seed: int, target: Target | None = None) -> tuple[Ta
     return target, drafter
 
 
-def admit(target: Target, drafter: RoundDrafter, row: int, sampling: SamplingParams) -> None:
-    """The drafter computes all that is committed, in two parts."""
+def admit(
+    target: Target, drafter: RoundDrafter, row: int, sampling: SamplingParams, cut: ContextCut = WHOLE
+) -> None:
+    """The drafter computes all that is committed and not left out, in two parts. It gets some pages later."""
     drafter.admit(row, sampling)
-    pages = torch.tensor(target.pages[row], dtype=torch.int32)
-    drafter.page_tables[row, : len(pages)] = pages
-    text, begin = target.texts[row], target.lag
-    middle = (begin + len(text)) // 2
-    for first, end in ((begin, middle), (middle, len(text))):
-        if first < end:
-            positions = range(first, end)
-            slots = np.array([target.slot(row, position - target.lag) for position in positions], np.int32)
-            chunk = PromptChunk(row, text[first:end], first - target.lag, slots)
-            drafter.compute_context([chunk], [target.slot(row, max(position - 1, 0)) for position in positions])
+    pages, memory = target.pages[row], drafter.memory
+    memory.enter_pages(row, 0, pages[:-2])
+    memory.cut(row, cut.gap // PAGE, pages[:-2])
+    memory.enter_pages(row, len(pages) - 2, pages[-2:-1])
+    late = [(row, len(pages) - 1, pages[-1]), (row, 1, pages[1]), (-1, 0, 0)]
+    memory.update_pages(torch.tensor(late, dtype=torch.int32, device=target.device))
+    text, lag = target.texts[row], target.lag
+    length = len(text) - lag - cut.gap
+    for first, end in ((0, length // 2), (length // 2, length)):
+        positions = cut.positions(first, end).tolist() if first < end else []
+        slots = [target.slot(row, position) for position in positions]
+        own = [memory.sink_start(row) + position if position < cut.sinks else -1 for position in positions]
+        into = np.array([there if there >= 0 else slot for there, slot in zip(own, slots, strict=True)], np.int32)
+        tokens = [text[position + lag] for position in positions]
+        if tokens:
+            drafter.compute_context([PromptChunk(row, tokens, first, into, cut.gap)], slots)
 
 
 Node = tuple[int, tuple[int, ...], float]
@@ -161,18 +171,20 @@ def grown(
 
 def expected_trees(
     target: Target, model: DraftModel, rows: list[int], params: dict[int, SamplingParams], num_steps: int,
-    width: int, branching: int, num_nodes: int,
+    width: int, branching: int, num_nodes: int, cut: ContextCut = WHOLE,
 ) -> list[Node]:  # fmt: skip
-    """The best nodes, grown one by one."""
+    """The best nodes, grown one by one, as if there were nothing of what is left out."""
     plain = Plain(model)
     found: list[Node] = []
     handed: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
 
     def expand(row: int, path: tuple[int, ...], score: float) -> None:
         text = target.texts[row]
-        given = [target.feature(row, position) for position in range(len(text) - 1)] if target.lag else []
+        seen = cut.positions(0, len(text) - target.lag - cut.gap).tolist()
+        given = [target.feature(row, position) for position in seen] if target.lag else []
         own = handed.get((row, path[:-1]), []) if path else []
-        logits, feature = plain([*text, *path], [*given, *own])
+        told = [*text[: target.lag], *[text[position + target.lag] for position in seen]]
+        logits, feature = plain([*told, *path], [*given, *own])
         if feature is not None:
             handed[row, path] = [*own, feature]
         scale = model.edge_scale
@@ -227,6 +239,34 @@ def test_trees_of_several_rounds_are_those_of_the_model(model: DraftModel, lone:
         found = chosen(drafter)
         assert [node[:2] for node in found] == [node[:2] for node in wanted]
         assert [node[2] for node in found] == pytest.approx([node[2] for node in wanted], abs=2e-4)
+
+
+def test_what_a_row_leaves_out_counts_for_nothing(model: DraftModel) -> None:
+    """The tree is that of the first tokens and the last ones, side by side, for noise at their true positions."""
+    target, drafter = make(model, seed=6)
+    vocab, cut = model.target_vocab_size, ContextCut(2 * PAGE, 3 * PAGE)
+    params = {row: SamplingParams(temperature=0.8, seed=row) for row in (1, 3)}
+    target.open(1, 33, vocab)
+    admit(target, drafter, 1, params[1], cut)
+    target.open(3, 31, vocab)
+    admit(target, drafter, 3, params[3])
+    for row_cut, row in ((cut, 1), (WHOLE, 3), (cut, 1)):
+        target.commit({1: 2, 3: 1}, vocab, RoundShape(16, 4), {1, 3})
+        drafter.grow(RoundShape(16, 4), 4, 20)
+        wanted = expected_trees(target, model, [row], params, 4, 8, 3, 99, row_cut)
+        found = [node for node in chosen(drafter) if node[0] == row]
+        assert found and [node[:2] for node in found] == [node[:2] for node in wanted][: len(found)]
+        assert [node[2] for node in found] == pytest.approx([node[2] for node in wanted][: len(found)], abs=2e-4)
+
+
+def test_a_row_that_left_out_pages_is_whole_for_the_next_request(model: DraftModel) -> None:
+    target, drafter = make(model, seed=7)
+    target.open(1, 33, model.target_vocab_size)
+    admit(target, drafter, 1, SamplingParams(), ContextCut(2 * PAGE, 3 * PAGE))
+    admit(target, drafter, 1, SamplingParams())
+    pages = target.pages[1]
+    assert drafter.memory.plan.page_tables[1, : len(pages)].tolist() == pages
+    assert not drafter.memory.shifts.any()
 
 
 def test_rows_that_are_not_drafted_get_no_nodes(model: DraftModel) -> None:

@@ -33,7 +33,8 @@ def main() -> None:
         at = CommittedTokens.new(num_tokens, num_rows, torch.device("cpu"))
         committed, pages = _ints(num_rows, 66), _ints(num_rows + 1, 64)
         drafts = _ints(num_rows)
-        round_trees.lay_out_committed(base, committed[:, 0], committed[:, 2:34], drafts, pages, at, 16, 1, 1024)
+        arguments = (base, committed[:, 0], committed[:, 2:34], drafts, pages, drafts, at)
+        round_trees.lay_out_committed(*arguments, 16, 1, 1024)
         seeds = num_rows * _BRANCHING
         pool = CandidatePool(_ints(NUM_FIELDS, seeds + 8 * num_tokens * _BRANCHING), seeds)
         rows = BurstRows(*(_ints(num_rows) for _ in range(4)), _ints(num_rows, 8), _ints(num_rows, _REGION))

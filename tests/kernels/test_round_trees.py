@@ -88,11 +88,15 @@ def test_what_a_round_committed_is_laid_out_as_by_the_reference(device: str, see
     drafts = ints([source.randint(0, 3) and 1 for _ in range(num_rows)], "cpu")
     pages = torch.randperm(TABLES * 8).int().view(TABLES, 8)
     theirs = CommittedTokens.new(num_slots, num_rows, torch.device("cpu"))
-    reference.lay_out_committed(tokens, output[:, 0], output[:, 2:6], drafts, pages, theirs, PAGE, lag, 999)
+    # Rows that leave out pages begin behind them.
+    shifts = ints([source.choice([0, 1, 3]) for _ in range(TABLES)], "cpu")
+    tokens.positions.add_(shifts[tokens.table_rows[tokens.rows.clamp(min=0).long()].long()] * PAGE + PAGE)
+    reference.lay_out_committed(tokens, output[:, 0], output[:, 2:6], drafts, pages, shifts, theirs, PAGE, lag, 999)
     ours = to(CommittedTokens.new(num_slots, num_rows, torch.device("cpu")), device)
     there = output.to(device)
     lay_out_committed(
-        to(tokens, device), there[:, 0], there[:, 2:6], drafts.to(device), pages.to(device), ours,
+        to(tokens, device), there[:, 0], there[:, 2:6], drafts.to(device), pages.to(device),
+        shifts.to(device), ours,
         page_size=PAGE, lag=lag, spare=999,
     )  # fmt: skip
     same(ours, theirs)
@@ -212,6 +216,7 @@ def test_roots_are_planted_as_by_the_reference(device: str, lag: int) -> None:
     at.draft_rows.copy_(ints([4, -1, 2, 0, -1], "cpu"))
     at.table_rows.copy_(ints([4, 7, 2, 0, 8], "cpu"))
     at.root_positions.copy_(ints([9, 0, 17, 3, 0], "cpu"))
+    at.context_len.copy_(ints([10 - lag, 0, 2, 4 - lag, 0], "cpu"))
     tokens = torch.randint(-1, 50, (num_rows, branching), dtype=torch.int32)
     scores = -torch.rand(num_rows, branching)
     found = []

@@ -281,6 +281,12 @@ class RowListener(Protocol):
     def paged(self, pages: Sequence[int]) -> None:
         """A request in a row got further pages, which hold nothing yet."""
 
+    def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
+        """These pages of a row, from this place on, are to be entered in page tables that the listener keeps."""
+
+    def update(self, updates: Tensor) -> None:
+        """The same of what a round adds; see RequestRows.update."""
+
 
 class RequestRows:
     """Rows of requests that run, from their first round until they end or give up their pages.
@@ -304,16 +310,14 @@ class RequestRows:
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[Request, int] = {}
         self._num_known: dict[Request, int] = {}
-        self._tables = [self.page_tables]
         self._listener: RowListener | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def follow(self, listener: RowListener, page_tables: Tensor) -> None:
-        """Keep further page tables of the same rows, whose first columns are pages as here; before any row is taken."""
+    def follow(self, listener: RowListener) -> None:
+        """Tell a listener of rows from now on; before any row is taken."""
         self._listener = listener
-        self._tables.append(page_tables)
 
     def row(self, request: Request) -> int:
         """The request's row; it gets one if it has none."""
@@ -359,8 +363,9 @@ class RequestRows:
 
     def update(self, updates: Tensor) -> None:
         """Enter what a round adds, [U, 3] on the device, into the page tables."""
-        for tables in self._tables:
-            update_page_tables(tables, updates)
+        update_page_tables(self.page_tables, updates)
+        if self._listener is not None:
+            self._listener.update(updates)
 
     def copy_pages(self, request: Request) -> None:
         """Tell the device of all new pages at once, outside a round."""
@@ -378,8 +383,9 @@ class RequestRows:
         """Queue a copy of a row's pages from this place on to the page tables."""
         if self._link is not None:
             self._link.tell(PAGES, (row, place, *pages))
-        for tables in self._tables:
-            put(pages, tables.device, into=tables[row, place : place + len(pages)])
+        put(pages, self.page_tables.device, into=self.page_tables[row, place : place + len(pages)])
+        if self._listener is not None:
+            self._listener.enter(row, place, pages)
 
 
 class Buckets:

@@ -16,6 +16,7 @@ from outrider.attention.paged import RoundTokens
 from outrider.attention.prompts import PromptChunk
 from outrider.cache.features import FeatureStore
 from outrider.drafting.model.burst import BurstShape
+from outrider.drafting.model.context_cut import WHOLE, ContextCut, cut_context, num_sink_pages
 from outrider.drafting.model.round_drafter import (
     MAX_COMMITTED,
     ChoiceShape,
@@ -129,6 +130,7 @@ class RoundDrafts:
             num_pages=num_pages,
             max_context=rows.page_tables.shape[1] * page_size,
             feature_size=model.feature_size,
+            sink_pages=num_sink_pages(page_size) if model.window else 0,
         )
         self.drafter = RoundDrafter(
             model,
@@ -142,7 +144,7 @@ class RoundDrafts:
             rank_by_noise=options.rank_by_noise,
             chunk_size=_CATCH_UP_TOKENS,
         )
-        rows.follow(self, self.drafter.page_tables)
+        rows.follow(self)
         self.trees = RoundTrees(max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
         """Nodes that were chosen behind the last round and may be taken by the next one."""
@@ -150,7 +152,9 @@ class RoundDrafts:
         """Whether drafting is switched off, since it went wrong once."""
         self._max_positions = min(model.max_positions, context_length)
         self._drafted: dict[Request, int] = {}
-        """Committed tokens of each request that the drafter has KV of."""
+        """Committed tokens of each request that the drafter has KV of, or leaves out."""
+        self._cuts: dict[Request, ContextCut] = {}
+        """What the drafter leaves out of requests with long contexts."""
         self._growing: set[Request] = set()
         """Requests whose trees grew behind the last round."""
         self._has_kv: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
@@ -204,9 +208,18 @@ class RoundDrafts:
         self._has_kv[list(pages)] = False
         self._lacks_features[list(pages)] = False
 
+    def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
+        """See RowListener."""
+        self.drafter.memory.enter_pages(row, place, pages)
+
+    def update(self, updates: Tensor) -> None:
+        """See RowListener."""
+        self.drafter.memory.update_pages(updates)
+
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages."""
         self._drafted.pop(request, None)
+        self._cuts.pop(request, None)
         self._growing.discard(request)
 
     def take_in(self, entry: Entry, max_nodes: int) -> Nodes:
@@ -236,6 +249,8 @@ class RoundDrafts:
             return
         self._is_fetched = all(entry.request.is_masked for entry in entries if entry.samples)
         wanted = {entry.request for entry in entries if growth is not None and self._may_draft(entry, growth)}
+        for request in wanted:
+            self._cut(request)
         self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
         late = self._late(self._behind)
         self._is_deep = any(max(entry.nodes.depths, default=0) > self._options.max_steps for entry in entries)
@@ -369,7 +384,10 @@ class RoundDrafts:
 
     def _set_drafted(self, request: Request, count: int) -> None:
         """Note that the drafter has KV of so many tokens of a request."""
-        known, full = self._drafted[request] // self._page_size, count // self._page_size
+        cut = self._cuts.get(request, WHOLE)
+        # KV of the first tokens of a context that is cut lies in no page of the target's.
+        known = max(self._drafted[request], cut.sinks + cut.gap) // self._page_size
+        full = count // self._page_size
         self._drafted[request] = count
         if full > known:
             self._has_kv[request.pages[known:full]] = True
@@ -384,23 +402,34 @@ class RoundDrafts:
                 late.add(entry.request)
         return late
 
+    def _cut(self, request: Request) -> None:
+        """Leave out what is too much of a context: the drafter computes what is left."""
+        size, known = self._page_size, self._cuts.get(request, WHOLE)
+        cut = cut_context(known, len(request.tokens) - self.drafter.lag, self._model.window, size)
+        if cut is not known:
+            self._cuts[request], self._drafted[request] = cut, cut.gap
+            self.drafter.memory.cut(self._rows.row(request), cut.gap // size, request.pages)
+
     def _catch_up(self) -> None:
         """Queue the drafter's forward over tokens that it lacks."""
         lag, size, room = self.drafter.lag, self._page_size, _CATCH_UP_TOKENS
         chunks: list[PromptChunk] = []
         feature_slots: list[int] = []
         for entry in self._behind:
-            request = entry.request
-            begin = max(self._drafted[request], lag)
-            end = min(len(request.tokens), begin + room)
-            if begin < end:
-                room -= end - begin
-                pages = np.array(request.pages, np.int32)
-                at = np.arange(begin - lag, end - lag, dtype=np.int32)
-                slots = pages[at // size] * size + at % size
-                chunks.append(PromptChunk(self._rows.row(request), request.tokens[begin:end], begin - lag, slots))
-                feature_slots += np.where(self._lacks_features[pages[at // size]], self._spare_slot, slots).tolist()
-            self._set_drafted(request, max(end, self._drafted[request]))
+            request, row = entry.request, self._rows.row(entry.request)
+            cut = self._cuts.get(request, WHOLE)
+            behind = cut.gap + lag
+            first = max(self._drafted[request] - behind, 0)
+            end = min(len(request.tokens) - behind, first + room)
+            if first < end:
+                room -= end - first
+                pages, at = np.array(request.pages, np.int32), cut.positions(first, end)
+                found = pages[at // size] * size + at % size
+                tokens = [token for span in cut.spans(first, end) for token in request.tokens[span[0] + lag : span[1] + lag]]
+                slots = np.where(at < cut.sinks, self.drafter.memory.sink_start(row) + at, found).astype(np.int32)
+                chunks.append(PromptChunk(row, tokens, first, slots, cut.gap))
+                feature_slots += np.where(self._lacks_features[pages[at // size]], self._spare_slot, found).tolist()
+            self._set_drafted(request, max(end + behind, self._drafted[request]))
         self._behind = []
         if chunks:
             self.drafter.compute_context(chunks, feature_slots)

@@ -171,6 +171,8 @@ class BurstShape:
     lone_branching: int = 0
     """Candidates of a node in bursts of one request; 0 for as many as in others."""
 
+    sink_pages: int = 0
+    """Pages that each row has for the first tokens of contexts that are cut where pages are another model's."""
     has_blocks: bool = False
     """Whether a root's forward guesses a block of tokens, so that steps below it cost little."""
 

@@ -28,7 +28,8 @@ class DeviceMemory:
 
     Logical KV positions of a row: the context, in pages that the host hands out, then, from the same position on in
     every row, the tree region, in pages that stay with the row. Context pages are numbered from 0, region pages behind
-    them. Behind the region's tree slots lies the model's scratch.
+    them. Behind the region's tree slots lies the model's scratch, and behind that a row's pages for the first tokens of
+    a context that is cut (see context_cut), which are in the table only then.
     """
 
     def __init__(self, model: DraftModel, shape: BurstShape) -> None:
@@ -36,13 +37,15 @@ class DeviceMemory:
         self._shape = shape
         self._num_context = -(-shape.max_context // size)
         num_region = -(-(shape.region + model.num_scratch) // size)
-        num_slots = (shape.num_pages + shape.num_rows * num_region) * size
+        num_own = num_region + shape.sink_pages
+        num_slots = (shape.num_pages + shape.num_rows * num_own) * size
         self.kv = model.new_kv(num_slots)
         self._first_region = shape.num_pages * size
-        self._region_stride = num_region * size
+        self._region_stride = num_own * size
+        self._first_sink = num_region * size
         self._host = np.zeros((shape.num_rows + 1, self._num_context + num_region), np.int32)
-        regions = shape.num_pages + np.arange(shape.num_rows * num_region, dtype=np.int32)
-        self._host[: shape.num_rows, self._num_context :] = regions.reshape(shape.num_rows, num_region)
+        regions = shape.num_pages + np.arange(shape.num_rows * num_own, dtype=np.int32)
+        self._host[: shape.num_rows, self._num_context :] = regions.reshape(shape.num_rows, num_own)[:, :num_region]
         self._num_known = [0] * shape.num_rows
         self._updates: list[tuple[int, int, int]] = []
         self._moves: list[tuple[int, Sequence[int], int]] = []  # row, tree slots, context position
@@ -54,6 +57,9 @@ class DeviceMemory:
             region_base=self._num_context * size,
             lag=shape.lag,
         )
+        self.shifts = torch.zeros(shape.num_rows + 1, dtype=torch.int32, device=device)
+        """Pages that each row's table leaves out behind its first tokens; for tables that follow another model's."""
+        self._shifts = [0] * (shape.num_rows + 1)
         self.features: Tensor | None = None
         """Features of tree slots, or what their nodes leave to children beside a block, a row of zeros, and features of
         a burst: see kernels.frontier_state."""
@@ -87,6 +93,35 @@ class DeviceMemory:
         self._host[row, known : len(pages)] = pages[known:]
         self._updates += [(row, place, pages[place]) for place in range(known, len(pages))]
         self._num_known[row] = max(known, len(pages))
+
+    def enter_pages(self, row: int, place: int, pages: Sequence[int]) -> None:
+        """Queue a copy of another model's pages, of its places `place`, ..., to the row's table, as far as it has them."""
+        shift = self._shifts[row]
+        left_out = max(shift + self._shape.sink_pages - place, 0) if shift else 0
+        place += left_out - shift
+        into = self.plan.page_tables[row, place : place + max(len(pages) - left_out, 0)]
+        put(pages[left_out:], into.device, into=into)
+
+    def update_pages(self, updates: Tensor) -> None:
+        """The same of updates int32 [U, 3], see kernels.kv_cache.update_pages; may be captured."""
+        update_page_tables(self.plan.page_tables, updates, self.shifts, self._shape.sink_pages)
+
+    def cut(self, row: int, shift: int, pages: Sequence[int]) -> None:
+        """Queue the cut of a row, of which the other model has these pages: its table leaves out `shift` of them behind
+        its first tokens, which get pages of its own. 0 leaves out nothing."""
+        if shift == self._shifts[row]:
+            return
+        self._shifts[row] = shift
+        put([shift], self.shifts.device, into=self.shifts[row : row + 1])
+        if shift:
+            first = self.sink_start(row) // self._shape.page_size
+            sinks = range(first, first + self._shape.sink_pages)
+            table = [*sinks, *pages[shift + len(sinks) :]]
+            put(table, self.shifts.device, into=self.plan.page_tables[row, : len(table)])
+
+    def sink_start(self, row: int) -> int:
+        """KV slot of the first token of a row that is cut; the others follow it."""
+        return self.region_start(row) + self._first_sink
 
     def forget(self, row: int) -> None:
         """A row loses its pages, and queued updates and moves of it are dropped."""

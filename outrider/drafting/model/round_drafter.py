@@ -149,25 +149,21 @@ class RoundDrafter:
         self.choices = GraphPool[ChoiceShape]("choices of nodes", self._choose)
 
     @property
-    def page_tables(self) -> Tensor:
-        """int32 [rows + 1, pages], to be kept as the executor's: the drafter's regions lie behind the pages."""
-        return self.memory.plan.page_tables
-
-    @property
     def lag(self) -> int:
         """How far a token's KV position lies before its position in the sequence."""
         return self.shape.lag
 
     def admit(self, row: int, sampling: SamplingParams) -> None:
-        """Begin a request in a free row."""
+        """Begin a request in a free row. The executor's pages are to be entered in `memory` as it gets them."""
+        self.memory.cut(row, 0, ())
         self._proposer.admit(row, sampling)
 
     def compute_context(self, chunks: Sequence[PromptChunk], feature_slots: Sequence[int]) -> None:
         """Queue the drafter's forward over committed tokens, each chunk of another row.
 
-        A chunk's `start` and `slots` are KV positions and slots of the drafter: a token at position p has those of
-        p - `lag`, and under a lag a sequence's first token none. `feature_slots`: for a model with features, of all
-        tokens the target KV slot of the position before.
+        A chunk's `start` and `slots` are KV places and slots of the drafter: a token at position p has those of
+        p - `lag`, less what the row leaves out, and under a lag a sequence's first token none. `feature_slots`: for a
+        model with features, of all tokens the target KV slot of the position before.
         """
         given = None
         if self._features is not None:
@@ -218,6 +214,7 @@ class RoundDrafter:
             results.committed,
             results.drafts,
             plan.page_tables,
+            self.memory.shifts,
             out,
             page_size=plan.page_size,
             lag=plan.lag,
@@ -227,6 +224,7 @@ class RoundDrafter:
         heads = (model.num_heads, model.num_kv_heads)
         splits = choose_splits(shape.tokens, rows, longest, *heads, num_processors(model.device))
         batch = self._trees.batch(out, plan.page_tables, plan.page_size, longest, splits, by_path=False)
+        batch.positions = out.rotary
         logits = self._run_roots(out, batch)
         step = self.step_shape(rows)
         flat, size = slice(rows * step.branching), (rows, step.branching)
@@ -244,9 +242,8 @@ class RoundDrafter:
         given = None if self._features is None else self._features.rows(out.sources)
         if isinstance(self._steps, BlockSteps) and isinstance(model, BlockHead):
             model.extend(batch, given, batch.slots, kv, self._attention)
-            # As many positions have features as the root's own place: the lag is one.
             length = out.root_positions
-            at = BlockRoots(out.token_ids, out.last, out.draft_rows, length, out.table_rows, length)
+            at = BlockRoots(out.token_ids, out.last, out.draft_rows, length, out.table_rows, out.context_len)
             layout = self._steps.run_blocks(at)
             nothing = torch.zeros(length.shape[0], model.state_size, dtype=model.dtype, device=length.device)
             logits, left = self._steps.read(layout.rows, layout.tokens, length, nothing)

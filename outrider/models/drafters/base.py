@@ -53,6 +53,8 @@ class DraftModel(ABC):
     """KV slots beside a request's tree that a forward fills for itself."""
     edge_scale = PLAIN_SCALE
     """How its candidates are scored."""
+    window: int = 0
+    """Last tokens that it sees of contexts of more than twice as many, beside the first ones; 0 for all."""
 
     @abstractmethod
     def forward(

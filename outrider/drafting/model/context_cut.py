@@ -1,0 +1,62 @@
+"""Long contexts as a drafter sees them: their first tokens and, right behind, their last ones.
+
+A head guesses little behind texts much longer than those that it was trained on. Of a long context it is shown the last
+tokens, and the first ones, where attention goes that is wanted nowhere (StreamingLLM, arXiv 2309.17453), at distances
+as if nothing lay between.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MIN_SINKS = 16
+"""Tokens at the begin of a long context that are kept, at least; whole pages."""
+
+
+class ContextCut(NamedTuple):
+    """What is left out of a context. Place p of the drafter's KV holds KV position p of the sequence for p below
+    `sinks`, and p + `gap` from there on.
+
+    Attention depends on distances alone. So rotary positions are p + `gap` for all, and keys behind the gap are the
+    same whatever a request leaves out.
+    """
+
+    sinks: int = 0
+    gap: int = 0
+    """A multiple of the page size."""
+
+    def spans(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Ranges of KV positions of the sequence at places `first` to `end` - 1."""
+        if end <= self.sinks:
+            return [(first, end)]
+        behind = (max(first, self.sinks) + self.gap, end + self.gap)
+        return [(first, self.sinks), behind] if first < self.sinks else [behind]
+
+    def positions(self, first: int, end: int) -> NDArray[np.int32]:
+        """KV positions of the sequence at these places."""
+        return np.concatenate([np.arange(*span, dtype=np.int32) for span in self.spans(first, end)])
+
+
+WHOLE = ContextCut()
+
+
+def cut_context(cut: ContextCut, length: int, window: int, page_size: int) -> ContextCut:
+    """The cut of a context of so many KV positions, of which `cut` was left out so far.
+
+    Where more than twice the `window` is left, the last `window` positions are, and up to a page more; so a context is
+    cut once in as many tokens. 0 leaves out nothing.
+    """
+    sinks = num_sink_pages(page_size) * page_size
+    window = window and max(window, sinks)
+    if not window or length - cut.gap <= 2 * window:
+        return cut
+    gap = (length - window) // page_size * page_size - sinks
+    return ContextCut(sinks, gap) if gap > cut.gap else cut
+
+
+def num_sink_pages(page_size: int) -> int:
+    """Pages at the begin of a long context that are kept."""
+    return -(-MIN_SINKS // page_size)
