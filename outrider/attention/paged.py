@@ -116,8 +116,6 @@ class TreeBuffers:
         )
 
 
-def update_page_tables(
-    page_tables: Tensor, updates: Tensor, shifts: Tensor | None = None, num_sinks: int = 0
-) -> None:
+def update_page_tables(page_tables: Tensor, updates: Tensor, shifts: Tensor | None = None, num_sinks: int = 0) -> None:
     """page_tables[row, place] = page for each (row, place, page) of `updates` [U, 3]; see kernels.kv_cache."""
     update_pages(page_tables, updates, shifts, num_sinks)

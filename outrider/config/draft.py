@@ -42,10 +42,12 @@ class DraftOptions(PeerServiceOptions):
         "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty allows all."
     )
     speculative_draft_window_size: int = option(
-        0, "DFLASH and DSPARK: last positions of the context that a block sees; 0 for all.", minimum=0
+        0,
+        "Heads: last tokens that are seen of contexts more than twice as long; 0 takes what the checkpoint says.",
+        minimum=0,
     )
     speculative_draft_sink_size: int = option(
-        0, "DFLASH and DSPARK: first positions of the context that a block sees beside its window.", minimum=0
+        0, "Heads: first tokens of such contexts that are seen, right before the window; at least 16.", minimum=0
     )
     target_model_path: str = option(
         "",

@@ -134,17 +134,26 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
 
 
 def export_drafter(
-    module: TrainableDrafter, target_folder: Path, folder: Path, dtype: torch.dtype = torch.bfloat16
+    module: TrainableDrafter,
+    target_folder: Path,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    window: int = 0,
 ) -> int:
     """Write a drafter to `folder`, made if need be; returns the bytes of its weights.
 
     A head's embedding is the target's and is left out, and so is the output matrix of an EAGLE head or MTP module. A
     language model gets the target's tokenizer. Norms and matrices in `dtype`; of heads with a vocabulary of their own
     `d2t` int64, `t2d` bool.
+
+    `window`: last tokens that a head is shown of long contexts when it is used, since it was trained on short ones; 0
+    for all.
     """
     fields = module.config_fields(read_json(target_folder / "config.json"))
     # Both are ways to say it; the newer one would win over what we write.
     fields.pop("dtype", None)
+    if window:
+        fields["draft_window_size"] = window
     fields["torch_dtype"] = str(dtype).removeprefix("torch.")
     tensors = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous()

@@ -75,7 +75,8 @@ def train(
     if not ranks.is_main:
         return
     clock.lap("training")
-    num_bytes = export_drafter(module, model_folder, out)
+    window = 0 if options.algorithm in ("STANDALONE", "NEXTN") else options.corpus.answer_tokens
+    num_bytes = export_drafter(module, model_folder, out, window=window)
 
     drafter = load_drafter(options.algorithm, out, model_folder, target.model)
     evaluations = measure(

@@ -111,8 +111,9 @@ class ScriptedRunner:
         for extent in extents:
             self._extend(*extent)
 
-    def _extend(self, row: int, tokens: Sequence[int], start: int, parts: Sequence[object]) -> None:
+    def _extend(self, row: int, tokens: Sequence[int], start: int, parts: Sequence[object], gap: int) -> None:
         state, lag = self.rows[row], self.shape.lag
+        check(not gap, "what rows know is not cut")
         check(len(tokens) > 0, "nothing to extend by")
         check(len(state.context) == start - lag, f"{len(state.context)} context tokens, extended from {start}")
         self._check_room(row, len(state.context) + len(tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "models" / "drafters"))
 
 from chains import load
-from tiny_blocks import BLOCK, DEEPSPEC_FIELDS, HIDDEN, VOCAB, dspark_tensors, plain_block, plain_logits
+from tiny_blocks import BLOCK, DEEPSPEC_FIELDS, HIDDEN, LAYERS, VOCAB, dspark_tensors, plain_block, plain_logits
 from tiny_heads import Tensors, save_head
 
+from outrider.drafting.model.context_cut import WHOLE, cut_context
 from outrider.models.drafters.block import BlockHead
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
@@ -30,9 +32,11 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make_head(folder: Path, kind: str, **options: Any) -> tuple[BlockHead, Tensors]:
+def make_head(
+    folder: Path, kind: str, fields: Mapping[str, Any] | None = None, **options: Any
+) -> tuple[BlockHead, Tensors]:
     tensors = dspark_tensors(kind)
-    save_head(folder, DEEPSPEC_FIELDS | {"markov_head_type": kind}, tensors)
+    save_head(folder, DEEPSPEC_FIELDS | {"markov_head_type": kind, **(fields or {})}, tensors)
     head = load("DSPARK", speculative_draft_model_path=str(folder), **options)
     assert isinstance(head, BlockHead)
     return head, tensors
@@ -120,9 +124,9 @@ def test_a_tree_is_read_from_one_block_after_each_commit(
     assert num_new > 100
 
 
-def test_a_window_and_sinks_bound_what_a_block_sees(tmp_path: Path) -> None:
-    options = {"speculative_draft_window_size": 6, "speculative_draft_sink_size": 2}
-    head, tensors = make_head(tmp_path, "vanilla", **options)
+def test_a_window_of_the_checkpoint_bounds_what_a_block_sees(tmp_path: Path) -> None:
+    sliding = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 6}
+    head, tensors = make_head(tmp_path, "vanilla", sliding)
     service, draw = Service(head), random.Random(4)
     request = service.open(0, [draw.randrange(VOCAB) for _ in range(20)], GREEDY)
     sent = 0
@@ -131,11 +135,41 @@ def test_a_window_and_sinks_bound_what_a_block_sees(tmp_path: Path) -> None:
         send_features(service, request, sent, len(request.tokens) - 1, 2 * HIDDEN)
         length = sent = len(request.tokens) - 1
         service.settle()
-        seen = torch.tensor([place for place in range(length) if place < 2 or place >= length - 6])
+        seen = torch.arange(length - 6, length)
         assert check(head, tensors, "vanilla", request, GREEDY, seen, old) > 5
         committed = list(max(request.held(), key=len))[:2]
         old = survivors(request.held(), committed)
         service.commit(request, committed)
+
+
+@pytest.mark.parametrize("runner", ["torch", "cuda"])
+def test_of_a_long_context_a_block_sees_the_first_tokens_and_the_last(tmp_path: Path, runner: str) -> None:
+    """Whatever pieces its features come in; contexts that are not long are seen as they are."""
+    head, tensors = make_head(tmp_path, "vanilla", speculative_draft_window_size=20)
+    service, draw = Service(head, 128, kind=runner), random.Random(4)
+    request = service.open(0, [draw.randrange(VOCAB) for _ in range(75)], GREEDY)
+    other = service.open(1, [draw.randrange(VOCAB) for _ in range(30)], GREEDY)
+    cut = cut_context(WHOLE, 73, head.window, service.page_size)
+    assert cut.gap > 20
+    old: dict[int, Held] = {0: {}, 1: {}}
+    sent = {0: 0, 1: 0}
+    for places in ((0, 5), (5, 13), (13, 40), (40, 60)):
+        send_features(service, request, *places, 2 * HIDDEN)
+        service.settle()
+        sent[0] = places[1]
+    for _ in range(4):
+        for one, known in ((request, cut), (other, WHOLE)):
+            length = len(one.tokens) - 1
+            send_features(service, one, sent[one.number], length, 2 * HIDDEN)
+            sent[one.number] = length
+            service.settle()
+            assert not service.requests.declines
+            seen = torch.from_numpy(known.positions(0, length - known.gap)).long()
+            assert check(head, tensors, "vanilla", one, GREEDY, seen, old[one.number]) > 5
+        for one in (request, other):
+            committed = list(max(one.held(), key=len))[:2]
+            old[one.number] = survivors(one.held(), committed)
+            service.commit(one, committed)
 
 
 def test_a_chain_is_a_tree_of_one_child(tmp_path: Path) -> None:

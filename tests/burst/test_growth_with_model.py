@@ -44,6 +44,7 @@ class Service:
                 feature_size=model.feature_size,
                 region=region,
                 has_blocks=model.block_bytes > 0,
+                window=model.window,
             ),
             TorchAttention() if kind == "torch" else TritonAttention(),
             RunnerOptions(),
@@ -51,6 +52,7 @@ class Service:
         if isinstance(runner, CudaRunner):
             runner.capture()
         told = DraftOptions(max_positions=100, min_path_probability=0.0, **options)
+        self.page_size = runner.shape.page_size
         self.requests = Requests(ModelDrafter(runner, ("standalone",), Needs()), told)
         self.peer = Peer()
         self.peer.vocab_size = model.target_vocab_size

@@ -123,9 +123,7 @@ def make(model: DraftModel, seed: int, target: Target | None = None) -> tuple[Ta
     return target, drafter
 
 
-def admit(
-    target: Target, drafter: RoundDrafter, row: int, sampling: SamplingParams, cut: ContextCut = WHOLE
-) -> None:
+def admit(target: Target, drafter: RoundDrafter, row: int, sampling: SamplingParams, cut: ContextCut = WHOLE) -> None:
     """The drafter computes all that is committed and not left out, in two parts. It gets some pages later."""
     drafter.admit(row, sampling)
     pages, memory = target.pages[row], drafter.memory

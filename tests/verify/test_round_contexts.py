@@ -1,4 +1,4 @@
-"""What a drafter inside rounds sees of long contexts: the first tokens and the last ones; the GPU's executor on a CPU."""
+"""What a drafter inside rounds sees of long contexts: their first tokens and their last ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache
-from outrider.drafting.model.context_cut import MIN_SINKS, WHOLE, ContextCut, cut_context, num_sink_pages
+from outrider.drafting.model.context_cut import WHOLE, ContextCut, cut_context, num_sink_pages
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.config import ALL_SEEN, MIN_SINKS, ContextWindow
 from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.round import Growth
 
-WINDOW = 24
+WINDOW = ContextWindow(24)
 
 
 class Seen(NamedTuple):
@@ -33,9 +34,9 @@ class Seen(NamedTuple):
 class Ledger(StandaloneDraft):
     """Writes down in its KV what each place is given, and notes what forwards find there. It knows the texts."""
 
-    def __init__(self, model: CausalLM, texts: list[list[int]], window: int) -> None:
+    def __init__(self, model: CausalLM, texts: list[list[int]]) -> None:
         super().__init__(model, "")
-        self.window = window
+        self.window = WINDOW
         self.num_layers = self.num_heads = self.num_kv_heads = 1
         self.head_dim = self.hidden_size = self.feature_size = model.config.hidden_size
         self.feature_layers = (0,)
@@ -83,7 +84,7 @@ class Ledger(StandaloneDraft):
     def _check_features(self, token_ids: list[int], positions: list[int], features: Tensor) -> None:
         """Each place but the first, and but that behind a gap, has the feature of the token before its own."""
         gap = positions[0] if positions else 0
-        sinks = num_sink_pages(self.page_size) * self.page_size if gap else 0
+        sinks = num_sink_pages(WINDOW, self.page_size) * self.page_size if gap else 0
         wanted = self.model.embedding[torch.tensor(token_ids[:-1], dtype=torch.long)]
         wrong = (features[1:] - wanted).abs().amax(1) > 1e-5
         self.num_wrong += sum(bool(one) for place, one in enumerate(wrong, 1) if place != sinks)
@@ -106,7 +107,7 @@ def test_contexts_are_the_first_tokens_and_the_last(
     plain.stop()
 
     texts = [prompt + answer for prompt, answer in zip(prompts, truth, strict=True)]
-    draft = Ledger(model, texts, WINDOW)
+    draft = Ledger(model, texts)
     draft.page_size = page_size
     engine, executor = make_paged_engine(
         model, num_pages=num_pages, page_size=page_size, draft=draft, growth=Growth(3, 12)
@@ -129,9 +130,9 @@ def check_seen(seen: Seen, texts: list[list[int]], page_size: int) -> int:
     """What a forward found is a text as it is, or cut; returns how much is left out."""
     length, gap = len(seen.tokens), seen.positions[0]
     assert seen.positions == tuple(range(gap, gap + length))
-    assert length <= 2 * max(WINDOW, page_size) + page_size + 8
+    assert length <= 2 * max(WINDOW.size, page_size) + page_size + 8
     # Of a token at position p KV lies at p - 1.
-    sinks = num_sink_pages(page_size) * page_size if gap else 0
+    sinks = num_sink_pages(WINDOW, page_size) * page_size if gap else 0
     wanted = [(*text[1 : sinks + 1], *text[1 + sinks + gap : 1 + gap + length]) for text in texts]
     assert seen.tokens in wanted
     return gap
@@ -139,17 +140,17 @@ def check_seen(seen: Seen, texts: list[list[int]], page_size: int) -> int:
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_a_context_is_cut_once_in_a_window(page_size: int) -> None:
-    cut, cuts, window = WHOLE, 0, 100
+    cut, cuts, window = WHOLE, 0, ContextWindow(100)
     for length in range(1, 2000):
         found = cut_context(cut, length, window, page_size)
         left = length - found.gap
         if found != cut:
             cuts += 1
             assert found.sinks >= MIN_SINKS and found.gap % page_size == 0 == found.sinks % page_size
-            assert 0 <= left - found.sinks - max(window, found.sinks) < page_size
-        assert left <= 2 * max(window, found.sinks) + page_size
+            assert 0 <= left - found.sinks - max(window.size, found.sinks) < page_size
+        assert left <= 2 * max(window.size, found.sinks) + page_size
         assert len(found.positions(0, left)) == left and int(found.positions(left - 1, left)[0]) == length - 1
         cut = found
     assert 2 <= cuts <= 2000 // (100 - 16 - page_size if page_size < 64 else 20)
-    assert cut_context(WHOLE, 5000, 0, page_size) is WHOLE
+    assert cut_context(WHOLE, 5000, ALL_SEEN, page_size) is WHOLE
     assert ContextCut(16, 32).spans(3, 9) == [(3, 9)]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.shipped import shipped_head
-from verify_service.engine.loading import load_draft, named_draft
+from verify_service.engine.loading import named_draft
 
 HEAD = VerifyOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path="head")
 TARGET = Path("target")
@@ -42,10 +40,3 @@ def test_auto_takes_the_head_that_ships_for_the_target(tmp_path: Path) -> None:
 def test_two_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="EAGLE3,STANDALONE are models"):
         named_draft(replace(HEAD, speculative_algorithm=("EAGLE3", "STANDALONE")), TARGET)
-
-
-def test_a_window_of_a_block_head_is_refused_on_a_gpu() -> None:
-    target = SimpleNamespace(device=torch.device("cuda"))
-    options = replace(HEAD, speculative_algorithm=("DSPARK",), speculative_draft_window_size=64)
-    with pytest.raises(ConfigError, match="--speculative-draft-window-size: is for drafts on a CPU"):
-        load_draft(options, TARGET, target)  # type: ignore[arg-type]

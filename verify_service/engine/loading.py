@@ -120,8 +120,6 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
     told = named_draft(options, path)
     if told is None or target.device.type != "cuda":
         return None
-    if told.speculative_draft_window_size:
-        raise ConfigError("--speculative-draft-window-size: is for drafts on a CPU; leave it out")
     names = told.speculative_algorithm
     is_chain = names == ("NAIVE_EAGLE",)
     if is_chain:

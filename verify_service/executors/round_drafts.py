@@ -130,7 +130,7 @@ class RoundDrafts:
             num_pages=num_pages,
             max_context=rows.page_tables.shape[1] * page_size,
             feature_size=model.feature_size,
-            sink_pages=num_sink_pages(page_size) if model.window else 0,
+            sink_pages=num_sink_pages(model.window, page_size),
         )
         self.drafter = RoundDrafter(
             model,
@@ -425,7 +425,8 @@ class RoundDrafts:
                 room -= end - first
                 pages, at = np.array(request.pages, np.int32), cut.positions(first, end)
                 found = pages[at // size] * size + at % size
-                tokens = [token for span in cut.spans(first, end) for token in request.tokens[span[0] + lag : span[1] + lag]]
+                spans = cut.spans(first, end)
+                tokens = [token for begin, past in spans for token in request.tokens[begin + lag : past + lag]]
                 slots = np.where(at < cut.sinks, self.drafter.memory.sink_start(row) + at, found).astype(np.int32)
                 chunks.append(PromptChunk(row, tokens, first, slots, cut.gap))
                 feature_slots += np.where(self._lacks_features[pages[at // size]], self._spare_slot, found).tolist()

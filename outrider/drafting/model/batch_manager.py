@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from outrider.drafting.base import Grower, Refusal, Tree
 from outrider.drafting.model.context import DraftContext
+from outrider.drafting.model.context_cut import WHOLE, cut_context
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.features import PendingFeatures
 from outrider.drafting.model.forest import DraftForest, RerootStep, reaches, reroot
@@ -136,7 +137,7 @@ class BatchManager:
         if opening is not None:
             opening[1].add(*part, since=self._shape.lag - 1)
         elif context is not None:
-            context.features.add(*part, since=context.end - 1)
+            context.take_features(*part)
             # Where nothing waits for them, no burst is cut short.
             waits = not (context.root_run or context.root_in_burst) or self.kv_manager.num_extendable(context)
             waits = waits or context.is_root_stale
@@ -278,7 +279,7 @@ class BatchManager:
             self._refuse(tree, Refusal(DeclineReason.OVERLOADED, f"{self._shape.num_rows} requests are open"))
             return
         row = self._free_rows.pop()
-        context = DraftContext(tree, row, self._shape.lag, features, options.lockstep_steps, options.renews_roots)
+        context = self._begin(tree, row, features)
         self._contexts[tree.handle] = self.rows[row] = context
         self._forest.set_root(row, author.tokens[-1], context.root, author.root)
         try:
@@ -287,6 +288,22 @@ class BatchManager:
             self.fail(context, error)
             return
         self._changed[tree.handle] = context
+
+    def _begin(self, tree: Tree, row: int, features: PendingFeatures) -> DraftContext:
+        """The context of an opened request, cut if it is long; features that came before it are of all of it."""
+        shape, options = self._shape, self._options
+        cut = cut_context(WHOLE, tree.author.committed_len - 1 - shape.lag, shape.window, shape.page_size)
+        sinks = None
+        if cut.gap:
+            sinks = PendingFeatures(self._runner.join)
+            for first, end, part in features.cut(0, cut.sinks):
+                sinks.add(first, end - first, part, since=0)
+        context = DraftContext(
+            tree, row, shape.lag, features, options.lockstep_steps, options.renews_roots, cut=cut, sinks=sinks
+        )
+        if cut.gap:
+            features.forget(context.end - 1)
+        return context
 
     def _release_row(self, context: DraftContext) -> None:
         del self.rows[context.row]

@@ -99,8 +99,6 @@ def _check_options(options: DraftOptions, model: DraftModel, on_gpu: bool) -> No
         raise ConfigError("--attention-backend: torch runs on a CPU; choose triton, or --device cpu")
     if not on_gpu and options.attention_backend == "triton":
         raise ConfigError("--attention-backend: triton needs a GPU; choose torch, or auto")
-    if on_gpu and options.speculative_draft_window_size:
-        raise ConfigError("--speculative-draft-window-size: is for drafts on a CPU; leave it out, or give --device cpu")
     if on_gpu and model.head_dim not in _HEAD_DIMS:
         raise ConfigError(
             f"--speculative-draft-model-path: head_dim {model.head_dim} does not run on a GPU; supported are "
@@ -124,6 +122,7 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
         num_pages=1,
         max_context=max(min(options.max_positions, model.max_positions), 1),
         feature_size=model.feature_size,
+        window=model.window,
         has_blocks=model.block_bytes > 0,
     )
 

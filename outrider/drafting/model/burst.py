@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.buckets import row_buckets, width_buckets
+from outrider.models.drafters.config import ALL_SEEN, ContextWindow
 
 Int32s = NDArray[np.int32]
 
@@ -64,7 +65,8 @@ class RowStates:
     rows: Int32s
     """[B] rows of the runner, from `BurstRunner.open`."""
     context_lens: Int32s
-    """[B] tokens whose KV lies in the context, from position 0 on; one less where the model takes features."""
+    """[B] places of the context that hold KV: tokens from position 0 on, one less where the model takes features, less
+    what a context leaves out."""
     live: NDArray[np.bool_]
     """[B, region] tree slots that hold live nodes, committed ones that are not context yet included. An ancestor that
     is not live any more is context."""
@@ -171,6 +173,8 @@ class BurstShape:
     lone_branching: int = 0
     """Candidates of a node in bursts of one request; 0 for as many as in others."""
 
+    window: ContextWindow = ALL_SEEN
+    """What the model is shown of long contexts."""
     sink_pages: int = 0
     """Pages that each row has for the first tokens of contexts that are cut where pages are another model's."""
     has_blocks: bool = False
@@ -198,10 +202,13 @@ class Extent(NamedTuple):
     row: int
     tokens: Sequence[int]
     start: int
-    """Position of the first in the sequence; it follows the context so far."""
+    """Position of the first in the sequence; it follows the context so far. First tokens of a context that is cut are
+    the last ones of the gap."""
     features: Sequence[object] = ()
     """For a model that takes them: parts as `BurstRunner.project` returned them, or slices of those, which joined in
     this order are [len(tokens), feature_size]; of the positions one before."""
+    gap: int = 0
+    """KV positions that the context leaves out; see context_cut."""
 
 
 WIDTHS = (8, 16, 32, 64, 128)

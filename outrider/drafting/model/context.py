@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.drafting.base import Tree
+from outrider.drafting.model.context_cut import WHOLE, ContextCut
 from outrider.drafting.model.features import PendingFeatures
 
 
@@ -26,7 +27,8 @@ UNRUN = UncachedToken(-1, False)
 class DraftContext:
     """One request: tokens before position `end` are context, `uncached` holds those from there to before `root`.
 
-    KV positions are `lag` less than positions; the first `lag` tokens have none.
+    KV positions are `lag` less than positions; the first `lag` tokens have none. Of a context that is cut, the first
+    tokens are apart from the others: they are computed when their features are here, and are context from the start.
     """
 
     tree: Tree
@@ -39,6 +41,10 @@ class DraftContext:
     """Lockstep: steps of its tree that are still to be run."""
     renews_root: bool = False
     """Whether a root that was run before its features came is run again with them."""
+    cut: ContextCut = WHOLE
+    """What is left out between the first tokens and the others."""
+    sinks: PendingFeatures | None = None
+    """Features of the first tokens of a context that is cut, until these are computed."""
     root: int = field(init=False)
     """Position of the root."""
     end: int = field(init=False)
@@ -61,7 +67,7 @@ class DraftContext:
     def __post_init__(self) -> None:
         author = self.tree.author
         self.known, self.epoch = author.committed_len, author.epoch
-        self.root, self.end = self.known - 1, self.lag
+        self.root, self.end = self.known - 1, self.lag + self.cut.sinks + self.cut.gap
         self.uncached = [UNRUN] * max(0, self.root - self.end)
 
     @property
@@ -102,8 +108,22 @@ class DraftContext:
 
     @property
     def kv_len(self) -> int:
-        """KV positions of the context."""
-        return self.end - self.lag
+        """Places of the context."""
+        return self.end - self.lag - self.cut.gap
+
+    @property
+    def num_sinks(self) -> int:
+        """First tokens of a context that is cut, if they can be computed and were not."""
+        if self.sinks is None or (self.lag and self.sinks.end_from(0) < self.cut.sinks):
+            return 0
+        return self.cut.sinks
+
+    def take_features(self, start: int, count: int, values: Any) -> None:
+        """Keep the target's features of positions `start`, ..., as far as something is still to be run with them."""
+        if self.sinks is not None and start < self.cut.sinks:
+            few = min(count, self.cut.sinks - start)
+            self.sinks.add(start, few, values[:few], since=0)
+        self.features.add(start, count, values, since=self.end - 1)
 
     @property
     def feature_end(self) -> int:

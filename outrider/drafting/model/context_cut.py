@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_SINKS = 16
-"""Tokens at the begin of a long context that are kept, at least; whole pages."""
+from outrider.models.drafters.config import ContextWindow
 
 
 class ContextCut(NamedTuple):
@@ -43,20 +42,20 @@ class ContextCut(NamedTuple):
 WHOLE = ContextCut()
 
 
-def cut_context(cut: ContextCut, length: int, window: int, page_size: int) -> ContextCut:
+def cut_context(cut: ContextCut, length: int, window: ContextWindow, page_size: int) -> ContextCut:
     """The cut of a context of so many KV positions, of which `cut` was left out so far.
 
-    Where more than twice the `window` is left, the last `window` positions are, and up to a page more; so a context is
-    cut once in as many tokens. 0 leaves out nothing.
+    Where more than twice the window is left, the window is, and up to a page more; so a context is cut once in as many
+    tokens.
     """
-    sinks = num_sink_pages(page_size) * page_size
-    window = window and max(window, sinks)
-    if not window or length - cut.gap <= 2 * window:
+    sinks = num_sink_pages(window, page_size) * page_size
+    size = max(window.size, sinks)
+    if not window.size or length - cut.gap <= 2 * size:
         return cut
-    gap = (length - window) // page_size * page_size - sinks
+    gap = (length - size) // page_size * page_size - sinks
     return ContextCut(sinks, gap) if gap > cut.gap else cut
 
 
-def num_sink_pages(page_size: int) -> int:
+def num_sink_pages(window: ContextWindow, page_size: int) -> int:
     """Pages at the begin of a long context that are kept."""
-    return -(-MIN_SINKS // page_size)
+    return -(-window.sinks // page_size) if window.size else 0

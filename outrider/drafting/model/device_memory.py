@@ -95,7 +95,7 @@ class DeviceMemory:
         self._num_known[row] = max(known, len(pages))
 
     def enter_pages(self, row: int, place: int, pages: Sequence[int]) -> None:
-        """Queue a copy of another model's pages, of its places `place`, ..., to the row's table, as far as it has them."""
+        """Queue a copy of another model's pages, from its place `place` on, to the row's table, unless left out."""
         shift = self._shifts[row]
         left_out = max(shift + self._shape.sink_pages - place, 0) if shift else 0
         place += left_out - shift

@@ -180,7 +180,7 @@ class ContextKVManager:
         shape = runner.shape
         self.pool = PagePool(shape.num_pages, shape.page_size)
         self.context_lens = np.zeros(shape.num_rows, np.int32)
-        """KV positions of the context of each row."""
+        """Places of the context of each row."""
         self.num_extended = 0
         """Tokens computed outside of bursts since someone set this to 0."""
         self._forced_limit = min(max(1, shape.region // 8 - 1), shape.max_width - 1)
@@ -200,6 +200,8 @@ class ContextKVManager:
         self.context_lens[context.row] = context.kv_len
         self._share_bursts(1)
         self._runner.open(context.row, context.tree.author.sampling)
+        # Bursts may read the first tokens of a context that is cut before their features come, if they ever do.
+        self._reserve(context, context.kv_len)
 
     def close(self, context: DraftContext) -> None:
         """A request ended; its pages are free."""
@@ -238,6 +240,8 @@ class ContextKVManager:
 
     def num_extendable(self, context: DraftContext) -> int:
         """Uncached tokens that should be computed in a forward apart before anything else of the request."""
+        if context.num_sinks:
+            return context.num_sinks
         num_uncached = len(context.uncached)
         if not context.lag or not num_uncached:
             return num_uncached if num_uncached > self.max_forced else 0
@@ -261,6 +265,8 @@ class ContextKVManager:
             if limit <= 0:
                 break
             count = min(self.num_extendable(context), limit)
+            if context.num_sinks:
+                count = context.num_sinks
             try:
                 self._reserve(context, context.kv_len + count)
             except Exception as error:
@@ -276,17 +282,28 @@ class ContextKVManager:
         except Exception as error:
             return ExtendResult([], failed + [(context, error) for context in served])
         for context, extent in zip(served, extents, strict=True):
-            self._note_extended(context, len(extent.tokens))
+            if context.num_sinks:
+                context.sinks = None
+            else:
+                self._note_extended(context, len(extent.tokens))
         self.free_slots()
         return ExtendResult(served, failed)
 
     def _extent(self, context: DraftContext, count: int) -> Extent:
+        if context.num_sinks:
+            return self._sinks(context)
         start = context.end
         tokens = context.tree.author.tokens[start : start + count]
         if not context.lag:
-            return Extent(context.row, tokens, start)
+            return Extent(context.row, tokens, start, gap=context.cut.gap)
         parts = [part for _, _, part in context.features.cut(start - 1, start - 1 + count)]
-        return Extent(context.row, tokens, start, parts)
+        return Extent(context.row, tokens, start, parts, context.cut.gap)
+
+    def _sinks(self, context: DraftContext) -> Extent:
+        """The first tokens of a context that is cut."""
+        cut, lag = context.cut, context.lag
+        parts = [part for _, _, part in context.sinks.cut(0, cut.sinks)] if context.sinks is not None and lag else []
+        return Extent(context.row, context.tree.author.tokens[lag : lag + cut.sinks], lag + cut.gap, parts, cut.gap)
 
     def _note_extended(self, context: DraftContext, count: int) -> None:
         self.num_extended += count

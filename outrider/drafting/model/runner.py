@@ -213,7 +213,7 @@ class BurstRunner(ABC):
             done += count
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
-        """KV of the tree slots moves to context KV positions `position`, `position` + 1, ..."""
+        """KV of the tree slots moves to places `position`, `position` + 1, ... of the context."""
         self._run_launched()
         if slots:
             self.memory.move(row, slots, position)
@@ -296,13 +296,12 @@ class BurstRunner(ABC):
         lag, chunk_size = self.shape.lag, self.options.chunk_size
         chunks: list[PromptChunk] = []
         room = chunk_size
-        for row, tokens, start, _ in extents:
-            begin = max(lag - start, 0)
+        for row, tokens, start, _, gap in extents:
+            begin, first = max(lag - start, 0), start - lag - gap
             while begin < len(tokens):
                 end = min(begin + room, len(tokens))
-                first = start - lag
                 slots = self.memory.context_slots(row, first + begin, first + end)
-                chunks.append(PromptChunk(row, tokens[begin:end], first + begin, slots))
+                chunks.append(PromptChunk(row, tokens[begin:end], first + begin, slots, gap))
                 room -= end - begin
                 begin = end
                 if not room:
@@ -321,7 +320,7 @@ class BurstRunner(ABC):
 
     @abstractmethod
     def _run_context(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
-        """A forward of context tokens of several rows; the chunks' starts are KV positions.
+        """A forward of context tokens of several rows; the chunks' starts are places of the context.
 
         `features` [tokens, feature_size] if the model takes any.
         """

@@ -193,16 +193,15 @@ class TorchRunner(BurstRunner):
         return logits
 
     def _block_segment(self, head: BlockHead, burst: Burst, node: StepNode, row: int, seen: int) -> Segment:
-        """What a root's block sees: of the context the window and the sinks, the tree slots of tokens behind it that
+        """What a root's block sees: of the context the checkpoint's window, the tree slots of tokens behind it that
         have KV of features, and itself in the row's scratch."""
         size, start = head.block.size, self.memory.region_start(row)
         seen &= self._injected[row]
         tree = [start + slot for slot in range(self.shape.region) if seen >> slot & 1]
         length = int(burst.rows.context_lens[node.row])
         kept = self.memory.context_slots(row, 0, length)
-        first = length - max(head.block.window - len(tree), 0)
-        if head.block.window and first > head.block.sinks:
-            kept = np.concatenate((kept[: head.block.sinks], kept[first:]))
+        if head.block.window:
+            kept = kept[max(length - max(head.block.window - len(tree), 0), 0) :]
         scratch = range(start + self.shape.region, start + self.shape.region + size)
         slots = torch.from_numpy(np.concatenate((kept, [*tree, *scratch])).astype(np.int64))
         return Segment(size, slots, torch.ones(size, size, dtype=torch.bool))
@@ -249,10 +248,10 @@ class TorchRunner(BurstRunner):
     def _run_context(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
         segments = []
         positions: list[int] = []
-        for row, tokens, start, _ in chunks:
+        for row, tokens, start, _, offset in chunks:
             slots = self.memory.context_slots(row, 0, start + len(tokens))
             segments.append(Segment(len(tokens), torch.from_numpy(slots.astype(np.int64))))
-            positions += range(start, start + len(tokens))
+            positions += range(start + offset, start + offset + len(tokens))
         token_ids = [token for chunk in chunks for token in chunk.token_ids]
         batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
         own = torch.cat([segment.kv_slots[-segment.num_queries :] for segment in segments])

@@ -14,7 +14,7 @@ from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.decoder import DecoderLayer
-from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig
+from outrider.models.drafters.config import ALL_SEEN, EMBEDDING, OUTPUT, ContextWindow, HeadConfig
 from outrider.sampling.proposer import HEAD_SCALE, PLAIN_SCALE
 from outrider.tree.projection import MAX_PROJECTION_BYTES, Projection, name_projection
 
@@ -53,8 +53,8 @@ class DraftModel(ABC):
     """KV slots beside a request's tree that a forward fills for itself."""
     edge_scale = PLAIN_SCALE
     """How its candidates are scored."""
-    window: int = 0
-    """Last tokens that it sees of contexts of more than twice as many, beside the first ones; 0 for all."""
+    window: ContextWindow = ALL_SEEN
+    """What it is shown of long contexts."""
 
     @abstractmethod
     def forward(
@@ -127,6 +127,7 @@ class DraftHead(DraftModel):
         self.hidden_size = config.target_hidden_size
         self.feature_layers = config.feature_layers
         self.feature_size = decoder.hidden_size
+        self.window = config.window
         self.embedding = torch.empty(decoder.vocab_size, decoder.hidden_size, dtype=dtype, device=device)
         self.output = Linear(decoder.hidden_size, self.vocab_size, False, dtype, device)
         self._linears: dict[str, Linear] = {OUTPUT.removesuffix(".weight"): self.output}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
@@ -17,6 +17,19 @@ MARKOV_INPUT, MARKOV_OUTPUT = "markov_head.markov_w1.weight", "markov_head.marko
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 MAX_BLOCK_SIZE = 64
+MIN_SINKS = 16
+
+
+class ContextWindow(NamedTuple):
+    """What a head is shown of a context of more than twice `size` tokens; see outrider.drafting.model.context_cut."""
+
+    size: int = 0
+    """Last tokens; 0 for all of any context."""
+    sinks: int = MIN_SINKS
+    """First tokens, right before those; whole pages."""
+
+
+ALL_SEEN = ContextWindow()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,7 @@ class HeadConfig:
     norm_output: bool = False
     block: BlockConfig | None = None
     """Of a head that guesses a block of tokens in one forward."""
+    window: ContextWindow = ALL_SEEN
 
     def block_bytes(self, item_bytes: int) -> int:
         """Memory of what the block of one request says, rows of `item_bytes` a number and float32 logits; 0 without."""
@@ -60,8 +74,7 @@ class BlockConfig:
             each mask guesses its own token, and the root's place nothing.
         markov_rank: width of what the token before adds to the logits of a place; 0 for nothing.
         markov_kind: one of MARKOV_KINDS.
-        window: of the context, the last positions that a block sees; 0 for all.
-        sinks: beside a window, the first positions, which it sees too.
+        window: the checkpoint's own: of the context, the last positions that a block sees; 0 for all.
     """
 
     size: int
@@ -70,7 +83,6 @@ class BlockConfig:
     markov_rank: int = 0
     markov_kind: str = MARKOV_KINDS[0]
     window: int = 0
-    sinks: int = 0
 
     @property
     def num_guesses(self) -> int:
@@ -220,7 +232,8 @@ def block_config(
             f"config.json: mask_token_id {block.mask_token} is outside the vocabulary of {decoder.vocab_size}"
         )
     draft_vocab_size = get_int(flat, "draft_vocab_size", decoder.vocab_size, minimum=1)
-    return HeadConfig(decoder, draft_vocab_size, hidden, layers, fc_bias="fc.bias" in names, block=block)
+    bias, window = "fc.bias" in names, ContextWindow(block.window)
+    return HeadConfig(decoder, draft_vocab_size, hidden, layers, fc_bias=bias, block=block, window=window)
 
 
 def _window(fields: Mapping[str, Any], num_layers: int) -> int:

@@ -15,7 +15,9 @@ from outrider.models.config import ModelConfig, check_config, text_fields
 from outrider.models.drafters.config import (
     EMBEDDING,
     MARKOV_INPUT,
+    MIN_SINKS,
     OUTPUT,
+    ContextWindow,
     HeadConfig,
     block_config,
     check_unquantized,
@@ -132,24 +134,24 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
         of_target = text_fields(read_json(target / "config.json"))
         layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
     if algorithm == "EAGLE3":
-        return eagle3_config(fields, names, layers, hidden)
-    if algorithm in BLOCK_ALGORITHMS:
-        return block_config(fields, names, layers, hidden)
-    if layers is None or hidden is None:
+        config = eagle3_config(fields, names, layers, hidden)
+    elif algorithm in BLOCK_ALGORITHMS:
+        config = block_config(fields, names, layers, hidden)
+    elif layers is None or hidden is None:
         raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
-    return eagle_config(fields, names, layers, hidden)
+    else:
+        config = eagle_config(fields, names, layers, hidden)
+    size = get_int(fields, "draft_window_size", config.window.size, minimum=0)
+    sinks = get_int(fields, "draft_sink_size", MIN_SINKS, minimum=MIN_SINKS)
+    return replace(config, window=ContextWindow(size, sinks))
 
 
 def with_window(config: HeadConfig, options: DraftOptions) -> HeadConfig:
-    """The head with the window that the options ask for. Raises ConfigError for a head without blocks."""
-    window = options.speculative_draft_window_size
-    if not window:
+    """The head with the window that the options ask for, if they do."""
+    size = options.speculative_draft_window_size
+    if not size:
         return config
-    if config.block is None:
-        raise ConfigError(
-            "--speculative-draft-window-size: is for DFLASH and DSPARK; other heads see all of the context"
-        )
-    return replace(config, block=replace(config.block, window=window, sinks=options.speculative_draft_sink_size))
+    return replace(config, window=ContextWindow(size, max(options.speculative_draft_sink_size, MIN_SINKS)))
 
 
 def draft_folder(options: DraftOptions, algorithm: str) -> Path:

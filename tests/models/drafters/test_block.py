@@ -134,7 +134,9 @@ def test_windows_are_the_options_or_the_layers_own(tmp_path: Path) -> None:
     sliding = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 6}
     save_head(tmp_path, DEEPSPEC_FIELDS | sliding, dspark_tensors())
     model = load("DSPARK", speculative_draft_model_path=str(tmp_path))
-    assert isinstance(model, BlockHead) and model.block.window == 6 and model.block.sinks == 0
-    options: dict[str, Any] = {"speculative_draft_window_size": 4, "speculative_draft_sink_size": 2}
+    assert isinstance(model, BlockHead) and model.block.window == 6 and model.window == (6, 16)
+    options: dict[str, Any] = {"speculative_draft_window_size": 40, "speculative_draft_sink_size": 20}
     model = load("DSPARK", speculative_draft_model_path=str(tmp_path), **options)
-    assert isinstance(model, BlockHead) and (model.block.window, model.block.sinks) == (4, 2)
+    assert isinstance(model, BlockHead) and model.block.window == 6 and model.window == (40, 20)
+    save_head(tmp_path, DEEPSPEC_FIELDS | {"draft_window_size": 512}, dspark_tensors())
+    assert load("DSPARK", speculative_draft_model_path=str(tmp_path)).window == (512, 16)

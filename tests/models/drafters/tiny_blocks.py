@@ -78,13 +78,14 @@ def turned(heads: Tensor, positions: Tensor) -> Tensor:
 def plain_block(tensors: Tensors, embedding: Tensor, raw: Tensor, root: int, seen: Tensor | None = None) -> Tensor:
     """Rows [BLOCK, HIDDEN] of the block of a token behind L positions with raw features [L, 2 * HIDDEN].
 
-    `seen` int64: positions of the context that it sees, all unless given.
+    `seen` int64: positions of the context that it sees, all unless given; right before it, whatever lies between.
     """
     length = raw.shape[0]
     seen = torch.arange(length) if seen is None else seen
     context = rms(raw @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])[seen]
     stream = embedding[torch.tensor([root] + [MASK] * (BLOCK - 1))]
     places = torch.arange(length, length + BLOCK)
+    near = torch.arange(length - len(seen), length)
     for number in range(LAYERS):
         layer = {name.removeprefix(f"layers.{number}."): value for name, value in tensors.items()}
         rows = rms(stream, layer["input_layernorm.weight"])
@@ -93,7 +94,7 @@ def plain_block(tensors: Tensors, embedding: Tensor, raw: Tensor, root: int, see
         k = (both @ layer["self_attn.k_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
         v = (both @ layer["self_attn.v_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
         q = turned(rms(q, layer["self_attn.q_norm.weight"], EPS), places)
-        k = turned(rms(k, layer["self_attn.k_norm.weight"], EPS), torch.cat((seen, places)))
+        k = turned(rms(k, layer["self_attn.k_norm.weight"], EPS), torch.cat((near, places)))
         mixed = []
         for head in range(HEADS):
             own = head * KV_HEADS // HEADS
