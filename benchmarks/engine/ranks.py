@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["1", "2"], help="ranks, and how they exchange: 2, 2,nccl")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--speculate", metavar="NAME", help="with the drafter of the verify options, which NAME is for")
     parser.add_argument("--prompt-tokens", type=int, default=0, help="repeat prompts up to so many tokens")
     parser.add_argument(
         "--texts", type=Path, help="answers to compare with, of an earlier run; written if it is not there"
@@ -70,28 +71,33 @@ async def _run(
     reports: list[RoundReport] = []
     begin = time.monotonic()
     process, engine = await start_engine(options, reports.append)
-    rows = []
+    rows, speculate = [], arguments.speculate is not None
     try:
         if await process.ready(asyncio.Event()) is None:
             return []
-        label, dtype = f"{arguments.label} plain tp{case.replace(',', ' ')}", options.dtype.replace("bfloat16", "bf16")
+        label, dtype = (
+            f"{arguments.label} {arguments.speculate or 'plain'} tp{case.replace(',', ' ')}",
+            options.dtype.replace("bfloat16", "bf16"),
+        )
         rows.append(Row(f"{label} {dtype}", "start_seconds", time.monotonic() - begin, "s"))
         prompts = _prompts(arguments, options.model)
         for batch in arguments.batches:
             # Once to fill the cache with the prompts, so that decoding alone is timed.
-            await _ask(engine, prompts, batch, 2)
+            await _ask(engine, prompts, batch, 2, speculate)
             reports.clear()
             start = time.monotonic()
-            found = await _ask(engine, prompts, batch, arguments.max_tokens)
+            found = await _ask(engine, prompts, batch, arguments.max_tokens, speculate)
             seconds = time.monotonic() - start
             agreed = [
                 _num_common(text, texts.setdefault(f"{batch} {number}", text)) for number, text in enumerate(found)
             ]
             full = [report for report in reports if not report.num_prefilled and len(report.committed) == batch]
             figures = [report.figures for report in full]
+            lengths = [count for report in full for count in report.committed]
             name = f"{label} b{batch} {dtype} greedy"
             values: list[tuple[str, float, str]] = [
                 ("tokens_per_second", sum(map(len, found)) / seconds, "tokens/s"),
+                ("accept_length", sum(lengths) / max(len(lengths), 1), "tokens"),
                 ("round_ms", 1e3 * median([one.seconds for one in figures] or [0.0]), "ms"),
                 ("round_gpu_ms", 1e3 * median([one.gpu for one in figures if one.gpu] or [0.0]), "ms"),
                 ("host_gap_ms", 1e3 * median([one.gap for one in figures if one.gap is not None] or [0.0]), "ms"),
@@ -105,7 +111,7 @@ async def _run(
     return rows
 
 
-async def _ask(engine: Any, prompts: list[list[int]], batch: int, max_tokens: int) -> list[list[int]]:
+async def _ask(engine: Any, prompts: list[list[int]], batch: int, max_tokens: int, speculate: bool) -> list[list[int]]:
     """Answers to as many prompts as are asked at a time, one for each of the first."""
     queue: asyncio.Queue[tuple[int, GenerationUpdate]] = asyncio.Queue()
     texts: list[list[int]] = [[] for _ in range(batch)]
@@ -115,7 +121,7 @@ async def _ask(engine: Any, prompts: list[list[int]], batch: int, max_tokens: in
             queue.put_nowait((number, update))
 
         asked = GenerationRequest(
-            f"r{number}", prompts[number % len(prompts)], GREEDY, max_tokens, disable_speculation=True
+            f"r{number}", prompts[number % len(prompts)], GREEDY, max_tokens, disable_speculation=not speculate
         )
         engine.submit(asked, take)
     left = batch

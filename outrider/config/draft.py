@@ -43,11 +43,12 @@ class DraftOptions(PeerServiceOptions):
     )
     speculative_draft_window_size: int = option(
         0,
-        "Heads: last tokens that are seen of contexts more than twice as long; 0 takes what the checkpoint says.",
+        "Draft models: last tokens that are seen of contexts more than twice as long; 0 takes what a head's checkpoint "
+        "says, or all.",
         minimum=0,
     )
     speculative_draft_sink_size: int = option(
-        0, "Heads: first tokens of such contexts that are seen, right before the window; at least 16.", minimum=0
+        0, "Draft models: first tokens of such contexts that are seen, right before those; at least 16.", minimum=0
     )
     target_model_path: str = option(
         "",

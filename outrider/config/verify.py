@@ -116,11 +116,12 @@ class VerifyOptions(PeerServiceOptions):
     speculative_eagle_topk: int = option(0, "Most children of a node of its trees; 0 chooses.", minimum=0, maximum=16)
     speculative_draft_window_size: int = option(
         0,
-        "Heads: last tokens that are seen of contexts more than twice as long; 0 takes what the checkpoint says.",
+        "Draft models: last tokens that are seen of contexts more than twice as long; 0 takes what a head's checkpoint "
+        "says, or all.",
         minimum=0,
     )
     speculative_draft_sink_size: int = option(
-        0, "Heads: first tokens of such contexts that are seen, right before the window; at least 16.", minimum=0
+        0, "Draft models: first tokens of such contexts that are seen, right before those; at least 16.", minimum=0
     )
     speculative_token_map: str = option(
         "", "File with the token ids that it may guess (JSON or .safetensors); empty allows all."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import interpreter  # noqa: F401
 import pytest
 import torch
 from rounds import make_round, random_tree

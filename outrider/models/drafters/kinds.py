@@ -99,7 +99,7 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
     else:
         name_of = mtp_name if algorithm == "NEXTN" else head_name
         names = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
-        with_window(head_config(algorithm, folder, {name for name in names if name}, target), options)
+        head_config(algorithm, folder, {name for name in names if name}, target)
     own, wanted = hash_tokenizer(folder), hash_tokenizer(target)
     if own and own != wanted:
         raise ConfigError(
@@ -146,12 +146,10 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
     return replace(config, window=ContextWindow(size, sinks))
 
 
-def with_window(config: HeadConfig, options: DraftOptions) -> HeadConfig:
-    """The head with the window that the options ask for, if they do."""
-    size = options.speculative_draft_window_size
-    if not size:
-        return config
-    return replace(config, window=ContextWindow(size, max(options.speculative_draft_sink_size, MIN_SINKS)))
+def asked_window(options: DraftOptions, own: ContextWindow) -> ContextWindow:
+    """The window that the options ask for; else the draft model's own."""
+    size, sinks = options.speculative_draft_window_size, options.speculative_draft_sink_size
+    return ContextWindow(size, max(sinks, MIN_SINKS)) if size else own
 
 
 def draft_folder(options: DraftOptions, algorithm: str) -> Path:

@@ -19,12 +19,12 @@ from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, He
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
     BLOCK_ALGORITHMS,
+    asked_window,
     draft_folder,
     head_config,
     head_name,
     model_algorithm,
     mtp_name,
-    with_window,
 )
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
 from outrider.models.fields import read_json
@@ -67,7 +67,12 @@ def load_draft_model(
         raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
     place = WeightPlacement(device, dtype, progress)
     if algorithm == "STANDALONE":
-        return _load_standalone(options, folder, place)
+        draft = _load_standalone(options, folder, place)
+        draft.window = asked_window(options, draft.window)
+        shape = draft.model.config
+        if draft.window.size and not (isinstance(shape, ModelConfig) and not any(shape.windows)):
+            raise ConfigError(f"--speculative-draft-window-size: {folder} may have windows of its own; leave it out")
+        return draft
     head = _load_head(options, algorithm, folder, target, place)
     # A head without a tokenizer has its target's.
     head.tokenizer_hash = hash_tokenizer(folder) or (hash_tokenizer(target) if target is not None else "")
@@ -83,7 +88,7 @@ class WeightPlacement:
     progress: Progress | None
 
 
-def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement) -> DraftModel:
+def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement) -> StandaloneDraft:
     allowed = _token_map(options, describe_model(folder).vocab_size)
     if allowed is None:
         whole = load_model(folder, place.dtype, place.device, place.progress)
@@ -103,7 +108,8 @@ def _load_head(
     options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: WeightPlacement
 ) -> DraftHead:
     stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
-    config = with_window(head_config(algorithm, folder, stored, target), options)
+    config = head_config(algorithm, folder, stored, target)
+    config = replace(config, window=asked_window(options, config.window))
     if place.device.type == "cuda":
         config = replace(config, decoder=config.decoder.with_padded_heads())
     stored = _with_shared(stored, config, target, folder)
