@@ -95,6 +95,18 @@ def test_device_and_format_are_those_of_the_options(tmp_path: Path) -> None:
         assert (model.device, model.dtype) == (CPU, getattr(torch, dtype))
 
 
+def test_a_window_is_for_models_without_windows_of_their_own(tmp_path: Path) -> None:
+    save(tmp_path)
+    options: dict[str, Any] = {"speculative_draft_model_path": str(tmp_path), "speculative_draft_window_size": 256}
+    assert load("STANDALONE", speculative_draft_model_path=str(tmp_path)).window.size == 0
+    assert load("STANDALONE", **options).window == (256, 16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    sliding = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | sliding))
+    with pytest.raises(ConfigError, match=r"--speculative-draft-window-size: .* may have windows of its own"):
+        load("STANDALONE", **options)
+
+
 def test_an_unsupported_dtype_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     with pytest.raises(ConfigError, match=r"torch\.int8"):
