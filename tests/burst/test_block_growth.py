@@ -23,6 +23,7 @@ from tiny_heads import Tensors, save_head
 
 from outrider.drafting.model.context_cut import WHOLE, cut_context
 from outrider.models.drafters.block import BlockHead
+from outrider.protocol.speculation import Grow
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
 
@@ -122,6 +123,36 @@ def test_a_tree_is_read_from_one_block_after_each_commit(
                 service.settle()
                 old[one.number] = one.held()
     assert num_new > 100
+
+
+@pytest.mark.parametrize("runner", ["torch", "cuda"])
+def test_on_a_gpu_each_commit_has_one_answer_of_the_best_nodes_of_its_own_block(
+    tmp_path: Path, kind: str, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verify is not to go on with what the block before says, so nothing is said until the features have come."""
+    on_gpu = runner == "cuda" and torch.cuda.is_available()
+    head, tensors = make_head(tmp_path, kind, device=torch.device("cuda" if on_gpu else "cpu"))
+    monkeypatch.setattr("test_growth_with_model.CREDIT", 128)
+    service, draw = Service(head, 256, kind=runner), random.Random(4)
+    request, received = service.open(0, [draw.randrange(VOCAB) for _ in range(12)], GREEDY), service.peer.received
+    service.settle()
+    sent = 0
+    old: Held = {}
+    for number in range(6):
+        service.grow()
+        assert not received
+        send_features(service, request, sent, len(request.tokens) - 1, 2 * HIDDEN)
+        sent = len(request.tokens) - 1
+        service.grow()
+        (answer,) = received
+        assert isinstance(answer, Grow) and answer.acked_len == len(request.tokens)
+        service.settle()
+        found = check(head, tensors, kind, request, GREEDY, torch.arange(sent), old)
+        assert found == len(answer.token_ids) == 32
+        paths = sorted(path for path in request.held() if len(path) <= 2)
+        committed = [draw.randrange(VOCAB) for _ in range(9)] if number == 3 else list(draw.choice(paths))
+        old = survivors(request.held(), committed)
+        service.commit(request, committed)
 
 
 def test_a_window_of_the_checkpoint_bounds_what_a_block_sees(tmp_path: Path) -> None:

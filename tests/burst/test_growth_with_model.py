@@ -72,10 +72,14 @@ class Service:
         seen = (mirror.epoch, mirror.received_through, mirror.resolved_root)
         self.requests.handle(self.peer, Commit(request.number, before, list(tokens), *seen, CREDIT))
 
-    def settle(self) -> None:
+    def grow(self) -> None:
+        """Until nothing is left to do; what is said waits in `peer.received`."""
         while not self.requests.growth.idle:
             self.requests.growth.grow(math.inf, lambda: False)
         self.requests.send_nodes()
+
+    def settle(self) -> None:
+        self.grow()
         for message in self.peer.received:
             self.held[message.request].take(message)  # type: ignore[union-attr]
         self.peer.received.clear()

@@ -54,10 +54,19 @@ def test_a_node_sees_its_ancestors_and_nothing_below_the_floor_is_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("region", "ahead", "in_turns"),
-    [(64, "auto", True), (256, "auto", False), (64, "always", False), (256, "never", True)],
+    ("region", "ahead", "has_blocks", "in_turns"),
+    [
+        (64, "auto", False, True),
+        (256, "auto", False, False),
+        (256, "auto", True, True),
+        (64, "always", False, False),
+        (256, "always", True, False),
+        (256, "never", False, True),
+    ],
 )
-def test_a_draft_grows_ahead_where_it_has_cores_of_its_own(region: int, ahead: str, in_turns: bool) -> None:
+def test_a_draft_grows_ahead_where_it_has_cores_of_its_own_and_steps_are_what_takes_time(
+    region: int, ahead: str, has_blocks: bool, in_turns: bool
+) -> None:
     shape = BurstShape(
         num_rows=1,
         region=region,
@@ -68,8 +77,9 @@ def test_a_draft_grows_ahead_where_it_has_cores_of_its_own(region: int, ahead: s
         page_size=16,
         num_pages=4,
         max_context=64,
-        feature_size=0,
+        feature_size=4 if has_blocks else 0,
+        has_blocks=has_blocks,
     )
     options = GrowthOptions.choose(DraftOptions(draft_ahead=ahead), shape, 64)
     assert (options.lockstep_steps > 0) == (options.min_chance > 0) == in_turns
-    assert not options.withholds
+    assert options.withholds == (options.most_sent > 0) == (has_blocks and in_turns)

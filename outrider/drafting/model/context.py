@@ -63,6 +63,8 @@ class DraftContext:
     """Ids of the author below this were looked at for nodes that others appended."""
     root_in_burst: bool = False
     """Whether the burst under way runs the root."""
+    num_sent: int = 0
+    """Nodes that were appended to the author's tree since the forest followed a commit."""
 
     def __post_init__(self) -> None:
         author = self.tree.author
@@ -143,6 +145,7 @@ class DraftContext:
         self.uncached += uncached[self.end - self.root :] if self.end > self.root else uncached
         self.root += count
         self.known += count
+        self.num_sent = 0
         self.root_run = root_run
         self.root_final = root_run and not self.lag
 

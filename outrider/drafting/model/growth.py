@@ -75,7 +75,12 @@ class BurstGrowth(Grower):
         self._kv_manager = self._batch_manager.kv_manager
         self._planner = Planner(self._forest, self._batch_manager.rows, self._kv_manager, shape, options)
         self._publisher = NodePublisher(
-            self._forest, self._batch_manager.rows, limits, growth, skips_foreign=not options.takes_in
+            self._forest,
+            self._batch_manager.rows,
+            limits,
+            growth,
+            skips_foreign=not options.takes_in,
+            most_sent=options.most_sent,
         )
         self._active: _ActiveBurst | None = None
         self._withheld: set[int] = set()  # lockstep: handles of trees of which nothing is sent until they are complete

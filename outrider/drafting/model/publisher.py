@@ -39,14 +39,16 @@ class NodePublisher:
         growth: TreeGrowth,
         *,
         skips_foreign: bool = False,
+        most_sent: int = 0,
     ) -> None:
-        """`skips_foreign`: what other growers append does not become entries."""
+        """`skips_foreign`: what other growers append does not become entries. `most_sent`: see GrowthOptions."""
         self._forest = forest
         self._contexts = contexts
         self._limits = limits
         self._growth = growth
         self._source = limits.sources.start
         self._skips_foreign = skips_foreign and limits.shared
+        self._most_sent = most_sent
         self._queue = _NOTHING  # entries, the best first
         self._is_ready = np.empty(0, np.bool_)  # of each; ready entries of a row come before its others
         self._must_repeat = False  # whether there may be more than the queue held
@@ -187,6 +189,7 @@ class NodePublisher:
                 and growth.extend(tree, above[start:end], tokens[start:end], edges[start:end], source)
             ):
                 context.seen += count
+                context.num_sent += count
             else:
                 entries.nodes[found[start:end]] = -1
                 self._append_each(context, found[start:end].tolist(), ready_flags[start:end])
@@ -222,6 +225,7 @@ class NodePublisher:
             if above >= 0 and room[is_ready] > 0 and growth.has_memory:
                 added = growth.append(tree, above, token, float(entries.edges[entry]), self._source)
                 if added is not None:
+                    context.num_sent += 1
                     room[0] -= 1
                     room[1] -= 1
                     if context.seen == added:
@@ -251,4 +255,6 @@ class NodePublisher:
         if context.known != len(author.tokens) or context.epoch != author.epoch or context.steps_left > 0:
             return 0, 0, inf
         limit, num_live = self._growth.most_nodes(context.tree, self._limits), author.num_live
+        if self._most_sent:
+            limit = min(limit, num_live + self._most_sent - context.num_sent)
         return (limit + 1) // 2 - num_live, limit - num_live, _LIKELY_SCORE if limit >= _LARGE_CREDIT else inf
