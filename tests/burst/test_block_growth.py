@@ -13,6 +13,7 @@ import torch
 from growth_rig import GREEDY, Verify
 from test_features_with_model import send_features
 from test_growth_with_model import Service
+from tiny_drafts import seen_positions
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "models" / "drafters"))
@@ -195,7 +196,7 @@ def test_of_a_long_context_a_block_sees_the_first_tokens_and_the_last(tmp_path: 
             sent[one.number] = length
             service.settle()
             assert not service.requests.declines
-            seen = torch.from_numpy(known.positions(0, length - known.gap)).long()
+            seen = torch.tensor(seen_positions(known, length - known.gap))
             assert check(head, tensors, "vanilla", one, GREEDY, seen, old[one.number]) > 5
         for one in (request, other):
             committed = list(max(one.held(), key=len))[:2]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 import torch
-from tiny_drafts import FEATURE_SIZE, Plain
+from tiny_drafts import FEATURE_SIZE, Plain, seen_positions
 from torch import Tensor
 
 from kernels.frontier_state import BASE, PARENT, POSITION, ROW, SLOT, TOKEN
@@ -135,7 +135,7 @@ def admit(target: Target, drafter: RoundDrafter, row: int, sampling: SamplingPar
     text, lag = target.texts[row], target.lag
     length = len(text) - lag - cut.gap
     for first, end in ((0, length // 2), (length // 2, length)):
-        positions = cut.positions(first, end).tolist() if first < end else []
+        positions = seen_positions(cut, end)[first:]
         slots = [target.slot(row, position) for position in positions]
         own = [memory.sink_start(row) + position if position < cut.sinks else -1 for position in positions]
         into = np.array([there if there >= 0 else slot for there, slot in zip(own, slots, strict=True)], np.int32)
@@ -178,7 +178,7 @@ def expected_trees(
 
     def expand(row: int, path: tuple[int, ...], score: float) -> None:
         text = target.texts[row]
-        seen = cut.positions(0, len(text) - target.lag - cut.gap).tolist()
+        seen = seen_positions(cut, len(text) - target.lag - cut.gap)
         given = [target.feature(row, position) for position in seen] if target.lag else []
         own = handed.get((row, path[:-1]), []) if path else []
         told = [*text[: target.lag], *[text[position + target.lag] for position in seen]]

@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend, ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.kv import KVCache
+from outrider.drafting.model.context_cut import ContextCut
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 
@@ -83,6 +84,11 @@ class FeatureDraft(_TinyDraft):
     @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
         return features @ self._project
+
+
+def seen_positions(cut: ContextCut, count: int) -> list[int]:
+    """KV positions of the sequence at the first `count` places of a context."""
+    return [place + (cut.gap if place >= cut.sinks else 0) for place in range(count)]
 
 
 class Plain:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import interpreter  # noqa: F401  # loops to computed bounds
 import torch
 from torch import Tensor
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 from dataclasses import fields
 
-import interpreter  # noqa: F401  # loops to computed bounds
 import pytest
 import torch
 from compile_process import compiled_by

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import interpreter  # noqa: F401
 import pytest
 import torch
 from torch import Tensor

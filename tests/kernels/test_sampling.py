@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import interpreter  # noqa: F401
 import numpy as np
 import pytest
 import torch

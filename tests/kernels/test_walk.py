@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import interpreter  # noqa: F401  # loops to computed bounds
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -155,6 +155,8 @@ class RoundDrafts:
         """Committed tokens of each request that the drafter has KV of, or leaves out."""
         self._cuts: dict[Request, ContextCut] = {}
         """What the drafter leaves out of requests with long contexts."""
+        self._lacks_sinks: set[Request] = set()
+        """Requests whose contexts were cut, and whose first tokens are to be computed for that."""
         self._growing: set[Request] = set()
         """Requests whose trees grew behind the last round."""
         self._has_kv: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
@@ -220,6 +222,7 @@ class RoundDrafts:
         """The request ended or gave up its pages."""
         self._drafted.pop(request, None)
         self._cuts.pop(request, None)
+        self._lacks_sinks.discard(request)
         self._growing.discard(request)
 
     def take_in(self, entry: Entry, max_nodes: int) -> Nodes:
@@ -379,15 +382,13 @@ class RoundDrafts:
         )
 
     def _missing(self, request: Request) -> int:
-        """Committed tokens that the drafter has no KV of."""
-        return len(request.tokens) - self._drafted[request]
+        """Tokens that the drafter has to compute."""
+        sinks = self._cuts[request].sinks if request in self._lacks_sinks else 0
+        return len(request.tokens) - self._drafted[request] + sinks
 
     def _set_drafted(self, request: Request, count: int) -> None:
         """Note that the drafter has KV of so many tokens of a request."""
-        cut = self._cuts.get(request, WHOLE)
-        # KV of the first tokens of a context that is cut lies in no page of the target's.
-        known = max(self._drafted[request], cut.sinks + cut.gap) // self._page_size
-        full = count // self._page_size
+        known, full = self._drafted[request] // self._page_size, count // self._page_size
         self._drafted[request] = count
         if full > known:
             self._has_kv[request.pages[known:full]] = True
@@ -403,37 +404,56 @@ class RoundDrafts:
         return late
 
     def _cut(self, request: Request) -> None:
-        """Leave out what is too much of a context: the drafter computes what is left."""
-        size, known = self._page_size, self._cuts.get(request, WHOLE)
-        cut = cut_context(known, len(request.tokens) - self.drafter.lag, self._model.window, size)
-        if cut is not known:
-            self._cuts[request], self._drafted[request] = cut, cut.gap
-            self.drafter.memory.cut(self._rows.row(request), cut.gap // size, request.pages)
+        """Leave out what is too much of a context. The first tokens come near, and are computed for that."""
+        size, lag, before = self._page_size, self.drafter.lag, self._cuts.get(request, WHOLE)
+        cut = cut_context(before, len(request.tokens) - lag, self._model.window, size)
+        if cut is before:
+            return
+        self._cuts[request] = cut
+        self._lacks_sinks.add(request)
+        first = cut.window_start // size
+        known = self._has_kv[request.pages[first:]]
+        num_known = len(known) if known.all() else int(known.argmin())
+        self._drafted[request] = max(self._drafted[request], (first + num_known) * size + lag)
+        self.drafter.memory.cut(self._rows.row(request), cut.gap // size, request.pages)
 
     def _catch_up(self) -> None:
         """Queue the drafter's forward over tokens that it lacks."""
-        lag, size, room = self.drafter.lag, self._page_size, _CATCH_UP_TOKENS
+        lag, room = self.drafter.lag, _CATCH_UP_TOKENS
         chunks: list[PromptChunk] = []
         feature_slots: list[int] = []
         for entry in self._behind:
-            request, row = entry.request, self._rows.row(entry.request)
-            cut = self._cuts.get(request, WHOLE)
-            behind = cut.gap + lag
-            first = max(self._drafted[request] - behind, 0)
-            end = min(len(request.tokens) - behind, first + room)
-            if first < end:
-                room -= end - first
-                pages, at = np.array(request.pages, np.int32), cut.positions(first, end)
-                found = pages[at // size] * size + at % size
-                spans = cut.spans(first, end)
-                tokens = [token for begin, past in spans for token in request.tokens[begin + lag : past + lag]]
-                slots = np.where(at < cut.sinks, self.drafter.memory.sink_start(row) + at, found).astype(np.int32)
-                chunks.append(PromptChunk(row, tokens, first, slots, cut.gap))
-                feature_slots += np.where(self._lacks_features[pages[at // size]], self._spare_slot, found).tolist()
-            self._set_drafted(request, max(end + behind, self._drafted[request]))
+            request = entry.request
+            if request in self._lacks_sinks:
+                count = self._cuts[request].sinks
+                if chunks and count > room:
+                    break
+                self._lacks_sinks.discard(request)
+                chunks.append(self._chunk(request, 0, count, feature_slots, are_sinks=True))
+                room -= count
+            begin = max(self._drafted[request], lag)
+            end = min(len(request.tokens), begin + max(room, 0))
+            if begin < end:
+                chunks.append(self._chunk(request, begin - lag, end - lag, feature_slots))
+                room -= end - begin
+            self._set_drafted(request, max(end, self._drafted[request]))
         self._behind = []
         if chunks:
             self.drafter.compute_context(chunks, feature_slots)
+
+    def _chunk(
+        self, request: Request, first: int, past: int, feature_slots: list[int], *, are_sinks: bool = False
+    ) -> PromptChunk:
+        """The tokens at KV positions `first` to `past` - 1; slots of their features go behind `feature_slots`."""
+        size, lag, gap = self._page_size, self.drafter.lag, self._cuts.get(request, WHOLE).gap
+        at, pages = np.arange(first, past, dtype=np.int32), np.array(request.pages, np.int32)
+        slots = pages[at // size] * size + at % size
+        feature_slots += np.where(self._lacks_features[pages[at // size]], self._spare_slot, slots).tolist()
+        row, tokens = self._rows.row(request), request.tokens[first + lag : past + lag]
+        if are_sinks:
+            own = (self.drafter.memory.sink_start(row) + at).astype(np.int32)
+            return PromptChunk(row, tokens, first, own, gap)
+        return PromptChunk(row, tokens, first - gap, slots, gap)
 
 
 def _joined(given: Nodes, grown: GrownNodes, max_depth: int) -> Nodes:

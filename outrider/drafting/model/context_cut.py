@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.models.drafters.config import ContextWindow
 
 
@@ -27,16 +24,10 @@ class ContextCut(NamedTuple):
     gap: int = 0
     """A multiple of the page size."""
 
-    def spans(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Ranges of KV positions of the sequence at places `first` to `end` - 1."""
-        if end <= self.sinks:
-            return [(first, end)]
-        behind = (max(first, self.sinks) + self.gap, end + self.gap)
-        return [(first, self.sinks), behind] if first < self.sinks else [behind]
-
-    def positions(self, first: int, end: int) -> NDArray[np.int32]:
-        """KV positions of the sequence at these places."""
-        return np.concatenate([np.arange(*span, dtype=np.int32) for span in self.spans(first, end)])
+    @property
+    def window_start(self) -> int:
+        """KV position of the first token behind the gap."""
+        return self.sinks + self.gap
 
 
 WHOLE = ContextCut()

@@ -159,7 +159,7 @@ class RoundDrafter:
         self._proposer.admit(row, sampling)
 
     def compute_context(self, chunks: Sequence[PromptChunk], feature_slots: Sequence[int]) -> None:
-        """Queue the drafter's forward over committed tokens, each chunk of another row.
+        """Queue the drafter's forward over committed tokens; chunks of one row see those before them.
 
         A chunk's `start` and `slots` are KV places and slots of the drafter: a token at position p has those of
         p - `lag`, less what the row leaves out, and under a lag a sequence's first token none. `feature_slots`: for a
