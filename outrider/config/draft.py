@@ -83,7 +83,7 @@ class DraftOptions(PeerServiceOptions):
     draft_ahead: str = option(
         "auto",
         "Grow while verify computes: always, never (a draft model grows one tree after each commit and then leaves the "
-        "cores to verify), or auto, which grows ahead on a GPU, unless with a head that guesses blocks.",
+        "cores to verify), or auto: ahead on a GPU, but not for a lone request with a head that guesses blocks.",
         choices=("auto", "always", "never"),
     )
     local_line: str = option(

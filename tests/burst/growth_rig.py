@@ -124,7 +124,8 @@ class Rig:
         self.runner = ScriptedRunner(scripted, shape(**changes), first_token=1)
         options = options or DraftOptions(max_positions=300)
         # A small region stands for a GPU's: trees grow ahead.
-        self.options = replace(options, draft_ahead="always") if options.draft_ahead == "auto" else options
+        is_small = options.draft_ahead == "auto" and self.runner.shape.region < GOES_ON["region"]
+        self.options = replace(options, draft_ahead="always") if is_small else options
         drafter: AnyDrafter = ModelDrafter(self.runner, ("standalone",), Needs())
         if partner is not None:
             drafter = CombinedDrafter([drafter, partner])

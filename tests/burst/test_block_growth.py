@@ -127,7 +127,7 @@ def test_a_tree_is_read_from_one_block_after_each_commit(
 
 
 @pytest.mark.parametrize("runner", ["torch", "cuda"])
-def test_on_a_gpu_each_commit_has_one_answer_of_the_best_nodes_of_its_own_block(
+def test_on_a_gpu_a_lone_request_has_one_answer_to_a_commit_of_the_best_nodes_of_its_own_block(
     tmp_path: Path, kind: str, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verify is not to go on with what the block before says, so nothing is said until the features have come."""
@@ -150,10 +150,16 @@ def test_on_a_gpu_each_commit_has_one_answer_of_the_best_nodes_of_its_own_block(
         service.settle()
         found = check(head, tensors, kind, request, GREEDY, torch.arange(sent), old)
         assert found == len(answer.token_ids) == 32
+        assert service.requests.growth.idle
         paths = sorted(path for path in request.held() if len(path) <= 2)
         committed = [draw.randrange(VOCAB) for _ in range(9)] if number == 3 else list(draw.choice(paths))
         old = survivors(request.held(), committed)
         service.commit(request, committed)
+    service.grow()
+    assert not received
+    service.open(1, [draw.randrange(VOCAB) for _ in range(5)], GREEDY)
+    service.grow()
+    assert {message.request for message in received if isinstance(message, Grow)} == {0, 1}, "both grow ahead"
 
 
 def test_a_window_of_the_checkpoint_bounds_what_a_block_sees(tmp_path: Path) -> None:

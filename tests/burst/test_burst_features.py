@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
 
+BLOCKS = GOES_ON | {"has_blocks": True}
+
 
 def rig_of(**shape: int) -> Rig:
     return Rig(DraftOptions(max_positions=300), feature_size=1, **shape)
@@ -174,7 +176,7 @@ def test_features_of_more_tokens_than_a_step_has_nodes_are_taken_in_two() -> Non
     assert request.held()
 
 
-@pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
+@pytest.mark.parametrize("shape", [{}, GOES_ON, BLOCKS], ids=["one part", "goes on", "a block"])
 @settings(max_examples=100, deadline=None)
 @given(length=st.integers(1, 30), trace=st.lists(steps, max_size=40))
 def test_features_may_come_in_any_order_or_not_at_all(shape: dict[str, int], length: int, trace: list[tuple]) -> None:

@@ -58,13 +58,14 @@ def test_a_node_sees_its_ancestors_and_nothing_below_the_floor_is_run() -> None:
     [
         (64, "auto", False, True),
         (256, "auto", False, False),
-        (256, "auto", True, True),
+        (256, "auto", True, False),
         (64, "always", False, False),
         (256, "always", True, False),
+        (256, "never", True, True),
         (256, "never", False, True),
     ],
 )
-def test_a_draft_grows_ahead_where_it_has_cores_of_its_own_and_steps_are_what_takes_time(
+def test_a_draft_grows_ahead_where_it_has_cores_of_its_own(
     region: int, ahead: str, has_blocks: bool, in_turns: bool
 ) -> None:
     shape = BurstShape(
@@ -82,4 +83,5 @@ def test_a_draft_grows_ahead_where_it_has_cores_of_its_own_and_steps_are_what_ta
     )
     options = GrowthOptions.choose(DraftOptions(draft_ahead=ahead), shape, 64)
     assert (options.lockstep_steps > 0) == (options.min_chance > 0) == in_turns
-    assert options.withholds == (options.most_sent > 0) == (has_blocks and in_turns)
+    assert (options.lone_nodes > 0) == (has_blocks and ahead == "auto")
+    assert not options.withholds

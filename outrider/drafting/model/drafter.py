@@ -40,8 +40,8 @@ _TURN_MIN_CHANCE = 0.2
 """Sum of the chances of the nodes of a step below which verify has waited long enough: a step takes about a twentieth
 of a round on a CPU, and brings about half of that sum in accepted tokens."""
 _BLOCK_NODES = 32
-"""Nodes of a block head's tree on a GPU: about what a round takes. What is left of more of them below a commit is what
-the block before guessed, and a round that is launched with it brings less than a wait for the new root's own block."""
+"""Nodes of a lone request's tree of a block head on a GPU: about what a round takes. What is left of more of them below
+a commit is what the block before guessed, and a round that is launched with it brings less than a wait for the next."""
 _GPU_REGION = 256
 """Least region, in tree slots, of a runner on a GPU."""
 
@@ -60,8 +60,6 @@ class GrowthOptions:
     """Steps of the one tree that is grown after each commit; 0 grows ahead."""
     withholds: bool = False
     """Whether nothing is sent to verify until such a tree is complete."""
-    most_sent: int = 0
-    """Nodes that are sent of such a tree at most; 0 for what verify grants."""
     min_chance: float = 0.0
     """Such a tree is complete, too, when the chances of the nodes of a step add up to less."""
     lockstep_width: int = _LOCKSTEP_WIDTH
@@ -72,6 +70,9 @@ class GrowthOptions:
 
     renews_roots: bool = False
     """Whether a root that was run before its features came is run again with them: a block head's."""
+    lone_nodes: int = 0
+    """Nodes that a lone request is sent after a commit at most, in one answer, once its root was run with the target's
+    features; nothing is run before. 0 grows ahead there, too."""
 
     @property
     def takes_in(self) -> bool:
@@ -90,10 +91,9 @@ class GrowthOptions:
     def choose(cls, options: DraftOptions, shape: BurstShape, max_positions: int) -> GrowthOptions:
         """What the options and the runner make of it."""
         on_gpu = shape.region >= _GPU_REGION
-        # What a block says of places far behind its root is worth less than a wait for the next block, one forward.
-        alone = options.draft_ahead == "never" or (options.draft_ahead == "auto" and (not on_gpu or shape.has_blocks))
+        alone = options.draft_ahead == "never" or (options.draft_ahead == "auto" and not on_gpu)
         in_turns = alone and not options.lockstep
-        answers_once = in_turns and on_gpu and shape.has_blocks
+        answers_once = options.draft_ahead == "auto" and on_gpu and shape.has_blocks and not options.lockstep
         steps = _LOCKSTEP_STEPS if options.lockstep else _TURN_STEPS if in_turns else 0
         goes_on = on_gpu and not steps and not shape.has_blocks
         return cls(
@@ -106,11 +106,11 @@ class GrowthOptions:
             prompt_chunk=512 if on_gpu else 128,
             lockstep_steps=(options.speculative_num_steps or steps) if steps else 0,
             lockstep_width=_TURN_WIDTH if in_turns else options.speculative_eagle_topk or _LOCKSTEP_WIDTH,
-            withholds=options.lockstep or answers_once,
-            most_sent=(options.speculative_num_draft_tokens or _BLOCK_NODES) if answers_once else 0,
+            withholds=options.lockstep,
             min_chance=_TURN_MIN_CHANCE if in_turns else 0.0,
             most_steps=min(MAX_BURST_STEPS, shape.max_steps) if goes_on else 0,
             renews_roots=shape.has_blocks and not steps,
+            lone_nodes=(options.speculative_num_draft_tokens or _BLOCK_NODES) if answers_once else 0,
         )
 
 

@@ -80,7 +80,7 @@ class BurstGrowth(Grower):
             limits,
             growth,
             skips_foreign=not options.takes_in,
-            most_sent=options.most_sent,
+            most_sent=options.lone_nodes,
         )
         self._active: _ActiveBurst | None = None
         self._withheld: set[int] = set()  # lockstep: handles of trees of which nothing is sent until they are complete
@@ -139,12 +139,14 @@ class BurstGrowth(Grower):
         self._batch_manager.close(tree)
 
     def holds_back(self, tree: Tree) -> bool:
-        """In lockstep trees wait until they are complete, and commits for nodes that the burst under way brings."""
+        """In lockstep trees wait until they are complete, and commits for nodes that the burst under way brings, or one
+        that waits for features."""
         if tree.handle in self._withheld:
             return True
-        if self._active is None or tree.author.has_untaken:
+        if tree.author.has_untaken:
             return False
-        return self._batch_manager.expects(tree.handle)
+        manager = self._batch_manager
+        return manager.owes_block(tree.handle) or (self._active is not None and manager.expects(tree.handle))
 
     def take_features(self, tree: Tree, features: Features) -> None:
         """Keep the target's features until the tokens behind them are run with them."""

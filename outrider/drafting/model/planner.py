@@ -484,7 +484,8 @@ class Planner:
 
     def _width(self, num_forced: int, num_fresh: int, num_chosen: int, num_rows: int, left: int) -> int:
         """Nodes of a step: as many as are worth it now, with room for their children, rounded up to a bucket."""
-        if self._options.lockstep_steps:
+        is_narrow = self._options.lone_nodes > 0 and len(self._contexts) == 1  # depth counts, and few nodes are sent
+        if self._options.lockstep_steps or is_narrow:
             want = self._options.lockstep_width * num_rows
         else:
             roomy = self._buckets.branching(num_rows) * (

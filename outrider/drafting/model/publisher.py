@@ -41,7 +41,8 @@ class NodePublisher:
         skips_foreign: bool = False,
         most_sent: int = 0,
     ) -> None:
-        """`skips_foreign`: what other growers append does not become entries. `most_sent`: see GrowthOptions."""
+        """`skips_foreign`: what other growers append does not become entries. `most_sent`: after a commit
+        to a lone request; 0 for any number."""
         self._forest = forest
         self._contexts = contexts
         self._limits = limits
@@ -255,6 +256,7 @@ class NodePublisher:
         if context.known != len(author.tokens) or context.epoch != author.epoch or context.steps_left > 0:
             return 0, 0, inf
         limit, num_live = self._growth.most_nodes(context.tree, self._limits), author.num_live
-        if self._most_sent:
-            limit = min(limit, num_live + self._most_sent - context.num_sent)
+        if self._most_sent and len(self._contexts) == 1:
+            left = self._most_sent - context.num_sent if context.root_final else 0
+            limit = min(limit, num_live + left)
         return (limit + 1) // 2 - num_live, limit - num_live, _LIKELY_SCORE if limit >= _LARGE_CREDIT else inf
