@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verify_service.speculation.budget import WIDTHS, Budget, CostModel
+from verify_service.speculation.budget import WIDTHS, Budget, ContextCost, CostModel
 
 
 def flat_then_steep() -> CostModel:
@@ -37,6 +37,40 @@ def test_times_are_measured_until_others_have_let_go_of_the_cores(num_spoiled: i
     cost = CostModel.measured(measure)
     assert cost.table() == pytest.approx({width: 0.02 + 1e-4 * width for width in WIDTHS})
     assert len(calls) == len(WIDTHS) * (num_spoiled + 2)
+
+
+def test_behind_long_contexts_more_nodes_pay() -> None:
+    """What cached tokens cost comes once a round, whatever its width."""
+
+    def measure(tokens: int, context: int = 1000) -> float:
+        return 5e-3 + 5e-5 * tokens + 4e-8 * context
+
+    cost = CostModel.measured(measure, context_cost=ContextCost.measured(measure, 1000, 16_000))
+    budget, chances = Budget(cost, 63), [0.9**level for level in range(60)]
+    near = budget.choose(1, 1, iter(chances)).num_nodes
+    for context in (270_000, 271_000, 500, 1000):
+        cost.follow_contexts(context)
+        for tokens in (1, 17, 64):
+            assert cost.seconds(tokens) == pytest.approx(measure(tokens, max(context, 1000)), rel=0.02)
+            assert cost.after(tokens, 1)[0] == pytest.approx([cost.seconds(tokens)])
+        far = budget.choose(1, 1, iter(chances)).num_nodes
+        assert far > near + 3 if context > 200_000 else far == near
+
+
+def test_rounds_that_take_twice_as_long_do_so_at_any_context() -> None:
+    cost = CostModel([5e-3 + 5e-5 * width for width in WIDTHS], context_cost=ContextCost(4e-8, 0))
+    for _ in range(400):
+        cost.follow_contexts(200_000)
+        for width in (1, 64):
+            cost.observe(width, 2 * (5e-3 + 5e-5 * width + 8e-3))
+    for context in (0, 100_000, 200_000):
+        cost.follow_contexts(context)
+        for width in (1, 64):
+            assert cost.seconds(width) == pytest.approx(2 * (5e-3 + 5e-5 * width + 4e-8 * context), rel=0.1)
+
+
+def test_contexts_that_are_hardly_longer_tell_nothing() -> None:
+    assert ContextCost.measured(lambda tokens, context: context * 1.0, 1024, 2000).seconds == 0
 
 
 chances = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.2, 0.05, 1e-3, 0.0]), max_size=40).map(

@@ -43,16 +43,17 @@ from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth
 from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
+from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
 from verify_service.executors.cuda import CudaExecutor, CudaLimits
 from verify_service.executors.device import kv_tokens, out_of_memory
 from verify_service.executors.rank_link import RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
-from verify_service.executors.torch_executor import TorchExecutor
+from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor
 from verify_service.features.base import FeatureExecutor
 from verify_service.frames import TargetProfile
 from verify_service.ranks.leader import Followers
 from verify_service.ranks.replay import lead
-from verify_service.speculation.budget import CostModel
+from verify_service.speculation.budget import ContextCost, CostModel, unpadded
 from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.growth_policy import GrowthPolicy
 
@@ -159,6 +160,8 @@ LOCKSTEP_HOLD_MS = 1000.0
 _MAX_CPU_KV_TOKENS = 65536
 _CPU_MEMORY_SHARE = 0.25
 _DETERMINISTIC_ROUND_TOKENS = 64
+_FAR_CONTEXT = 16
+"""Cached tokens of a round that is timed to tell what they cost, in those of other rounds that are timed."""
 
 
 @dataclass(frozen=True)
@@ -220,17 +223,27 @@ def build(
         if on_gpu:
             executor = _cuda_executor(options, model, num_pages, limits, draft, link)
             # A round that is padded takes the time of its bucket, unless the padding leaves most weights unread.
-            padded = () if model.has_experts and not options.deterministic else (executor.buckets.width,)
-            cost = CostModel.measured(executor.measure, executor.buckets.widths, *padded)
+            width_of = unpadded if model.has_experts and not options.deterministic else executor.buckets.width
+            context_cost = _context_cost(executor, limits, num_pages * options.page_size, CUDA_CONTEXT)
+            cost = CostModel.measured(executor.measure, executor.buckets.widths, width_of, context_cost)
             is_chain = draft is not None and draft.is_chain
             fixed = Growth(draft.options.max_steps, limits.max_nodes) if draft and options.lockstep else None
             growth = round_growth(executor, memory, cost, limits.max_nodes, fixed, is_chain)
         else:
             executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
-            cost = CostModel.measured(executor.measure)
+            context_cost = _context_cost(executor, limits, num_pages * options.page_size, MEASURED_CONTEXT)
+            cost = CostModel.measured(executor.measure, context_cost=context_cost)
     rows = ", ".join(f"{width}: {seconds * 1e3:.1f}" for width, seconds in cost.table().items())
     log.info("KV cache of %d tokens; ms of a round by tokens: %s", num_pages * options.page_size, rows)
     return EngineParts(memory, executor, cost, limits, growth)
+
+
+def _context_cost(
+    executor: CudaExecutor | TorchExecutor, limits: EngineLimits, num_tokens: int, near: int
+) -> ContextCost:
+    """What cached tokens cost, by rounds behind `near` of them and many more; `num_tokens` has the KV cache."""
+    far = min(_FAR_CONTEXT * near, min(num_tokens, limits.context_length) - 1)
+    return ContextCost.measured(executor.measure, near, far)
 
 
 def _new_cuda_executor(

@@ -91,6 +91,7 @@ class RoundPostprocessor:
         self._drafts.learn()
         if self._growth is not None and done.batch.taken is not None:
             self._growth.learn(done.batch.taken, done.batch.entries, done.results)
+        self._cost.follow_contexts(sum(entry.start for entry in done.batch.entries if entry.samples))
         # Behind a round with prefill the device may still be busy with it.
         if not done.prefills and not self._prefilled:
             own, gpu_seconds = self._growth is not None, done.pending.gpu_seconds

@@ -51,6 +51,10 @@ from verify_service.features.base import FeatureExecutor, FeaturePlan
 log = get_logger(__name__)
 
 
+MEASURED_CONTEXT = 1024
+"""Cached tokens behind which rounds are timed."""
+
+
 @dataclass(frozen=True)
 class CudaLimits:
     """What an executor is built for."""
@@ -447,7 +451,7 @@ class CudaExecutor(FeatureExecutor):
         return choose_splits(bucket.tokens, bucket.rows, bucket.max_row_tokens, *heads, self._num_processors)
 
     @torch.inference_mode()
-    def measure(self, width: int, context: int = 1024, repeats: int = 5) -> float:
+    def measure(self, width: int, context: int = MEASURED_CONTEXT, repeats: int = 5) -> float:
         """Seconds of the fastest round of `width` tokens in one row over `context` cached ones. Trashes the cache."""
         context = max(min(context, self._kv.num_slots - width, self.limits.context_length), 0)
         num_pages = -(-(context + width) // self.page_size)

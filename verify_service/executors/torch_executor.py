@@ -22,6 +22,8 @@ from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.features.base import FeatureExecutor, FeaturePlan
 
 # A width is measured anew until this much time has gone by.
+MEASURED_CONTEXT = 192
+"""Cached tokens behind which rounds are timed."""
 _MEASURE_SECONDS = 0.1
 
 
@@ -180,7 +182,7 @@ class TorchExecutor(FeatureExecutor):
         return hidden
 
     @torch.inference_mode()
-    def measure(self, width: int, context: int = 192, repeats: int = 3) -> float:
+    def measure(self, width: int, context: int = MEASURED_CONTEXT, repeats: int = 3) -> float:
         """Seconds of the fastest forward of `width` tokens over `context` cached ones. Trashes the KV cache.
 
         Forwards that take long are not repeated: a moment's noise is little of them, and who starts a service waits.

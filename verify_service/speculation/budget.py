@@ -23,25 +23,58 @@ _SETTLED = 0.85
 """Of the lowest time so far, to which no width's time has fallen in the last sweep."""
 _LEARN_RATE = 0.05
 _MIN_WIDTH_CHANGE_GAIN = 1.02
+_LEAST_CONTEXT_RATIO = 2
+"""Of the longer context to the shorter, for rounds to tell what cached tokens cost."""
+_CONTEXT_CHANGE = 0.01
+"""Part of a round's time by which that of its contexts changes before anything is worked out anew."""
 _ROUNDS_PER_SLOPES = 16
 """Observations; slopes only say where to stop looking for nodes that pay, and on a CPU take over a millisecond."""
 _NO_COUNTS = range(0)
 
 
-def _as_it_is(num_tokens: int) -> int:
+def unpadded(num_tokens: int) -> int:
+    """The width of a round that is padded to nothing."""
     return num_tokens
 
 
+class ContextCost(NamedTuple):
+    """What cached tokens that a round reads cost."""
+
+    seconds: float = 0.0
+    """For each of them, over all requests, however many tokens the round has."""
+    measured_at: int = 0
+    """How many there were where t was measured."""
+
+    @classmethod
+    def measured(cls, measure: Callable[[int, int], float], near: int, far: int) -> ContextCost:
+        """By rounds of one token behind so many, of `measure(tokens, context)` seconds; nothing if they are too few."""
+        if far < _LEAST_CONTEXT_RATIO * near:
+            return cls(0.0, near)
+        close, distant = (min(measure(1, context) for _ in range(2)) for context in (near, far))
+        return cls(max(distant - close, 0.0) / (far - near), near)
+
+
+_NO_CONTEXT_COST = ContextCost()
+
+
 class CostModel:
-    """t(M): seconds of a round of M tokens, host work included. Measured at start, followed while serving."""
+    """t(M): seconds of a round of M tokens, host work included. Measured at start, followed while serving.
+
+    What a round's requests have cached is read whatever else it does. That adds to t of all M alike: behind long
+    contexts more tokens cost less in proportion.
+    """
 
     def __init__(
         self,
         seconds: Sequence[float],
         widths: Sequence[int] = WIDTHS,
-        width_of: Callable[[int], int] = _as_it_is,
+        width_of: Callable[[int], int] = unpadded,
+        context_cost: ContextCost = _NO_CONTEXT_COST,
     ) -> None:
         """`width_of`: tokens that a round of so many is padded to, and costs the time of."""
+        self._context_seconds, self._measured_at = context_cost
+        self._beside = 0.0
+        """Seconds of the contexts that rounds have now, beyond those of the measurement."""
         self._widths = np.array(widths, np.float64)
         self._width_of = width_of
         # More tokens never cost less, and noise only ever adds: what a wider round took is enough for a narrower one.
@@ -57,7 +90,8 @@ class CostModel:
         cls,
         measure: Callable[[int], float],
         widths: Sequence[int] = WIDTHS,
-        width_of: Callable[[int], int] = _as_it_is,
+        width_of: Callable[[int], int] = unpadded,
+        context_cost: ContextCost = _NO_CONTEXT_COST,
     ) -> CostModel:
         """Times every width with `measure`, all of them twice, and again while that brings much lower times.
 
@@ -70,7 +104,7 @@ class CostModel:
             best = [min(times) for times in zip(again, best, strict=True)]
             if is_settled:
                 break
-        return cls(best, widths, width_of)
+        return cls(best, widths, width_of, context_cost)
 
     def width(self, tokens: int) -> int:
         """Tokens that a round of so many is padded to."""
@@ -91,14 +125,22 @@ class CostModel:
         return float(self._between(np.array([self.width(tokens)]))[0])
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Follow a round's wall time: the level of the whole curve, and the shape near this width."""
+        """Follow a round's wall time: the level of the whole curve and of contexts, and the shape near this width."""
         width = max(self.width(tokens), 1)
         ratio = min(max(seconds / self.seconds(tokens), 0.5), 2.0)
         near = np.exp(-np.abs(np.log2(self._widths / width)))
         self._seconds *= ratio ** (_LEARN_RATE * (0.5 + 0.5 * near))
+        self._context_seconds *= ratio ** (0.75 * _LEARN_RATE)
         self._seconds = np.maximum.accumulate(self._seconds)
         self._num_observed += 1
         self._refresh(with_slopes=not self._num_observed % _ROUNDS_PER_SLOPES)
+
+    def follow_contexts(self, num_cached: int) -> None:
+        """Rounds read so many cached tokens now, over all requests."""
+        beside = self._context_seconds * max(num_cached - self._measured_at, 0)
+        if abs(beside - self._beside) > _CONTEXT_CHANGE * (float(self._seconds[0]) + self._beside):
+            self._beside = beside
+            self._refresh(with_slopes=False)
 
     def prepare(self, most_tokens: int) -> None:
         """Work out t up to so many tokens, so that `after` need not."""
@@ -109,7 +151,7 @@ class CostModel:
             self._refresh(with_slopes=True)
 
     def table(self) -> dict[int, float]:
-        """Width to seconds, as known now."""
+        """Width to seconds behind contexts as at the measurement, as known now."""
         return {int(width): float(value) for width, value in zip(self._widths, self._seconds, strict=True)}
 
     def _refresh(self, with_slopes: bool) -> None:
@@ -120,7 +162,7 @@ class CostModel:
     def _between(self, widths: NDArray[np.int64]) -> NDArray[np.float64]:
         slope = (self._seconds[-1] - self._seconds[-2]) / (self._widths[-1] - self._widths[-2])
         beyond = np.maximum(widths - self._widths[-1], 0.0) * slope
-        result: NDArray[np.float64] = np.interp(widths, self._widths, self._seconds) + beyond
+        result: NDArray[np.float64] = np.interp(widths, self._widths, self._seconds) + (beyond + self._beside)
         return result
 
 
