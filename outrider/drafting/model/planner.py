@@ -266,6 +266,8 @@ class Planner:
     def plan(self, contexts: Sequence[DraftContext]) -> BurstPlan | None:
         """A burst of what `contexts` need, as many as fit, and the best of the forest; None if there is nothing."""
         forest, options, max_seeds = self._forest, self._options, self._shape.max_seeds
+        if not contexts and not np.count_nonzero(forest.quotas):
+            return None
         forced = take_forced(forest, contexts, 0, min(self._shape.max_width, max_seeds), cuts=True)
         num_forced = sum(len(one.slots) for one in forced)
         num_fresh = sum(one.has_root for one in forced)

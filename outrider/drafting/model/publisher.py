@@ -185,7 +185,7 @@ class NodePublisher:
             room = min(self._room(context)[ready_flags[end - 1]], growth.max_nodes - growth.num_live)
             if (
                 count <= room
-                and not has_foreign_nodes
+                and not (has_foreign_nodes and tree.author.num_live)
                 and (self._skips_foreign or context.seen == tree.author.next_id)
                 and growth.extend(tree, above[start:end], tokens[start:end], edges[start:end], source)
             ):
