@@ -98,7 +98,7 @@ class Inside:
         self._drafter = RoundDrafter(model, shape, TritonAttention(), self, features, **options)  # type: ignore[arg-type]
         self._shape = RoundShape(MAX_COMMITTED, 1)
         self._drafter.admit(0, GREEDY)
-        self._drafter.page_tables[0, :pages] = torch.arange(pages, dtype=torch.int32)
+        self._drafter.memory.plan.page_tables[0, :pages] = torch.arange(pages, dtype=torch.int32)
         slots = np.arange(text.prompt_len - self._drafter.lag, dtype=np.int32)
         prompt = PromptChunk(0, text.tokens[self._drafter.lag : text.prompt_len], 0, slots)
         self._drafter.compute_context([prompt], slots.tolist())
