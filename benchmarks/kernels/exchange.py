@@ -392,6 +392,10 @@ def check_streams(case: ExchangeCase, world: int, repetitions: int) -> list[Exch
         check.stream.synchronize()
         check.capture()
         check.replay()
+    # A capture gives cached memory back, and getting it anew waits for the device as well.
+    local.reset(wait=False)
+    for check in checks:
+        check.warm()
     local.reset(wait=True)
     for check in checks:
         check.warm()

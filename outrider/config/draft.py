@@ -43,8 +43,8 @@ class DraftOptions(PeerServiceOptions):
     )
     speculative_draft_window_size: int = option(
         0,
-        "Draft models: last tokens that are seen of contexts more than twice as long; 0 takes what a head's checkpoint "
-        "says, or all.",
+        "Draft models: last tokens that are seen of contexts more than half as long again; 0 takes what a head's "
+        "checkpoint says, or all.",
         minimum=0,
     )
     speculative_draft_sink_size: int = option(

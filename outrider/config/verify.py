@@ -116,8 +116,8 @@ class VerifyOptions(PeerServiceOptions):
     speculative_eagle_topk: int = option(0, "Most children of a node of its trees; 0 chooses.", minimum=0, maximum=16)
     speculative_draft_window_size: int = option(
         0,
-        "Draft models: last tokens that are seen of contexts more than twice as long; 0 takes what a head's checkpoint "
-        "says, or all.",
+        "Draft models: last tokens that are seen of contexts more than half as long again; 0 takes what a head's "
+        "checkpoint says, or all.",
         minimum=0,
     )
     speculative_draft_sink_size: int = option(

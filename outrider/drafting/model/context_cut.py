@@ -36,12 +36,12 @@ WHOLE = ContextCut()
 def cut_context(cut: ContextCut, length: int, window: ContextWindow, page_size: int) -> ContextCut:
     """The cut of a context of so many KV positions, of which `cut` was left out so far.
 
-    Where more than twice the window is left, the window is, and up to a page more; so a context is cut once in as many
-    tokens.
+    A whole context is cut where it is longer than one and a half windows, and again where more than two are left; then
+    a window is left, and up to a page more. A prompt near two windows is so not computed as a whole and cut at once.
     """
     sinks = num_sink_pages(window, page_size) * page_size
     size = max(window.size, sinks)
-    if not window.size or length - cut.gap <= 2 * size:
+    if not window.size or length - cut.gap <= (2 * size if cut.gap else 3 * size // 2):
         return cut
     gap = (length - size) // page_size * page_size - sinks
     return ContextCut(sinks, gap) if gap > cut.gap else cut

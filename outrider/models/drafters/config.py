@@ -21,7 +21,7 @@ MIN_SINKS = 16
 
 
 class ContextWindow(NamedTuple):
-    """What a head is shown of a context of more than twice `size` tokens; see outrider.drafting.model.context_cut."""
+    """What a head is shown of a context much longer than `size` tokens; see outrider.drafting.model.context_cut."""
 
     size: int = 0
     """Last tokens; 0 for all of any context."""
