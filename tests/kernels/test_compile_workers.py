@@ -51,9 +51,11 @@ def update() -> Any:
 
 
 def variant(update: Any, block: object) -> tuple[Any, ...]:
-    signature = dict.fromkeys(("page_tables", "updates"), "*i32") | dict.fromkeys(("num_updates", "stride"), "i32")
+    signature = dict.fromkeys(("page_tables", "updates", "shifts"), "*i32")
+    signature |= dict.fromkeys(("num_updates", "stride", "num_sinks"), "i32")
+    signature |= dict.fromkeys(("SHIFTED", "BLOCK"), "constexpr")
     options = update.device_caches[0][3].parse_options({"num_warps": 4})
-    return signature | {"BLOCK": "constexpr"}, {(4,): block}, options, {(0,): [["tt.divisibility", 16]]}, False
+    return signature, {(6,): True, (7,): block}, options, {(0,): [["tt.divisibility", 16]]}, False
 
 
 def test_what_another_process_compiled_is_in_the_cache(
@@ -148,7 +150,7 @@ def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.Monk
         with tell_launches() as told:
             assert told is not None and told() == 0
             for _ in range(2):
-                function[(1,)](tables, tables, 1, 4, BLOCK=128)
+                function[(1,)](tables, tables, tables, 1, 4, 2, SHIFTED=True, BLOCK=128)
                 assert told() == 1
             assert not torch.empty(1000).count_nonzero() and not torch.empty_like(tables).count_nonzero()
         assert JITFunction.run is run
@@ -157,6 +159,6 @@ def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.Monk
         (job,) = workers._told.values()
         job.result()
         with tell_launches() as told:
-            function[(1,)](tables, tables, 1, 4, BLOCK=128)
+            function[(1,)](tables, tables, tables, 1, 4, 2, SHIFTED=True, BLOCK=128)
             assert told is not None and told() == 0, "Triton's cache has it"
     assert len(list(tmp_path.rglob("_update.cubin"))) == 1 and tables.all()
