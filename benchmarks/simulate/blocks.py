@@ -44,11 +44,11 @@ ROUND_MS, SOONER_MS = 4.5, 0.6
 WAITS_MS = (0.6, 1.0, 1.5, 2.0, 3.0)
 POLICIES = ("read on", "wait without nodes", "wait")
 
-Tree = dict[int, "Node"]
+Tree = dict[int, "GuessedNode"]
 """Children by token."""
 
 
-class Node:
+class GuessedNode:
     """A node of a tree: the score of its edge, and its children."""
 
     __slots__ = ("below", "edge")
@@ -74,7 +74,7 @@ def best(tree: Tree, most: int) -> Tree:
     """The best nodes of a tree."""
     copies: dict[int, Tree] = {id(tree): {}}
     for (above, token), _ in zip(ranked(tree), range(most), strict=False):
-        node = copies[id(above)][token] = Node(above[token].edge)
+        node = copies[id(above)][token] = GuessedNode(above[token].edge)
         copies[id(above[token].below)] = node.below
     return copies[id(tree)]
 
@@ -175,7 +175,7 @@ class BlockText:
             ids, parents, below = self._ranker.target_id(edges.indices).tolist(), [], []
             for parent, (score, above, _) in enumerate(level):
                 for token, edge in zip(ids[parent], edges.values[parent].tolist(), strict=True):
-                    node = above[token] = Node(edge)
+                    node = above[token] = GuessedNode(edge)
                     below.append((score + edge, node.below, token))
                     parents.append(parent)
             scores = sorted([*scores, *(score for score, _, _ in below)], reverse=True)[:most]
