@@ -3,8 +3,9 @@
     python -m benchmarks.engine.ranks --model /models/llama-8b --prompts mt_bench.jsonl --cases 1 2 2,nccl
 
 Each case starts an engine, N ranks from `--verify-device` on, and asks it directly, without gateway: the same prompts
-with 1, 16 and 64 requests at a time, greedy, past the end of sequence. Two texts of half precision part where two
-candidates are near; how long they agree with the first case's is told.
+with 1, 16 and 64 requests at a time, greedy, past the end of sequence. With `--speculate NAME` the engine has the
+drafter of its options, and the prompts are asked twice, with speculation off and on. Two texts of half precision part
+where two candidates are near; how long they agree with the first case's is told.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["1", "2"], help="ranks, and how they exchange: 2, 2,nccl")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--speculate", metavar="NAME", help="with the drafter of the verify options, which NAME is for")
+    parser.add_argument("--speculate", metavar="NAME", help="also with the drafter of the verify options, called NAME")
     parser.add_argument("--prompt-tokens", type=int, default=0, help="repeat prompts up to so many tokens")
     parser.add_argument(
         "--texts", type=Path, help="answers to compare with, of an earlier run; written if it is not there"
@@ -71,44 +72,48 @@ async def _run(
     reports: list[RoundReport] = []
     begin = time.monotonic()
     process, engine = await start_engine(options, reports.append)
-    rows, speculate = [], arguments.speculate is not None
+    rows: list[Row] = []
+    dtype = options.dtype.replace("bfloat16", "bf16")
+    world = f"tp{case.replace(',', ' ')}"
     try:
         if await process.ready(asyncio.Event()) is None:
             return []
-        label, dtype = (
-            f"{arguments.label} {arguments.speculate or 'plain'} tp{case.replace(',', ' ')}",
-            options.dtype.replace("bfloat16", "bf16"),
-        )
-        rows.append(Row(f"{label} {dtype}", "start_seconds", time.monotonic() - begin, "s"))
+        rows.append(Row(f"{arguments.label} plain {world} {dtype}", "start_seconds", time.monotonic() - begin, "s"))
         prompts = _prompts(arguments, options.model)
         for batch in arguments.batches:
-            # Once to fill the cache with the prompts, so that decoding alone is timed.
-            await _ask(engine, prompts, batch, 2, speculate)
-            reports.clear()
-            start = time.monotonic()
-            found = await _ask(engine, prompts, batch, arguments.max_tokens, speculate)
-            seconds = time.monotonic() - start
-            agreed = [
-                _num_common(text, texts.setdefault(f"{batch} {number}", text)) for number, text in enumerate(found)
-            ]
-            full = [report for report in reports if not report.num_prefilled and len(report.committed) == batch]
-            figures = [report.figures for report in full]
-            lengths = [count for report in full for count in report.committed]
-            name = f"{label} b{batch} {dtype} greedy"
-            values: list[tuple[str, float, str]] = [
-                ("tokens_per_second", sum(map(len, found)) / seconds, "tokens/s"),
-                ("accept_length", sum(lengths) / max(len(lengths), 1), "tokens"),
-                ("round_ms", 1e3 * median([one.seconds for one in figures] or [0.0]), "ms"),
-                ("round_gpu_ms", 1e3 * median([one.gpu for one in figures if one.gpu] or [0.0]), "ms"),
-                ("host_gap_ms", 1e3 * median([one.gap for one in figures if one.gap is not None] or [0.0]), "ms"),
-                ("agreed_tokens", sum(agreed) / len(agreed), "tokens"),
-            ]
-            rows += [Row(name, *value) for value in values]
-            print(f"{name:45s}", *(f"{metric} {value:.4g}" for metric, value, _ in values), flush=True)
+            for name in ("plain", arguments.speculate) if arguments.speculate else ("plain",):
+                speculate = name != "plain"
+                # Once to fill the cache with the prompts, so that decoding alone is timed; longer where drafts warm up.
+                await _ask(engine, prompts, batch, 32 if speculate else 2, speculate)
+                reports.clear()
+                start = time.monotonic()
+                found = await _ask(engine, prompts, batch, arguments.max_tokens, speculate)
+                seconds = time.monotonic() - start
+                values = [("tokens_per_second", sum(map(len, found)) / seconds, "tokens/s"), *_figures(reports, batch)]
+                agreed = [
+                    _num_common(text, texts.setdefault(f"{batch} {number}", text)) for number, text in enumerate(found)
+                ]
+                values.append(("agreed_tokens", sum(agreed) / len(agreed), "tokens"))
+                title = f"{arguments.label} {name} {world} b{batch} {dtype} greedy"
+                rows += [Row(title, *value) for value in values]
+                print(f"{title:45s}", *(f"{metric} {value:.4g}" for metric, value, _ in values), flush=True)
         await process.stop()
     finally:
         await process.close()
     return rows
+
+
+def _figures(reports: list[RoundReport], batch: int) -> list[tuple[str, float, str]]:
+    """What rounds of the whole batch, without prompts, took and brought."""
+    full = [report for report in reports if not report.num_prefilled and len(report.committed) == batch]
+    figures = [report.figures for report in full]
+    lengths = [count for report in full for count in report.committed]
+    return [
+        ("accept_length", sum(lengths) / max(len(lengths), 1), "tokens"),
+        ("round_ms", 1e3 * median([one.seconds for one in figures] or [0.0]), "ms"),
+        ("round_gpu_ms", 1e3 * median([one.gpu for one in figures if one.gpu] or [0.0]), "ms"),
+        ("host_gap_ms", 1e3 * median([one.gap for one in figures if one.gap is not None] or [0.0]), "ms"),
+    ]
 
 
 async def _ask(engine: Any, prompts: list[list[int]], batch: int, max_tokens: int, speculate: bool) -> list[list[int]]:
