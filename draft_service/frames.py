@@ -143,8 +143,12 @@ class FeaturesTaken(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """engine -> door: the next `FeaturePieces` of the session are done with."""
 
     session: int
-    broken: bool
-    """Whether its ring cannot be read any more."""
+
+
+class RingBroken(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """engine -> door: the ring of the session's features cannot be read any more."""
+
+    session: int
 
 
 class ProjectionAnswer(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -159,7 +163,7 @@ class ProjectionAnswer(msgspec.Struct, frozen=True, array_like=True, tag=3):
 FromDoor = Start[DraftOptions] | Stop | SessionUp | SessionDown | FromVerify | Drain | AskState
 FromEngine = TurnUpdates | DraftEngineState | SessionLost
 FeaturesFromDoor = FeatureStreamUp | FeatureStreamDown | FeaturePieces | AskProjection
-FeaturesFromEngine = FeatureStreamReady | FeaturesTaken | ProjectionAnswer
+FeaturesFromEngine = FeatureStreamReady | FeaturesTaken | RingBroken | ProjectionAnswer
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = decoder(FromDoor)
 from_engine: msgspec.msgpack.Decoder[Ready[DrafterProfile] | Refused | FromEngine] = decoder(

@@ -14,8 +14,10 @@ from draft_service.frames import (
     FeatureStreamReady,
     FeatureStreamUp,
     ProjectionAnswer,
+    RingBroken,
     features_from_engine,
 )
+from outrider.errors import InternalError
 from outrider.host.frames import FeaturePieces
 from outrider.host.process import FrameConnection
 from outrider.protocol.speculation import Features, FeaturesBegin, ProjectionPart
@@ -91,8 +93,13 @@ class FeatureStream:
         return len(pieces) - len(features)
 
     async def next_release(self) -> int:
-        """Wait until the engine takes more; returns the number of the last features that it is done with."""
+        """Wait until the engine takes more; returns the number of the last features that it is done with.
+
+        Raises InternalError once the ring cannot be read any more.
+        """
         await self._has_release.wait()
+        if self.broken:
+            raise InternalError("the ring of features cannot be read any more")
         self._has_release.clear()
         return self._released
 
@@ -110,8 +117,10 @@ class FeatureStream:
         """Handle a frame of the engine."""
         match frame:
             case FeaturesTaken():
-                self.broken = frame.broken
                 self._released = self._handed_over.popleft()
+                self._has_release.set()
+            case RingBroken():
+                self.broken = True
                 self._has_release.set()
             case FeatureStreamReady():
                 if not self.ready.done():

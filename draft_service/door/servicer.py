@@ -17,7 +17,7 @@ from draft_service.door.remote import RemoteDraftEngine, VerifySession
 from draft_service.frames import DrafterProfile
 from outrider import __version__
 from outrider.config.draft import DraftOptions
-from outrider.errors import InternalError, InvalidRequestError, OutriderError, OverloadedError
+from outrider.errors import InvalidRequestError, OutriderError, OverloadedError
 from outrider.logs import get_logger
 from outrider.protocol.speculation import (
     Decline,
@@ -118,6 +118,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 _ended(session),
             )
         finally:
+            if stream.broken:
+                # The session is dialled again, and goes without a ring.
+                self._maps_memory = False
             stream.close()
 
     async def GetInfo(
@@ -168,10 +171,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 continue
             if not isinstance(message, draft_pb2.DraftServiceFeaturesRequest):  # the end of the stream
                 return
-            if stream.broken:
-                # The session is dialled again, and goes without a ring.
-                self._maps_memory = False
-                raise InternalError("the ring of features cannot be read any more")
             num_dropped = await stream.submit(decode_pieces(message, begin, ring_bytes))
             self._metrics.dropped["malformed"].inc(num_dropped)
 

@@ -8,7 +8,7 @@ from functools import partial
 from time import perf_counter
 
 from draft_service.engine.features import FeatureReceiver
-from draft_service.engine.inbox import DraftInbox
+from draft_service.engine.inbox import DraftInbox, LineFeatures
 from draft_service.engine.reporter import DraftReporter
 from draft_service.frames import (
     AskProjection,
@@ -136,10 +136,13 @@ class DraftEngine:
                 return
             self._handle(frame)
 
-    def _handle(self, frame: FromDoor | FeaturesFromDoor) -> None:
+    def _handle(self, frame: FromDoor | FeaturesFromDoor | LineFeatures) -> None:
         match frame:
             case FromVerify():
                 self._apply(frame.session, frame.messages)
+            case LineFeatures():
+                self._features.take_on_line(frame.session, frame.features)
+                self.inbox.lines.release(frame.session, frame.features[-1].sequence)
             case SessionUp():
                 self._begin(frame)
             case SessionDown():

@@ -13,6 +13,7 @@ from draft_service.frames import (
     FeatureStreamReady,
     FeatureStreamUp,
     ProjectionAnswer,
+    RingBroken,
 )
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper, RingReader, map_ring, with_rows
@@ -106,16 +107,25 @@ class FeatureReceiver:
         elif up.begin.ring is not None:
             self._pipe.send(FeatureStreamReady(up.session, False))
 
+    def take_on_line(self, session: int, features: Sequence[Features]) -> None:
+        """Features that a line told of, past the door; those of a stream that has ended are of no use."""
+        if (stream := self._streams.get(session)) is not None:
+            self._read(stream, features)
+
     def _take(self, frame: FeaturePieces) -> None:
-        stream, session = self._streams[frame.session], frame.session
-        ring, row_bytes = stream.ring, stream.up.begin.row_bytes
+        self._read(self._streams[frame.session], frame.features)
+        self._pipe.send(FeaturesTaken(frame.session))
+
+    def _read(self, stream: _Stream, features: Sequence[Features]) -> None:
+        ring, session, row_bytes = stream.ring, stream.up.session, stream.up.begin.row_bytes
         try:
-            self._apply(session, with_rows(frame.features, row_bytes, ring.read if ring is not None else None))
+            self._apply(session, with_rows(features, row_bytes, ring.read if ring is not None else None))
         except Exception as error:
             raise_device_failure(error)
             _logger.error("features could not be read", exc_info=error)
-            self._fail(session, frame.features)
-        self._pipe.send(FeaturesTaken(session, ring is not None and ring.broken))
+            self._fail(session, features)
+        if ring is not None and ring.broken:
+            self._pipe.send(RingBroken(session))
 
     def _send_projection(self, frame: AskProjection) -> None:
         matrix = self._drafter.needs.projection

@@ -6,13 +6,14 @@ import select
 from collections import deque
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import NamedTuple
 
 from draft_service.frames import FeaturesFromDoor, FromDoor, SessionUp
 from outrider.host.frames import FromVerify, SessionDown, Stop
-from outrider.host.line import DraftBatch, Line, LineHello, Listener, VerifyBatch
+from outrider.host.line import DraftBatch, FeatureBatch, Line, LineHello, Listener, OnLine
 from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
-from outrider.protocol.speculation import DraftMessage
+from outrider.protocol.speculation import DraftMessage, Features
 
 _logger = get_logger(__name__)
 
@@ -22,7 +23,14 @@ _VERIFY = "a verify service on this host"
 _MAX_UNNAMED_LINES = 64
 """Lines that may be open without a session."""
 
-_VerifyLine = Line[LineHello | VerifyBatch]
+_VerifyLine = Line[OnLine]
+
+
+class LineFeatures(NamedTuple):
+    """Features that lie in a ring, as a line told of them: who takes them releases them there."""
+
+    session: int
+    features: list[Features]
 
 
 @dataclass(slots=True)
@@ -31,7 +39,7 @@ class _UnnamedLine:
 
     since: float
     """When it was accepted, on the monotonic clock."""
-    frames: list[LineHello | VerifyBatch] = field(default_factory=list)
+    frames: list[OnLine] = field(default_factory=list)
 
 
 class VerifyLines:
@@ -47,6 +55,8 @@ class VerifyLines:
         self._unnamed: dict[_VerifyLine, _UnnamedLine] = {}
         self._lines: dict[int, _VerifyLine] = {}
         """By session."""
+        self._released: dict[int, int] = {}
+        """Numbers of features that were released, by session, until verify is told."""
         if listener is not None:
             poll.register(listener.fileno(), select.POLLIN)
 
@@ -62,6 +72,7 @@ class VerifyLines:
     def forget(self, session: int) -> None:
         """A session has ended."""
         self._expected = {token: number for token, number in self._expected.items() if number != session}
+        self._released.pop(session, None)
         line = self._lines.pop(session, None)
         if line is not None:
             self._close(line)
@@ -76,9 +87,9 @@ class VerifyLines:
         for line, unnamed in self._unnamed.items():
             unnamed.frames += line.receive_from(_VERIFY)
 
-    def take(self) -> list[FromVerify]:
+    def take(self) -> list[FromVerify | LineFeatures]:
         """What has come, without waiting."""
-        received: list[FromVerify] = []
+        received: list[FromVerify | LineFeatures] = []
         for line, unnamed in list(self._unnamed.items()):
             self._identify(line, unnamed, received)
         for session, line in list(self._lines.items()):
@@ -92,13 +103,20 @@ class VerifyLines:
         line = self._lines.get(session)
         if line is None:
             return False
-        line.send(DraftBatch(messages))
+        line.send(DraftBatch(messages, self._released.pop(session, 0)))
         if line.closed:
             self._lose(session)
         return True
 
+    def release(self, session: int, through: int) -> None:
+        """Features up to this number are done with; verify is told with the next messages, or by `flush`."""
+        self._released[session] = through
+
     def flush(self) -> None:
-        """Hand the kernel what it did not take before."""
+        """Say what was released, and hand the kernel what it did not take before."""
+        for session in list(self._released):
+            if not self.send(session, []):
+                del self._released[session]
         for line in self._lines.values():
             if line.backlog:
                 line.flush()
@@ -110,7 +128,7 @@ class VerifyLines:
         if self.listener is not None:
             self.listener.close()
 
-    def _identify(self, line: _VerifyLine, unnamed: _UnnamedLine, received: list[FromVerify]) -> None:
+    def _identify(self, line: _VerifyLine, unnamed: _UnnamedLine, received: list[FromVerify | LineFeatures]) -> None:
         """Give a line to the session that its first frame names, or close one that names none in time."""
         session, frames = None, unnamed.frames
         if frames and isinstance(frames[0], LineHello):
@@ -124,15 +142,19 @@ class VerifyLines:
             del self._unnamed[line]
             self._close(line)
 
-    def _read(self, session: int, frames: list[LineHello | VerifyBatch], received: list[FromVerify]) -> None:
+    def _read(self, session: int, frames: list[OnLine], received: list[FromVerify | LineFeatures]) -> None:
         for frame in frames:
             if isinstance(frame, LineHello):
                 _logger.error("a verify service on this host named its session twice")
                 self._lose(session)
                 return
-            received.append(FromVerify(session, frame.messages))
+            if isinstance(frame, FeatureBatch):
+                received.append(LineFeatures(session, frame.features))
+            else:
+                received.append(FromVerify(session, frame.messages))
 
     def _lose(self, session: int) -> None:
+        self._released.pop(session, None)
         line = self._lines.pop(session, None)
         if line is not None:
             self._close(line)
@@ -160,7 +182,7 @@ class DraftInbox:
         self._pipe = pipe
         self._features = features
         self._arrived: deque[FromDoor] = deque()
-        self._arrived_features: deque[FeaturesFromDoor] = deque()
+        self._arrived_features: deque[FeaturesFromDoor | LineFeatures] = deque()
         self._over = False
         self._poll = select.poll()
         self._poll.register(pipe.fileno(), select.POLLIN)
@@ -171,7 +193,7 @@ class DraftInbox:
         """Whether something has come, without taking it: about a microsecond."""
         return bool(self._arrived or self._arrived_features or (not self._over and self._poll.poll(0)))
 
-    def next(self) -> FromDoor | FeaturesFromDoor | None:
+    def next(self) -> FromDoor | FeaturesFromDoor | LineFeatures | None:
         """The next frame; None if there is none now. Features come when nothing else does."""
         if not self._arrived and not self._over and self._poll.poll(0):
             self._receive()
@@ -199,7 +221,11 @@ class DraftInbox:
             elif isinstance(frame, SessionDown):
                 self.lines.forget(frame.session)
                 self.ended.add(frame.session)
-        self._arrived += self.lines.take()
+        for one in self.lines.take():
+            if isinstance(one, LineFeatures):
+                self._arrived_features.append(one)
+            else:
+                self._arrived.append(one)
         # Those that came before are done first, so they are read no faster than they are done.
         if not self._arrived_features:
             self._arrived_features += self._features.receive_from("the door")

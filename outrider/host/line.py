@@ -1,7 +1,8 @@
 """A line: a socket between the engines of a verify and a draft service of one host, for what their stream would carry.
 
 The gRPC stream stays: it brings the hellos, of which the draft's names the socket, and its end is the session's. The
-messages in between take the line, past two event loops, protobuf and HTTP/2. A line that is lost, or that brings what
+messages in between take the line, past two event loops, protobuf and HTTP/2, and so does what is said of features that
+lie in a ring: an answer may wait for them. A line that is lost, or that brings what
 is no frame, ends the session, which is then dialled anew. Both ends must belong to the same user: each asks the kernel
 before it sends or reads anything. Torch-free.
 """
@@ -21,7 +22,7 @@ import msgspec
 from outrider.host.frames import decoder, pack
 from outrider.host.pipe import Pipe
 from outrider.logs import get_logger
-from outrider.protocol.speculation import DraftMessage, VerifyMessage
+from outrider.protocol.speculation import DraftMessage, Features, VerifyMessage
 from outrider.rpc.transport import MAX_UNIX_PATH_BYTES
 
 log = get_logger(__name__)
@@ -62,13 +63,24 @@ class VerifyBatch(msgspec.Struct, frozen=True, array_like=True, tag=2):
     messages: list[VerifyMessage]
 
 
+class FeatureBatch(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """verify -> draft: features that lie in a ring, in order."""
+
+    features: list[Features]
+
+
 class DraftBatch(msgspec.Struct, frozen=True, array_like=True):
     """draft -> verify: messages, in order."""
 
     messages: list[DraftMessage]
+    released: int = 0
+    """Number of the last features of a `FeatureBatch` that the draft is done with; 0 if that is not new."""
 
 
-to_draft: msgspec.msgpack.Decoder[LineHello | VerifyBatch] = decoder(LineHello | VerifyBatch)
+OnLine = LineHello | VerifyBatch | FeatureBatch
+"""What verify says on a line."""
+
+to_draft: msgspec.msgpack.Decoder[OnLine] = decoder(OnLine)
 to_verify: msgspec.msgpack.Decoder[DraftBatch] = decoder(DraftBatch)
 
 
@@ -117,9 +129,9 @@ class Listener:
         """The socket's descriptor, for who waits for several."""
         return self._socket.fileno()
 
-    def accept(self) -> list[Line[LineHello | VerifyBatch]]:
+    def accept(self) -> list[Line[OnLine]]:
         """Who has called; others than this user are sent away."""
-        found: list[Line[LineHello | VerifyBatch]] = []
+        found: list[Line[OnLine]] = []
         while True:
             try:
                 sock, _ = self._socket.accept()

@@ -38,7 +38,7 @@ class Stream(FeatureStream):
         return await self.submit(pieces)
 
     def take(self) -> None:
-        self.receive(FeaturesTaken(1, False))
+        self.receive(FeaturesTaken(1))
 
     @property
     def handed_over(self) -> list[list[int]]:

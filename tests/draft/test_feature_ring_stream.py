@@ -9,14 +9,22 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from draft_door import Door
+from draft_door import Door, Stream
 from msgspec.structs import replace
 from shared_file import MappedFile, SharedFile
-from test_feature_stream import ROW, FeaturesEnd, NotingDrafter, greet, opened
+from test_feature_stream import ROW, TARGET, FeaturesEnd, NotingDrafter, greet, opened
 
 from outrider.drafting.model.features import map_ring
-from outrider.host.line import host_id
-from outrider.protocol.speculation import MAGIC_BYTES, FeatureRing
+from outrider.host.line import DraftBatch, FeatureBatch, Line, dial, host_id
+from outrider.protocol.speculation import (
+    MAGIC_BYTES,
+    Decline,
+    DraftMessage,
+    FeatureRing,
+    Features,
+    Hello,
+    LineOffer,
+)
 
 Serve = Callable[..., Awaitable[Door]]
 SIZE = 4096
@@ -39,6 +47,21 @@ def make_ring(folder: Path) -> tuple[SharedFile, FeatureRing]:
     for place in (0, SIZE - MAGIC_BYTES):
         memory.rows[place : place + MAGIC_BYTES] = torch.tensor(list(MAGIC), dtype=torch.uint8)
     return memory, FeatureRing(host_id(), "cpu", memory.handle, SIZE, MAGIC)
+
+
+async def greet_with_line(door: Door) -> tuple[Stream, str, LineOffer]:
+    """A session with the token of its features, and where its line is to be had."""
+    stream = door.stream()
+    await stream.send(TARGET)
+    hello = await stream.receive()
+    assert isinstance(hello, Hello) and hello.line is not None
+    return stream, hello.features_token, hello.line
+
+
+def call(offer: LineOffer) -> Line[DraftBatch]:
+    line = dial(offer.host, offer.path, offer.token)
+    assert line is not None
+    return line
 
 
 async def in_ring(end: FeaturesEnd, start: int, sequence: int, offset: int, count: int = 1) -> None:
@@ -70,6 +93,38 @@ async def test_features_are_read_from_the_ring_and_it_is_unmapped_in_the_end(ser
         assert await end.call.read() is grpc.aio.EOF
     await door.settle()
     assert mapper.mapped[0].closed
+
+
+async def test_a_line_tells_of_features_in_the_ring_and_hears_of_releases(serve: Serve, tmp_path: Path) -> None:
+    memory, ring = make_ring(tmp_path)
+    drafter = NotingDrafter()
+    door = await serve(drafter, mapper=Mapper())
+    stream, token, offer = await greet_with_line(door)
+    await opened(stream, 1)
+    end = FeaturesEnd(door)
+    await end.begin(token, ring=ring)
+    memory.rows[256 : 256 + 3 * ROW] = torch.arange(3 * ROW, dtype=torch.uint8)
+    line = call(offer)
+    first, outside = (
+        Features(1, start, 2, True, b"", "float32", sequence, ring_offset=offset)
+        for start, sequence, offset in ((0, 7, 256), (2, 8, 2**64 - 1))
+    )
+    line.send(FeatureBatch([first]))
+    async with asyncio.timeout(20):
+        while 7 not in (through := [batch.released for batch in line.receive()]):
+            assert not any(through)
+            await asyncio.sleep(0)
+    expected = bytes(number % 256 for number in range(2 * ROW))
+    assert [part.rows for _, part in drafter.features] == [expected]
+    # A place outside costs the request that it is of, and nobody the session.
+    line.send(FeatureBatch([outside]))
+    told: list[DraftMessage] = []
+    async with asyncio.timeout(20):
+        while not any(isinstance(one, Decline) for one in told):
+            told += [one for batch in line.receive() for one in batch.messages]
+            await asyncio.sleep(0)
+    assert len(drafter.features) == 1 and not line.closed
+    line.close()
 
 
 @pytest.mark.parametrize("offset", [SIZE - ROW + 1, SIZE, 2**63, 2**64 - 1])
@@ -126,20 +181,23 @@ async def test_a_ring_that_cannot_be_used_is_declined_and_features_come_in_messa
     assert all(memory.closed for memory in mapper.mapped)
 
 
+@pytest.mark.parametrize("on_line", [False, True])
 async def test_a_ring_that_cannot_be_read_any_more_ends_the_stream_and_the_next_goes_without(
-    serve: Serve, tmp_path: Path
+    serve: Serve, tmp_path: Path, on_line: bool
 ) -> None:
     _, ring = make_ring(tmp_path)
     mapper, drafter = Mapper(), NotingDrafter()
     door = await serve(drafter, mapper=mapper)
-    stream, token = await greet(door)
+    stream, token, offer = await greet_with_line(door)
     await opened(stream, 1, 2)
     end = FeaturesEnd(door)
     await end.begin(token, ring=ring)
     mapper.mapped[0].fails = True
-    await in_ring(end, 0, 1, 256)
-    await end.released(1)
-    await in_ring(end, 1, 2, 256)
+    line = call(offer)
+    if on_line:
+        line.send(FeatureBatch([Features(1, 0, 1, True, b"", "float32", 1, ring_offset=256)]))
+    else:
+        await in_ring(end, 0, 1, 256)
     code, _ = await end.ended()
     assert code is grpc.StatusCode.INTERNAL and not drafter.features
     other, token = await greet(door)
@@ -149,6 +207,7 @@ async def test_a_ring_that_cannot_be_read_any_more_ends_the_stream_and_the_next_
     await second.send(0, 1, request=7)
     await second.released(1)
     assert [part.request for _, part in drafter.features] == [7]
+    line.close()
 
 
 def test_what_is_read_lies_in_the_ring_whoever_asks(tmp_path: Path) -> None:

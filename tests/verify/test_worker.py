@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
-from outrider.host.frames import FrameReader, FromVerify, Refused, SessionLost, Start, Stop, pack
+from outrider.host.frames import FeaturePieces, FrameReader, FromVerify, Refused, SessionLost, Start, Stop, pack
+from outrider.host.line import DraftBatch, FeatureBatch, Listener, VerifyBatch
 from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
 from outrider.host.worker import await_start, run_engine
 from outrider.protocol.generation import GenerationUpdate
-from outrider.protocol.speculation import Close, ProjectionPart
+from outrider.protocol.speculation import Close, Features, Grow, LineOffer, ProjectionPart
+from outrider.tree.handshake import Terms
 from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.inbox import SocketInbox
@@ -25,6 +28,7 @@ from verify_service.engine.reporter import SNAPSHOT_SECONDS, VerifyReporter
 from verify_service.engine.worker import connect
 from verify_service.frames import (
     Cancel,
+    DraftUp,
     EngineUpdates,
     FromDoor,
     FromEngine,
@@ -238,6 +242,39 @@ def test_the_inbox_waits_for_the_door_or_for_what_was_posted(wire: Wire) -> None
     inbox.take(20)
     assert inbox.stopped
     assert inbox.take(20) == [], "a stopped inbox waits for nothing"
+
+
+@pytest.mark.parametrize("in_ring", [True, False])
+def test_features_in_a_ring_and_their_releases_take_the_line(wire: Wire, in_ring: bool) -> None:
+    inbox, listener = SocketInbox(wire.pipe), Listener()
+    connected: list[DraftServiceConnection] = []
+    released: list[tuple[DraftServiceConnection, int]] = []
+    engine = SimpleNamespace(
+        draft_connected=lambda connection, terms: connected.append(connection),
+        drafts=SimpleNamespace(receive=lambda connection, messages, arrived_at: None),
+        features=SimpleNamespace(released=lambda connection, through: released.append((connection, through))),
+    )
+    inbox.serve(engine, VerifyReporter(wire.pipe))  # type: ignore[arg-type]
+    offer = LineOffer(listener.host, listener.path, "token")
+    wire.door.sendall(pack(DraftUp(7, "near:1", Terms(line=offer))))
+    inbox.take(20)
+    (connection,), (line,) = connected, listener.accept()
+    sent = Features(1, 0, 2, True, memoryview(b"" if in_ring else bytes(8)), "float32", 5)
+    sent = replace(sent, ring_offset=256 if in_ring else None)
+    connection.send([Close(9)])
+    connection.send_features([sent])
+    told = line.receive()[1:]
+    if in_ring:
+        assert told == [VerifyBatch([Close(9)]), FeatureBatch([replace(sent, data=b"")])]
+        line.send(DraftBatch([Grow(3, 1, 5, 5, 1)], 5))
+        for action in inbox.take(20):
+            action()
+        assert released == [(connection, 5)]
+    else:
+        assert told == [VerifyBatch([Close(9)])] and isinstance(wire.read()[0], FeaturePieces)
+    line.close()
+    listener.close()
+    connection.line.close()  # type: ignore[union-attr]
 
 
 def test_a_door_that_hangs_up_stops_the_engine(wire: Wire) -> None:

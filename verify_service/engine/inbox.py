@@ -93,6 +93,8 @@ class SocketInbox:
                 arrived_at = monotonic()
                 for batch in batches:
                     self._post_messages(connection, batch.messages, arrived_at)
+                    if batch.released:
+                        self.post(partial(self._engine.features.released, connection, batch.released))
                 self.post(partial(setattr, connection, "is_busy", False))
             if line.closed:
                 # The door ends the session and dials anew.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.host.frames import FeaturePieces, FromVerify, SessionLost
-from outrider.host.line import DraftBatch, Line, VerifyBatch
+from outrider.host.line import DraftBatch, FeatureBatch, Line, VerifyBatch
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
 from outrider.tree.handshake import Terms
@@ -51,7 +51,7 @@ class DraftServiceConnection:
     pipe: Pipe[FromDoor]
     terms: Terms = field(default_factory=Terms)
     line: Line[DraftBatch] | None = None
-    """Takes what the speculation stream would carry."""
+    """Takes what the speculation stream would carry, and what the features stream would of features in a ring."""
     is_busy: bool = False
     """Whether something has come on the line that was not dealt with: until then it is not read."""
     projection_dtype: str = ""
@@ -78,7 +78,10 @@ class DraftServiceConnection:
 
     def send_features(self, messages: list[Features]) -> None:
         """See DraftConnection."""
-        self.pipe.send(FeaturePieces(self.session, messages))
+        if self.line is not None and messages[0].ring_offset is not None:
+            self.line.send(FeatureBatch(messages))
+        else:
+            self.pipe.send(FeaturePieces(self.session, messages))
 
     def reset(self) -> None:
         """See DraftConnection: the door dials it anew, and reports it down, and up again."""
