@@ -109,6 +109,10 @@ class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Slices of growth, by GROWTH_SECONDS; the last ones were longer than all of them."""
     slice_seconds: float = 0.0
     """What they took together."""
+    phases: dict[str, list[int]] = {}
+    """Answers to commits by phase and by ANSWER_SECONDS; the last ones took longer than all of them."""
+    phase_seconds: dict[str, float] = {}
+    """What each phase took in sum."""
 
 
 class FeatureStreamUp(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -118,7 +118,8 @@ class Histogram:
 
 @dataclass
 class MetricsPage:
-    """One reading of a metrics page, or the difference of two. Samples with labels are named `name{label}`."""
+    """One reading of a metrics page, or the difference of two. Samples with labels are named `name{label}`, and such a
+    histogram is there in sum, too, by its bare name."""
 
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
@@ -147,8 +148,14 @@ class MetricsPage:
         for family in text_string_to_metric_families(text):
             if family.type == "histogram":
                 page.histograms[family.name] = _histogram(family.name, family.samples)
+                labelled: dict[str, list[Sample]] = {}
+                for sample in family.samples:
+                    labelled.setdefault(_labels(sample), []).append(sample)
+                for labels, samples in labelled.items():
+                    if labels:
+                        page.histograms[f"{family.name}{{{labels}}}"] = _histogram(family.name, samples)
             for sample in family.samples:
-                labels = ",".join(value for _, value in sorted(sample.labels.items()))
+                labels = _labels(sample)
                 name = f"{family.name}{{{labels}}}" if labels else family.name
                 if family.type == "counter" and sample.name.endswith("_total"):
                     page.counters[name] = sample.value
@@ -186,6 +193,11 @@ class MetricsPage:
         """The sum over all labels of a counter or gauge; 0 where there is none."""
         plain = self.counters.get(name, self.gauges.get(name, 0.0))
         return plain + sum(value for _, value in self.labelled(name))
+
+
+def _labels(sample: Sample) -> str:
+    """Values of its labels, bounds aside, in the order of their names."""
+    return ",".join(value for name, value in sorted(sample.labels.items()) if name != "le")
 
 
 def _histogram(name: str, samples: Iterable[Sample]) -> Histogram:

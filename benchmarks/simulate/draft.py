@@ -219,6 +219,7 @@ class DraftService:
         engine._reporter, engine._features = reporter, SimpleNamespace(mapping=False)
         engine._ports = {_SESSION: AnswerPort(VOCAB, None, partial(self._say, _SESSION))}
         engine._garbage, engine._stopping, engine._num_turns = GarbageCollector(), False, 0
+        engine._watch_seconds = 0.0
         made: draft_engine.DraftEngine = engine
         return made
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from benchmarks.common import Cost
 from benchmarks.split.cases import SplitCase
 from benchmarks.split.load import CaseAnswers
+from outrider.drafting.answer_times import ANSWER_PHASES
 from outrider.metrics import Histogram, MetricsPage
 from outrider_tools.bench.report import Row
 
@@ -105,7 +106,12 @@ def _drafting(measured: Measured) -> None:
     for name, count in page.counters.items():
         if name.startswith(_DRAFT) and count:
             measured.add(f"draft_{name.removeprefix(_DRAFT)}_per_second", count / seconds, "1/s")
+    for phase in ANSWER_PHASES:
+        histogram = page.histogram(f"{_DRAFT}answer_seconds{{{phase}}}")
+        _times(measured, f"draft_answer_{phase}_ms", histogram, (50, 90))
     for name, histogram in page.histograms.items():
+        if name.startswith(f"{_DRAFT}answer_seconds"):
+            continue
         if name.startswith(_DRAFT) and name.endswith("_seconds"):
             metric = f"draft_{name.removeprefix(_DRAFT).removesuffix('_seconds')}_ms"
             _times(measured, metric, histogram, (50, 99))

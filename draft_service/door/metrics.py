@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
@@ -11,6 +11,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.registry import Collector
 
 from draft_service.frames import GROWTH_SECONDS, DraftEngineState
+from outrider.drafting.answer_times import ANSWER_PHASES, ANSWER_SECONDS
 from outrider.metrics import ServiceCollector
 from outrider.protocol.speculation import DeclineReason
 from outrider.tree.author import Outcome
@@ -42,8 +43,11 @@ class DraftMetrics:
         self.commits = {outcome: commits.labels(outcome.value) for outcome in Outcome}
         self.declines = {reason: declines.labels(reason.name.lower()) for reason in DeclineReason}
         self.dropped = {reason: dropped.labels(reason) for reason in DROP_REASONS}
-        self._slices = _Slices()
+        self._slices = _Counted("outrider_draft_growth_seconds", "Time of one slice of growth.", GROWTH_SECONDS)
+        text = "From a commit that was read to the answer to it, by phase."
+        self._phases = _Counted("outrider_draft_answer_seconds", text, ANSWER_SECONDS, "phase", ANSWER_PHASES)
         self.registry.register(self._slices)
+        self.registry.register(self._phases)
         self._bursts = {
             name: Counter(f"outrider_draft_{name}", help, registry=self.registry)
             for name, help in _BURST_FIGURES.items()
@@ -61,7 +65,9 @@ class DraftMetrics:
             self.dropped[why].inc(count)
         for name, amount in state.bursts.items():
             self._bursts[name].inc(amount)
-        self._slices.add(state.slices, state.slice_seconds)
+        self._slices.add("", state.slices, state.slice_seconds)
+        for phase, counts in state.phases.items():
+            self._phases.add(phase, counts, state.phase_seconds[phase])
 
     def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read when it is asked for."""
@@ -71,22 +77,28 @@ class DraftMetrics:
         return Counter(name, help, [label], registry=self.registry)
 
 
-class _Slices(Collector):
-    """A histogram that is counted elsewhere: thousands of slices a second are no work for an event loop."""
+class _Counted(Collector):
+    """A histogram that is counted elsewhere: thousands of observations a second are no work for an event loop."""
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(GROWTH_SECONDS) + 1)
-        self._seconds = 0.0
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], label: str = "", values: Sequence[str] = ("",)
+    ) -> None:
+        """`values`: of the label, if there is one."""
+        self._name, self._text, self._label = name, text, label
+        self._bounds = [*map(str, bounds), "+Inf"]
+        self._counts = {value: [0] * len(self._bounds) for value in values}
+        self._seconds = dict.fromkeys(values, 0.0)
 
-    def add(self, counts: list[int], seconds: float) -> None:
-        """So many more in each interval, and what all of them took."""
-        self._counts = [old + new for old, new in zip(self._counts, counts or [0] * len(self._counts), strict=True)]
-        self._seconds += seconds
+    def add(self, value: str, counts: list[int], seconds: float) -> None:
+        """So many more in each interval, and what all of them took; `value`: of the label."""
+        for place, count in enumerate(counts):
+            self._counts[value][place] += count
+        self._seconds[value] += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """See Collector."""
-        bounds = [*map(str, GROWTH_SECONDS), "+Inf"]
-        buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
-        yield HistogramMetricFamily(
-            "outrider_draft_growth_seconds", "Time of one slice of growth.", buckets=buckets, sum_value=self._seconds
-        )
+        family = HistogramMetricFamily(self._name, self._text, labels=[self._label] if self._label else [])
+        for value, counts in self._counts.items():
+            buckets = list(zip(self._bounds, itertools.accumulate(counts), strict=True))
+            family.add_metric([value] if self._label else [], buckets, self._seconds[value])
+        yield family

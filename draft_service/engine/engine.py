@@ -39,6 +39,9 @@ _SLICE_SECONDS = 0.001
 _MAX_FRAMES_PER_TURN = 64
 _TURNS_PER_WORK = 8
 """Turns of growth to one in which the drafter does other work."""
+_WATCH_SECONDS = 0.02
+"""How long an engine with nothing to grow looks at its sockets before it sleeps on them, where it maps memory of a GPU:
+features and the next round's commit come within that, and a thread that sleeps is woken late, with cold caches."""
 _MAPPING_POLL_SECONDS = 0.001
 """How often an idle engine looks whether a ring has been mapped."""
 _MAX_FAILED_TURNS = 10
@@ -50,7 +53,7 @@ class DraftEngine:
     """Follows commits, grows trees ahead of them, and sends what has grown.
 
     A turn takes what arrived, grows for a slice or until more arrives, and sends. While there is something to grow it
-    looks at its sockets and never sleeps on them; with nothing to grow it does.
+    looks at its sockets and never sleeps on them; with nothing to grow it does, on a GPU after a while.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class DraftEngine:
         self._ports: dict[int, AnswerPort] = {}
         self._target: tuple[int, str] | None = None
         """Size and tokenizer of the vocabulary that the newest session brought."""
+        self._watch_seconds = 0.0 if mapper is None else _WATCH_SECONDS
         self._garbage = GarbageCollector()
         self._stopping = False
         self._num_turns = 0
@@ -121,6 +125,8 @@ class DraftEngine:
         """Sleep until something comes; mapped rings and the state are reported meanwhile."""
         if not len(self.requests):
             self._garbage.collect_and_freeze()
+        elif self._watch():
+            return
         while not self.inbox.waiting():
             times = [self._reporter.seconds_left, _MAPPING_POLL_SECONDS if self._features.mapping else None]
             timeout = min((seconds for seconds in times if seconds is not None), default=None)
@@ -128,6 +134,14 @@ class DraftEngine:
             if timeout is not None:
                 self._features.report_mapped()
                 self._reporter.tell_state()
+
+    def _watch(self) -> bool:
+        """Look at the sockets for a while, without sleeping; whether something has come."""
+        end = perf_counter() + self._watch_seconds
+        while perf_counter() < end:
+            if self.inbox.waiting():
+                return True
+        return False
 
     def _process_frames(self) -> None:
         for _ in range(_MAX_FRAMES_PER_TURN):

@@ -88,6 +88,7 @@ class DraftReporter:
         requests = self._requests
         slices, self._slices = self._slices, [0] * len(self._slices)
         slice_seconds, self._slice_seconds = self._slice_seconds, 0.0
+        phases, phase_seconds = requests.growth.answer_times.take()
         return DraftEngineState(
             answers=answers,
             num_requests=len(requests),
@@ -100,6 +101,8 @@ class DraftReporter:
             bursts=requests.growth.take_counts(),
             slices=slices,
             slice_seconds=slice_seconds,
+            phases=phases,
+            phase_seconds=phase_seconds,
         )
 
 

@@ -108,6 +108,20 @@ def test_cases_are_set_beside_plain_and_lockstep_of_the_same_load() -> None:
     assert len(table(runs).splitlines()) == 7
 
 
+def test_phases_of_answers_are_told_apart() -> None:
+    page = "# TYPE outrider_draft_answer_seconds histogram\n"
+    for phase, seconds in (("features", 0.001), ("send", 0.003)):
+        for bound, count in (("0.002", 2 * (seconds < 0.002)), ("+Inf", 2)):
+            page += f'outrider_draft_answer_seconds_bucket{{le="{bound}",phase="{phase}"}} {count}\n'
+        page += f'outrider_draft_answer_seconds_sum{{phase="{phase}"}} {2 * seconds}\n'
+        page += f'outrider_draft_answer_seconds_count{{phase="{phase}"}} 2\n'
+    case = SplitCase.parse("dspark")
+    measured = Measured(case, "", CaseAnswers([[1]], 1.0, 1), MetricsPage(), MetricsPage.parse(page))
+    work_out(measured)
+    assert measured.get("draft_answer_features_ms") == 1.0 and measured.get("draft_answer_send_ms") == 3.0
+    assert not any("launch" in name or "seconds" in name for name in measured.figures if "answer" in name)
+
+
 def test_a_soak_fails_for_what_is_left_and_for_memory_that_grows() -> None:
     def rest(resident: float, pages: float = 0.0) -> Rest:
         return Rest({"outrider_verify_kv_pages_used": pages}, {"verify": Cost(1.0, resident, 100.0)})

@@ -323,6 +323,8 @@ async def test_what_happens_is_counted(serve: Serve) -> None:
     assert await door.count("messages_dropped_total", reason="unknown_request") == 1
     assert await door.count("nodes_grown_total", source="scripted") > 0
     assert await door.count("growth_seconds_count") > 0
+    assert await door.count("answer_seconds_count", phase="send") == 2
+    assert await door.count("answer_seconds_count", phase="burst") == 0
 
 
 async def test_a_peer_that_reads_nothing_at_all_is_let_go(serve: Serve) -> None:

@@ -87,6 +87,9 @@ class RoundPostprocessor:
         )
         self._observer.round(done.batch.entries, updates, figures)
         self._observer.flush()
+        if with_features:
+            # They have been copied by now, and an answer may wait for them.
+            self._features.work()
         log_long_gap(done.gap, done.phases)
         self._drafts.learn()
         if self._growth is not None and done.batch.taken is not None:

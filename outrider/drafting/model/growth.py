@@ -291,6 +291,7 @@ class BurstGrowth(Grower):
                 more.wait()
             self._fail_burst(active.plan, error)
             return
+        self._note_answers(active.plan, "burst")
         active.pending, active.more = more, None
 
     def _land(self, active: _ActiveBurst) -> None:
@@ -304,6 +305,7 @@ class BurstGrowth(Grower):
             self._fail_burst(active.plan, error)
             return
         plan, burst = active.plan, active.plan.burst
+        self._note_answers(plan, "burst")
         self.counts["bursts"] += 1
         self.counts["burst_steps"] += plan.queued_steps
         self.counts["burst_nodes"] += plan.num_nodes
@@ -348,6 +350,13 @@ class BurstGrowth(Grower):
             self._active = _ActiveBurst(plan, self._runner.launch(plan.burst), began)
         except Exception as error:
             self._fail_burst(plan, error)
+        else:
+            self._note_answers(plan, "launch")
+
+    def _note_answers(self, plan: BurstPlan, phase: str) -> None:
+        """A phase of the answers ends that requests of a burst owe."""
+        for row in plan.rows:
+            self.growth.answer_times.note(self._batch_manager.rows[row].tree.handle, phase)
 
     def _fail_burst(self, plan: BurstPlan, error: Exception) -> None:
         raise_device_failure(error)
