@@ -107,14 +107,14 @@ class BatchManager:
     def owes_block(self, handle: int) -> bool:
         """Whether the tree of this lone request will have nodes once its root was run with the target's features."""
         context = self._contexts.get(handle)
-        if context is None or not self._is_lone or not (context.kv_len or context.num_with_features):
+        if context is None or not self.is_lone or not (context.kv_len or context.num_with_features):
             return False  # verify sends features to those who have answered
         if self._is_at_end(context) or not self._is_granted(context):
             return False
         return not context.root_final or context.known < context.tree.author.committed_len
 
     @property
-    def _is_lone(self) -> bool:
+    def is_lone(self) -> bool:
         """Whether there is one request alone, and it is answered once; see GrowthOptions.lone_nodes."""
         return self._options.lone_nodes > 0 and len(self.rows) == 1
 
@@ -182,7 +182,7 @@ class BatchManager:
                 self.fail(context, DeclinedError(DeclineReason.TOO_LONG, self._too_long(context.tree)))
             elif context.tree.author.committed_len > context.known:
                 behind.append(context)
-        self._reroot(behind, discards=self._options.lockstep_steps > 0 or self._is_lone)
+        self._reroot(behind, discards=self._options.lockstep_steps > 0 or self.is_lone)
         self.look_at(changed)
         self._forest.tidy()
 
@@ -380,7 +380,7 @@ class BatchManager:
         wanted = _RUN_PER_CREDIT * self._grower.growth.granted(context.tree, limits)
         quota = min(wanted, region - region // 4 - 8)
         is_done = options.lockstep_steps > 0 and not context.steps_left
-        if self._is_lone:
+        if self.is_lone:
             is_done = context.root_final or context.num_with_features <= len(context.uncached)
         forest.quotas[row] = 0 if is_done or self._is_at_end(context) or quota <= 0 else quota + 1
         forest.last_positions[row] = min(context.root + limits.depth, options.max_positions - self._reach) - 1

@@ -83,6 +83,8 @@ class BurstGrowth(Grower):
             most_sent=options.lone_nodes,
         )
         self._active: _ActiveBurst | None = None
+        self._landed: tuple[BurstPlan, BurstResult] | None = None
+        """A burst whose requests are still to be brought up to date."""
         self._withheld: set[int] = set()  # lockstep: handles of trees of which nothing is sent until they are complete
         self._host_seconds = PART_SECONDS
         self._part_ended_at = 0.0  # when the part ended whose result is being published; 0 for none
@@ -177,6 +179,11 @@ class BurstGrowth(Grower):
                     self._take(active, active.more)
                 else:
                     self._land(active)
+                    if self._batch_manager.is_lone:
+                        # Its answer is all that is grown for now: it leaves before anything else is done.
+                        self._publisher.prepare()
+                        self._publisher.run(deadline, interrupted, _FIRST_ANSWER_NODES)
+                        return
                     if interrupted():  # what came may change what the next burst runs
                         return
             if self._active is None:
@@ -311,10 +318,13 @@ class BurstGrowth(Grower):
         self.counts["burst_nodes"] += plan.num_nodes
         self.counts["burst_places"] += plan.queued_steps * burst.width
         self.counts["burst_seconds"] += perf_counter() - active.began
-        self._update(plan, result)
+        self._landed = plan, result
 
-    def _update(self, plan: BurstPlan, result: BurstResult) -> None:
+    def _update(self) -> None:
         """Bring the requests of a burst that landed up to date."""
+        if self._landed is None:
+            return
+        (plan, result), self._landed = self._landed, None
         if self._options.lockstep_steps:
             num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
             # Uncached tokens that were run without the root are no part of a tree.
@@ -325,6 +335,7 @@ class BurstGrowth(Grower):
     def _apply(self) -> None:
         """Do what waited for the end of a burst."""
         self._publisher.forget()
+        self._update()
         self._batch_manager.admit()
         if self._batch_manager.has_changes:
             self._nothing_to_run = False

@@ -73,6 +73,10 @@ class NodePublisher:
     def _prepare_row(self, row: int, room: _Room) -> None:
         """`prepare` where one request alone has room."""
         base_room, ready_room, likely = room
+        if base_room == ready_room:
+            self._queue = self._find(self._forest.floor)[:base_room]
+            self._is_ready = np.zeros(len(self._queue), np.bool_)
+            return
         ready_score = self._ready_score(row, likely) if base_room <= 0 else self._forest.floor
         found = self._find(ready_score)
         if len(self._contexts) > 1:
@@ -257,6 +261,8 @@ class NodePublisher:
             return 0, 0, inf
         limit, num_live = self._growth.most_nodes(context.tree, self._limits), author.num_live
         if self._most_sent and len(self._contexts) == 1:
+            # All that there will be is there.
             left = self._most_sent - context.num_sent if context.root_final else 0
-            limit = min(limit, num_live + left)
+            room = min(limit - num_live, left)
+            return room, room, inf
         return (limit + 1) // 2 - num_live, limit - num_live, _LIKELY_SCORE if limit >= _LARGE_CREDIT else inf
