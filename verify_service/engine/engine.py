@@ -306,7 +306,8 @@ class VerifyEngine:
         while not self._receive(None) and now < end and not self._stopping:
             if self.features.busy:  # what the draft answers may depend on them
                 self.features.work()
-            self._warmer.run(entries)
+            else:
+                self._warmer.run(entries)
             now = time.monotonic()
         while self._actions and any(state.expects for state in awaited):
             self._actions.popleft()()
@@ -352,8 +353,8 @@ class VerifyEngine:
             elif now >= ahead_at:
                 self._launch_ahead(batch)
                 ahead_at = math.inf
-            elif sleep_until > now and self._receive(sleep_until - now):
-                continue
+            elif (sleep_until > now and self._receive(sleep_until - now)) or self.features.busy:
+                continue  # a draft may wait for features, and for nothing that follows
             elif not is_maintained:
                 self._maintain()
                 is_maintained = True
