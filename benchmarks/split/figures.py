@@ -182,6 +182,7 @@ COLUMNS = (
     ("hold", "hold_ms", 2),
     ("wire50", "draft_answer_ms_p50", 2),
     ("wire90", "draft_answer_ms_p90", 2),
+    *((phase[:5], f"draft_answer_{phase}_ms_p50", 2) for phase in ANSWER_PHASES),
     ("equal", "equal_texts", 0),
     ("cpu", "draft_cpu_seconds_per_second", 2),
     ("MiB", "draft_gpu_mib", 0),
