@@ -88,7 +88,7 @@ class DraftReporter:
         requests = self._requests
         slices, self._slices = self._slices, [0] * len(self._slices)
         slice_seconds, self._slice_seconds = self._slice_seconds, 0.0
-        phases, phase_seconds = requests.growth.answer_times.take()
+        phases, phase_seconds = requests.growth.answer_phases.take()
         return DraftEngineState(
             answers=answers,
             num_requests=len(requests),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeVar
 
-from outrider.drafting.answer_times import AnswerTimes
+from outrider.drafting.answer_phases import AnswerPhases
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features
@@ -233,7 +233,7 @@ class TreeGrowth:
         """Each adds itself when it is made."""
         self.unsent: dict[int, Tree] = {}
         """Trees by handle with nodes or an acknowledged commit that verify was not sent yet."""
-        self.answer_times = AnswerTimes()
+        self.answer_phases = AnswerPhases()
         self._share = max_nodes  # nodes that each tree may have
         self._counted: dict[int, int] = {}  # live nodes by handle of the tree
         self._refused: list[tuple[Grower, Tree, Refusal]] = []
@@ -312,7 +312,7 @@ class TreeGrowth:
     def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
         """The author's committed tokens may have gone past `known`; `missed` says that a new epoch began with that."""
         if tree.author.committed_len > known:
-            self.answer_times.begin(tree.handle)
+            self.answer_phases.begin(tree.handle)
             for grower in tree.growers:
                 grower.follow(tree, known, missed=missed)
         self._look_again(tree)
@@ -332,7 +332,7 @@ class TreeGrowth:
         self.num_live -= self._counted.pop(tree.handle)
         self._share_memory()
         self.unsent.pop(tree.handle, None)
-        self.answer_times.forget(tree.handle)
+        self.answer_phases.forget(tree.handle)
         for grower in tree.growers:
             grower.close(tree)
         tree.growers = []
@@ -341,7 +341,7 @@ class TreeGrowth:
         """The target's features of committed positions have come; their memory is free once this returns."""
         for grower in tree.growers:
             grower.take_features(tree, features)
-        self.answer_times.note(tree.handle, "features")
+        self.answer_phases.note(tree.handle, "features")
 
     def grow(self, deadline: float, interrupted: Callable[[], bool]) -> None:
         """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until there is nothing to do.

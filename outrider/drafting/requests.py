@@ -106,7 +106,7 @@ class Requests:
         for tree in self.growth.take_updates():
             while (grow := tree.author.take(_MAX_NODES_PER_GROW)) is not None:
                 answers.setdefault(self._ports[tree.handle], []).append(grow)
-            self.growth.answer_times.end(tree.handle)
+            self.growth.answer_phases.end(tree.handle)
         for port, messages in answers.items():
             port.send(messages)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.answer_times import ANSWER_PHASES
+from outrider.drafting.answer_phases import ANSWER_PHASES
 
 BLOCKS = GOES_ON | {"has_blocks": True}
 
@@ -180,11 +180,11 @@ def test_features_of_more_tokens_than_a_step_has_nodes_are_taken_in_two() -> Non
 def test_a_lone_block_is_timed_from_the_commit_to_its_answer() -> None:
     rig = rig_of(**BLOCKS)
     opened(rig, [1, 2, 3, 4])
-    rig.requests.growth.answer_times.take()
+    rig.requests.growth.answer_phases.take()
     rig.commit(1, continuation(rig.open_requests[1].tokens, 2))
     rig.features(1, 3, 2)
     rig.settle()
-    counts, _ = rig.requests.growth.answer_times.take()
+    counts, _ = rig.requests.growth.answer_phases.take()
     assert {phase: sum(found) for phase, found in counts.items()} == dict.fromkeys(ANSWER_PHASES, 1)
 
 

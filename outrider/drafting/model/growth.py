@@ -367,7 +367,7 @@ class BurstGrowth(Grower):
     def _note_answers(self, plan: BurstPlan, phase: str) -> None:
         """A phase of the answers ends that requests of a burst owe."""
         for row in plan.rows:
-            self.growth.answer_times.note(self._batch_manager.rows[row].tree.handle, phase)
+            self.growth.answer_phases.note(self._batch_manager.rows[row].tree.handle, phase)
 
     def _fail_burst(self, plan: BurstPlan, error: Exception) -> None:
         raise_device_failure(error)

@@ -17,7 +17,7 @@ ANSWER_SECONDS = (
 """Bounds by which phases are counted."""
 
 
-class AnswerTimes:
+class AnswerPhases:
     """Times of the answers of all trees. A phase lasts from the end of the one before it, the first from the commit."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:

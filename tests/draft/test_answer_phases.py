@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.drafting.answer_times import ANSWER_SECONDS, AnswerTimes
+from outrider.drafting.answer_phases import ANSWER_SECONDS, AnswerPhases
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
 def test_a_phase_lasts_from_the_end_of_the_one_before() -> None:
     clock = Clock()
-    times = AnswerTimes(clock)
+    times = AnswerPhases(clock)
     times.note(1, "features")  # nothing is owed
     times.begin(1)
     for at, phase in ((0.1, "features"), (0.3, "launch"), (0.4, "features"), (1.0, "burst")):
@@ -37,7 +37,7 @@ def test_a_phase_lasts_from_the_end_of_the_one_before() -> None:
 
 
 def test_what_was_closed_is_not_counted() -> None:
-    times = AnswerTimes(Clock())
+    times = AnswerPhases(Clock())
     times.begin(1)
     times.forget(1)
     times.end(1)
