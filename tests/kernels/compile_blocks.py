@@ -1,11 +1,8 @@
-"""Compiles the kernels around a block head's blocks. Run by test_blocks.py, as a process of its own."""
+"""Compiles the kernels around a block head's blocks. See compile_only.py."""
 
 from __future__ import annotations
 
-import sys
-
 import torch
-from compile_only import compile_only
 
 from kernels.block_state import BlockLayout, BlockRoots, BlockStore
 from kernels.frontier_state import RegionPlan, StepTokens
@@ -55,7 +52,6 @@ def _of_store(width: int, num_rows: int, guesses: int, state_size: int) -> None:
 
 def main() -> None:
     """Call every launcher once; each launch is a compilation."""
-    compiled = compile_only()
     from kernels.jit import elementwise
 
     _of_step(8, 1, 8)
@@ -68,8 +64,3 @@ def main() -> None:
         elementwise.write_keys(heads, angles, angles, _ints(8), cache, cache, k_norm, 1e-6, True)
     gates, memory = torch.zeros(8, 768, dtype=torch.bfloat16), torch.zeros(8, 4608, dtype=torch.bfloat16)[:, :256]
     elementwise.recur(gates, memory, gates[:, :256], gates[:, :256])
-    sys.stdout.write(" ".join(sorted(set(compiled))))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,10 @@
-"""Compiles the kernels around a draft step. Run by test_frontier.py, as a process of its own."""
+"""Compiles the kernels around a draft step. See compile_only.py."""
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import torch
-from compile_only import compile_only
 
 from kernels.frontier_state import NUM_FIELDS, REROOT_WORDS, SEED_HEADER_WORDS, CandidatePool, StepTokens
 
@@ -32,7 +30,6 @@ def _burst(width: int) -> Burst:
 
 def main() -> None:
     """Call every launcher once; each launch is a compilation."""
-    compiled = compile_only()
     from kernels.jit import frontier
 
     for width in (8, 128):
@@ -46,8 +43,3 @@ def main() -> None:
         tokens = torch.zeros(width, _BRANCHING, dtype=torch.int32)
         scores = torch.zeros(width, _BRANCHING)
         frontier.append_candidates(burst.header, burst.pool, burst.step, tokens, scores, burst.results)
-    sys.stdout.write(" ".join(sorted(set(compiled))))
-
-
-if __name__ == "__main__":
-    main()

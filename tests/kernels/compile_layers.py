@@ -1,38 +1,38 @@
-"""Compiles the kernels of a small model's layer. Run by test_branches.py, as a process of its own."""
+"""Compiles the kernels of a small model's layer. See compile_only.py."""
 
 from __future__ import annotations
 
-import sys
-
 import torch
-from compile_only import compile_only
 
-_CASES = [(9, 3, 64, 64, torch.bfloat16), (8, 8, 16, 8, torch.float16)]
-"""Query heads, kv heads, their size, nodes, and what numbers are."""
+from kernels.attention_tiles import ScoreRules
+
+_CASES = [
+    (9, 3, 64, 64, torch.bfloat16, ScoreRules()),
+    (8, 8, 16, 8, torch.float16, ScoreRules(128, 50.0, torch.zeros(8))),
+]
+"""Query heads, kv heads, their size, nodes, what numbers are, and rules of scores."""
 
 
 def main() -> None:
     """Call every launcher; each launch is a compilation."""
-    compiled = compile_only()
-    from kernels.attention_tiles import ScoreRules, short_config
+    from kernels.attention_tiles import short_config
     from kernels.jit import branches, row_linear
     from kernels.linear_configs import qkv_config, row_config
 
     def ints(*size: int) -> torch.Tensor:
         return torch.zeros(*size, dtype=torch.int32)
 
-    for heads, kv_heads, dim, count, dtype in _CASES:
+    for heads, kv_heads, dim, count, dtype, rules in _CASES:
         size, mlp = heads * dim, 2 * heads * dim + 16
 
         def made(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.zeros(*size, dtype=dtype)
 
         q, cache, stream = made(count, heads, dim), made(640, kv_heads, dim), made(count, size)
-        for rules in (ScoreRules(), ScoreRules(128, 50.0, torch.zeros(heads))):
-            branches.short_branch_attention(
-                q, cache, cache, ints(2, 40), ints(1), ints(2), ints(1), ints(count, 256), ints(count),
-                made(count, size), 16, 0.125, True, count, short_config(heads // kv_heads, dim, dtype), rules,
-            )  # fmt: skip
+        branches.short_branch_attention(
+            q, cache, cache, ints(2, 40), ints(1), ints(2), ints(1), ints(count, 256), ints(count),
+            made(count, size), 16, 0.125, True, count, short_config(heads // kv_heads, dim, dtype), rules,
+        )  # fmt: skip
         gated, down = row_config(count, mlp, size, True), row_config(count, size, mlp, False)
         row_linear.norm_linear(
             stream, made(2 * mlp, size), made(size), 1e-5, None, None, True, made(count, mlp), gated, True
@@ -43,8 +43,3 @@ def main() -> None:
             stream, weight, angles, angles, ints(count), cache, cache, made(size), 1e-5, None, None, 0.0,
             q, qkv_config(size, dim, False), True,
         )  # fmt: skip
-    sys.stdout.write(" ".join(sorted(set(compiled))))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,15 @@
 """Compiles kernels for a GPU that is not there: the interpreter takes what the compiler refuses.
 
-For processes of their own: in the test's, Triton may be its interpreter.
+A process of its own, since in the test's Triton may be its interpreter: `compile_only.py MODULE ...` calls `main` of
+each module and prints as JSON, for each, the kernels that were compiled, or what the compiler says.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
+import sys
+import traceback
 from typing import Any
 
 import triton
@@ -29,16 +34,33 @@ class _Driver:
         return getattr(CudaDriver, name)
 
 
-def compile_only() -> list[str]:
-    """From now on each launch is a compilation, as for a Hopper GPU; its kernel's name comes to the list returned."""
+def _compile_only() -> set[str]:
+    """From now on each launch is a compilation, as for a Hopper GPU; its kernel's name comes to the set returned."""
     triton.runtime.driver.set_active(_Driver())  # type: ignore[no-untyped-call]
-    compiled: list[str] = []
+    compiled: set[str] = set()
     run = JITFunction.run
 
     def compiled_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled.append(self.__name__)
+        compiled.add(self.__name__)
         on_gpu = {name: True for name in ("ON_GPU", "PDL", "ASM") if name in options}
         return run(self, *arguments, grid=grid, warmup=True, **(options | on_gpu))
 
     JITFunction.run = compiled_only  # type: ignore[method-assign]
     return compiled
+
+
+def main() -> None:
+    """Compile what the modules named on the command line launch."""
+    compiled, found = _compile_only(), {}
+    for module in sys.argv[1:]:
+        compiled.clear()
+        try:
+            importlib.import_module(module).main()
+            found[module] = sorted(compiled)
+        except Exception:
+            found[module] = traceback.format_exc()[-3000:]
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,8 @@
-"""Compiles the kernels of drafting inside the round. Run by test_round_trees.py, as a process of its own."""
+"""Compiles the kernels of drafting inside the round. See compile_only.py."""
 
 from __future__ import annotations
 
-import sys
-
 import torch
-from compile_only import compile_only
 
 from kernels.frontier_state import NUM_FIELDS, BurstRows, CandidatePool
 from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, NodePicker
@@ -25,7 +22,6 @@ def _round(num_tokens: int, num_rows: int) -> RoundTokens:
 
 def main() -> None:
     """Call every launcher for a lone request and for many; each launch is a compilation."""
-    compiled = compile_only()
     from kernels.jit import round_trees
 
     for num_tokens, num_rows in ((32, 1), (128, 64)):
@@ -46,8 +42,3 @@ def main() -> None:
         limits = MergeLimits(_ints(num_rows + 1), drafts, drafts, _ints(1))
         trees = GrownTrees(picker.trees.order[:num_tokens], picker.trees.pool, picker.trees.table_rows)
         round_trees.merge_trees(base, trees, limits, out, torch.zeros(num_tokens))
-    sys.stdout.write(" ".join(sorted(set(compiled))))
-
-
-if __name__ == "__main__":
-    main()

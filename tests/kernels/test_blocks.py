@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compile_process import compiled_by
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -203,15 +202,3 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     assert isinstance(roots, BlockRoots)
     with pytest.raises(ValueError, match="regions of 64"):
         blocks.lay_out_blocks(roots, plan, 64, 3, 90, (step.mask, torch.zeros(3, 32, dtype=torch.int8, device=device)))
-
-
-def test_kernels_compile_for_a_gpu() -> None:
-    assert compiled_by("compile_blocks.py") == [
-        "_find_roots",
-        "_keep_blocks",
-        "_lay_out_blocks",
-        "_read_inputs",
-        "_read_logits",
-        "_recur",
-        "_rope_write",
-    ]

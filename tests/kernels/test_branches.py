@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from compile_process import compiled_by
 from rounds import chain, make_round
 from torch import Tensor
 
 from kernels.attention import BranchSlots, branch_attention, list_branches, short_tokens, tree_attention
 from kernels.attention_tiles import PLAIN_SCORES, SHORT_SPLITS, ScoreRules, TileConfig
-from kernels.compiling import LAYER_KERNELS
 from kernels.jit.branches import BRANCH_KEYS
 from kernels.reference import attention as reference
 
@@ -339,8 +337,3 @@ def test_replays_of_a_graph_read_new_lengths(short: bool, device: str) -> None:
         made.mask.copy_(made.mask.roll(shift, 0))
         graph.replay()
         torch.testing.assert_close(result, made.expected(), **near(torch.bfloat16))
-
-
-def test_every_kernel_of_a_small_layer_compiles_for_a_gpu() -> None:
-    # By these names the division of L1 is asked for.
-    assert set(compiled_by("compile_layers.py")) == LAYER_KERNELS

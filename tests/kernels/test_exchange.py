@@ -8,7 +8,6 @@ from itertools import permutations
 
 import pytest
 import torch
-from compile_process import compiled_by
 from torch import Tensor
 
 from kernels.exchange import join_columns, sum_rows, sum_rows_normed, two_shot_pays
@@ -178,7 +177,3 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 def test_large_messages_go_by_two_shots_unless_told() -> None:
     assert [two_shot_pays(size << 10, 2) for size in (8, 1024, 2048)] == [False, False, True]
     assert [two_shot_pays(size << 10, 8) for size in (8, 64, 128)] == [False, False, True]
-
-
-def test_the_compiler_takes_what_the_interpreter_runs() -> None:
-    assert compiled_by("compile_exchange.py") == ["_join_columns", "_sum_rows"]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from compile_process import compiled_by
 from torch import Tensor
 
 from kernels.frontier_state import BASE, NUM_FIELDS, PARENT, POSITION, ROW, SCORE, SLOT, TOKEN, BurstRows, CandidatePool
@@ -16,7 +15,6 @@ from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, 
 from kernels.sampling_state import RoundTokens
 
 PAGE = 4
-CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter; the other tests run on the GPU")
 TABLES = 9
 NUM_TOKENS = 6
 """Different tokens of nodes: few, so that trees of different origin have some in common."""
@@ -257,14 +255,3 @@ def test_the_best_nodes_of_all_trees_are_picked_whether_they_were_run_or_not(dev
     for name in (TOKEN, POSITION, PARENT, SLOT, BASE):
         assert torch.equal(found[name], entries[name, wanted].cpu())
     assert found[ROW].tolist() == [[5, 7, 2][tree] for tree in entries[ROW, wanted].tolist()]
-
-
-@CPU_ONLY
-def test_every_kernel_compiles_for_a_gpu() -> None:
-    assert compiled_by("compile_round_trees.py") == [
-        "_export_nodes",
-        "_lay_out_committed",
-        "_merge_trees",
-        "_plant_roots",
-        "_reopen_pool",
-    ]

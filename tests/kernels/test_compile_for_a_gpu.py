@@ -1,0 +1,53 @@
+"""Kernels compile for a GPU. All in one process, which imports the compiler once, where Triton is no interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.compiling import LAYER_KERNELS
+
+pytest.importorskip("triton")
+
+FOLDER = Path(__file__).parent
+KERNELS = {
+    "compile_blocks": {
+        "_find_roots",
+        "_keep_blocks",
+        "_lay_out_blocks",
+        "_read_inputs",
+        "_read_logits",
+        "_recur",
+        "_rope_write",
+    },
+    "compile_exchange": {"_join_columns", "_sum_rows"},
+    "compile_experts": {"_align", "_choose", "_combine", "_expert_linear"},
+    "compile_frontier": {"_add", "_append", "_begin", "_choose", "_place", "_reroot"},
+    # By these names the division of L1 is asked for.
+    "compile_layers": set(LAYER_KERNELS),
+    "compile_round_trees": {"_export_nodes", "_lay_out_committed", "_merge_trees", "_plant_roots", "_reopen_pool"},
+}
+"""Modules that launch kernels, and which."""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[str]]:
+    """The kernels that each module's launches have compiled; what the compiler says of a module that it refuses."""
+    words = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words["PYTHONPATH"] = os.pathsep.join([str(FOLDER.parents[1]), str(FOLDER)])
+    command = [sys.executable, FOLDER / "compile_only.py", *KERNELS]
+    told = subprocess.run(command, env=words, capture_output=True, text=True, timeout=300)
+    assert told.returncode == 0, told.stderr[-3000:]
+    found: dict[str, list[str]] = json.loads(told.stdout)
+    return found
+
+
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("module", KERNELS)
+def test_every_kernel_compiles(module: str, compiled: dict[str, list[str]]) -> None:
+    assert compiled[module] == sorted(KERNELS[module])
