@@ -3,6 +3,8 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 export PYTHON TORCH_INDEX
+# Services and tests start Python some hundred times: what it has compiled is kept, wherever this is run.
+unexport PYTHONDONTWRITEBYTECODE
 bin := .venv/bin
 # Processes that tests run in, a file at a time; on two cores three, since tests of services wait for them.
 WORKERS ?= 3
