@@ -84,7 +84,7 @@ async def _run(
             for name in ("plain", arguments.speculate) if arguments.speculate else ("plain",):
                 speculate = name != "plain"
                 # Once to fill the cache with the prompts, so that decoding alone is timed; longer where drafts warm up.
-                await _ask(engine, prompts, batch, 32 if speculate else 2, speculate)
+                await _ask(engine, prompts, batch, 192 if speculate else 2, speculate)
                 reports.clear()
                 start = time.monotonic()
                 found = await _ask(engine, prompts, batch, arguments.max_tokens, speculate)

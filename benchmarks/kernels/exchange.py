@@ -2,7 +2,8 @@
 
 Each rank is a process; `--devices 0 1` gives two GPUs, `--devices 0 0` two processes on one (they take turns on it, a
 time slice each, so times say nothing there); `--streams 2` has ranks as streams of one process on one GPU, which run
-at the same time, as `--streams 2 --repetitions 100000 --kinds one-shot two-shot join --kib 8 72 2048` has them.
+at the same time, as `--streams 2 --repetitions 100000 --kinds one-shot two-shot join --kib 8 72 2048` has them; what
+is larger than 64 rows takes several launches there.
 Wrong numbers are counted on the device, and end the command with 1. Times are those of a launch within a CUDA graph on
 rank 0, beside the norm alone and beside NCCL.
 """
@@ -41,6 +42,8 @@ CALLS = 70
 """Repetitions in a graph."""
 MAX_DELAY_NS = 20_000
 MAX_BYTES = 2 << 20
+MAX_STREAM_ROWS = 64
+"""Of a launch where ranks share a device: each row holds a processor while it waits, and the others need some, too."""
 Call = Callable[[int], object]
 
 
@@ -383,7 +386,8 @@ def check_streams(case: ExchangeCase, world: int, repetitions: int) -> list[Exch
     """As RankWorker.check of all ranks, as streams of this process."""
     device = torch.device("cuda", 0)
     width = join_width(case.width) if case.kind == "join" else case.width
-    local = LocalMailboxes(world, MAX_BYTES // (width * case.dtype.itemsize), width, case.dtype, device)
+    max_rows = min(MAX_BYTES // (width * case.dtype.itemsize), MAX_STREAM_ROWS)
+    local = LocalMailboxes(world, max_rows, width, case.dtype, device)
     checks = [RankCheck(RankInputs(case, boxes.rank, world, device), boxes, device) for boxes in local.boxes]
     # What is launched for the first time may wait for the device, where another rank would wait for this one.
     local.reset(wait=False)

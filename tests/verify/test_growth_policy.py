@@ -77,6 +77,13 @@ def test_a_useless_drafter_is_tried_for_a_few_rounds_and_others_for_more() -> No
     assert all(poor) and sum(growth is not None for growth in useless) < TRIAL_ROUNDS // 2
 
 
+def test_a_trial_that_no_request_took_part_in_begins_anew() -> None:
+    policy = make()
+    for _ in range(40 * TRIAL_ROUNDS):
+        policy.plan(1)
+    assert all(play(policy, 0.7, 120)[TRIAL_ROUNDS:])
+
+
 def test_trials_are_few_where_the_largest_tree_costs_much() -> None:
     dear = GrowthPolicy(lambda tokens: 3e-3 * tokens**0.5, lambda _: GrowthCost(0.35e-3, 0.27e-3), lambda _: SIZES, 8)
     largest = Growth(8, SIZES[-1])

@@ -328,6 +328,18 @@ def test_traces_tell_the_trees_and_requests_without_speculation_get_none(model: 
     assert sum(len(tree.accepted) for tree in trees) >= traced.num_accepted
 
 
+def test_requests_without_speculation_say_nothing_of_the_drafter(model: CausalLM, made: Made) -> None:
+    """Behind any number of them, the first request that is drafted for has trees at once."""
+    engine = start(made, model, StandaloneDraft(model, ""))
+    answers = [Answer() for _ in range(9)]
+    for answer in answers:
+        is_last = answer is answers[-1]
+        engine.submit(make_request(answer, [3, 1, 4, 1, 5], GREEDY, VOCAB, max_tokens=40, speculate=is_last))
+        assert answer.done.wait(60)
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+    assert answers[-1].num_accepted > 20
+
+
 def sources(answers: list[Answer]) -> dict[str, int]:
     """Accepted draft tokens by the drafter that traces name."""
     counts: dict[str, int] = {}

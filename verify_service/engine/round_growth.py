@@ -107,7 +107,9 @@ class RoundGrowth:
 
     def rests(self, entries: Sequence[Entry]) -> bool:
         """Whether a round of these entries has no trees to take and is to have none grown behind it."""
-        return not self.num_grown and (self._trees.failed or self._policy.rests(self._rows_of(len(entries))))
+        if self.num_grown:
+            return False
+        return self._trees.failed or not _are_drafted(entries) or self._policy.rests(self._rows_of(len(entries)))
 
     def take(self, entries: Sequence[Entry]) -> TakenTrees | None:
         """Let entries of a planned round have the trees that were grown for them, as far as there are pages.
@@ -145,7 +147,8 @@ class RoundGrowth:
         """The growth to queue behind a round of these entries; None for none."""
         num_roots = sum(entry.samples for entry in entries)
         num_rows = self._rows_of(num_roots) if num_roots else 0
-        growth = self._policy.plan(num_rows) if num_rows and not self._trees.failed else None
+        # Rounds of requests that want no drafts would tell the policy that none are accepted.
+        growth = self._policy.plan(num_rows) if _are_drafted(entries) and not self._trees.failed else None
         rests = growth is None and (self._trees.failed or self._policy.rests(num_rows, WARM_ROUNDS))
         if growth is not None and not self._has_pages(entries):
             growth, rests = None, True
@@ -177,3 +180,8 @@ class RoundGrowth:
                 ranks = np.searchsorted(scores, [-nodes.scores[node] for node in own])
                 paths.append(OwnPath(first, ranks.tolist()))
         self._policy.note(taken.growth, taken.num_rows, paths, num_given)
+
+
+def _are_drafted(entries: Sequence[Entry]) -> bool:
+    """Whether any of the requests whose next token a round samples may have draft tokens."""
+    return any(entry.samples and not entry.request.params.disable_speculation for entry in entries)

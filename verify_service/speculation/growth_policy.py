@@ -139,7 +139,12 @@ class GrowthPolicy:
             if table.choice[0] or table.since_probe >= table.probe_every + PROBE_LENGTH - 1:
                 table.since_probe = 0
             return Growth(self._max_steps, sizes[-1])
-        if table.num_new >= _LOOK_EVERY or table.num_rounds == table.trial_rounds + 2:
+        is_over = table.num_rounds == table.trial_rounds + 2
+        if is_over and not table.num_seen.any():
+            # None of its rounds had a request that could take its tree, which says nothing of the drafter.
+            table.num_rounds = 0
+            return None
+        if table.num_new >= _LOOK_EVERY or is_over:
             table.choice = self._best(table, num_rows)
             table.num_new = 0
             every = PROBE_ROUNDS if table.choice[0] else min(4 * table.probe_every, MAX_PROBE_ROUNDS)
