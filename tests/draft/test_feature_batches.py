@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import grpc
 import pytest
 from draft_door import Door, Stream
 from hypothesis import given
@@ -158,7 +159,7 @@ async def test_a_ring_that_cannot_be_read_costs_those_whose_features_were_in_it(
     places = ((1, 1), (2, 2))
     pieces = [piece(number, turn, data=b"", ring_offset=256 * turn) for number, turn in places]
     await end.call.write(encode_features(pieces))
-    await end.released(2)
+    assert (await end.ended())[0] is grpc.StatusCode.INTERNAL
     assert not drafter.features and (await door.info()).num_requests == 1
 
 
