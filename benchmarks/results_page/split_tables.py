@@ -164,6 +164,16 @@ PAIR_COLUMNS = {
     "rounds held": ("held_rounds", ".2f"),
     "answer, p50": ("draft_answer_ms_p50", ".2f"),
 }
+LARGE_SPLIT = {
+    f"llama-70b-fp8-tp2 {how} {batch} bf16 greedy": title
+    for how, batch, title in (
+        ("plain", "b1", "plain"),
+        ("standalone split", "b1", "135M draft"),
+        ("eagle3 split", "b1", "EAGLE-3"),
+        ("plain", "b16", "plain, 16 requests"),
+        ("standalone split", "b16", "135M draft, 16 requests"),
+    )
+}
 SPLIT_COLUMNS = {
     "tokens/s": ("tokens_per_second", ",.0f"),
     "over plain": ("speedup_over_plain", ".2f"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from benchmarks.engine.cost import Point, round_times
 from benchmarks.results_page import long_runs, quantized
-from benchmarks.results_page.ranks import cut_table, exchange_table, served_table
+from benchmarks.results_page.ranks import cut_table, exchange_table, large_table, served_table
 from benchmarks.results_page.reports import ROOT, Cells, ResultFile, report, table, targets
 from benchmarks.results_page.split_tables import (
     ACCEPT_COLUMNS,
@@ -20,6 +20,7 @@ from benchmarks.results_page.split_tables import (
     COPIES,
     EQUAL_TEXTS,
     JSON,
+    LARGE_SPLIT,
     LOCKSTEP,
     LONG,
     NAIVE,
@@ -364,6 +365,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "split_80": lambda: split_table("split_now_all_h200x2", ALL_80),
     "split_6": lambda: split_table("split_now_h200x2", SIX),
     "split_targets": split_targets,
+    "split_70b": lambda: split_table("split_70b_fp8_tp2_h100x4", LARGE_SPLIT, PAIR_COLUMNS),
     "split_h100": lambda: split_table("split_h100x2", PAIR, PAIR_COLUMNS),
     "colocated": lambda: split_table("split_colocated_h200", COLOCATED, COLOCATED_COLUMNS),
     "equal_texts": lambda: split_table("split_accept_h200", EQUAL_TEXTS, PLACEMENT_COLUMNS),
@@ -386,6 +388,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "model_impl": model_impl_table,
     "exchange": exchange_table,
     "ranks": served_table,
+    "ranks_large": large_table,
     "cut": cut_table,
     "deterministic": deterministic_table,
     "quantized_text": quantized.text_table,
