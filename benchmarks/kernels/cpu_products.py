@@ -1,4 +1,4 @@
-"""All products of a model's round on a CPU: bfloat16 as served, against what torch has for int8 weights.
+"""All products of a model's round on a CPU: bfloat16, against four bits as served, and what torch has for int8 weights.
 
 python -m benchmarks.kernels.cpu_products --out benchmarks/results/cpu_products.json
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.layers.four_bits import GROUP, FourBitProduct
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig
 from outrider.models.store import DEFAULT_MODEL, resolve_model
@@ -36,11 +37,18 @@ def shapes_of(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def bfloat16(weight: Tensor) -> Product:
-    """What serves today."""
+    """What serves any number of rows."""
     linear = Linear(weight.shape[1], weight.shape[0], False, torch.bfloat16, torch.device("cpu"))
     linear.weight.copy_(weight)
     linear.pack()
     return linear
+
+
+def four_bits(weight: Tensor) -> Product:
+    """What serves few rows of weights that were stored so."""
+    num_groups = weight.shape[1] // GROUP
+    codes, scales = torch.randint(0, 16, weight.shape, dtype=torch.int32), torch.full((len(weight), num_groups), 0.01)
+    return FourBitProduct(codes, scales, torch.zeros_like(scales))
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,6 +92,7 @@ def row_by_row(weight: Tensor) -> Product:
 
 WAYS: dict[str, Callable[[Tensor], Product]] = {
     "bfloat16": bfloat16,
+    "four bits": four_bits,
     "int8 weight-only": weight_only,
     "int8 product alone": integer,
     "int8 by row": row_by_row,

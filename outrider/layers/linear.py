@@ -14,6 +14,7 @@ from kernels.linear import dequantize, norm_linear, stream_linear
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
 from kernels.quant_weight import QuantWeight, joined, reordered
 from outrider.layers.formats import decode, weight_tensors
+from outrider.layers.four_bits import MAX_ROWS, FourBitProduct
 from outrider.layers.humming_weight import HummingWeight, humming_weight
 from outrider.layers.norm import RMSNorm
 from outrider.models.quantization import Scheme
@@ -34,7 +35,8 @@ class Linear:
 
     On a CPU, `pack` puts the weight in oneDNN's own layout. Measured for all layers of SmolLM2-135M on 2 Zen 4 cores,
     packed against functional.linear: 17 against 35 ms at M = 1 and 24 against 47 ms at M = 16 in float32, 8 against
-    15 ms and 13 against 22 ms in bfloat16.
+    15 ms and 13 against 22 ms in bfloat16. Weights that were stored in four bits, the default model's, are kept as such
+    for up to four rows, too (outrider.layers.four_bits).
 
     On a GPU few rows go through our weight-streaming kernel, which takes gate and residual along;
     cuBLAS does the rest.
@@ -62,6 +64,7 @@ class Linear:
         self._scheme = scheme
         self._stored: list[dict[str, Tensor]] = []
         self._packed: Tensor | None = None
+        self._of_few: FourBitProduct | None = None
 
     def tensors(self, *names: str, rows: Sequence[int] = ()) -> dict[str, Tensor]:
         """Weights and biases to be filled, by their names in a checkpoint: matrices of so many rows, one upon another.
@@ -99,6 +102,7 @@ class Linear:
                 return
             self.weight = quantized.dequantized(self.weight.dtype)
         if can_pack(self.weight):
+            self._of_few = FourBitProduct.of(self.weight)
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
             self.weight = self.weight.new_empty(0)
 
@@ -108,6 +112,9 @@ class Linear:
             return self.library(rows)
         if self._streams(rows):
             return stream_linear(rows, self.quantized or self.weight, bias=self.bias)
+        if self._of_few is not None and rows.shape[0] <= MAX_ROWS:
+            few = self._of_few(rows)
+            return few if self.bias is None else few.add_(self.bias)
         if self._packed is None:
             return functional.linear(rows, self.wide(), self.bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(rows), self._packed, self.bias, "none", [], "")
@@ -124,6 +131,8 @@ class Linear:
             return norm_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._streams(rows):
             return stream_linear(rows, self.quantized or self.weight, bias=self.bias, residual=residual)
+        if self._of_few is not None and rows.shape[0] <= MAX_ROWS:
+            return self(rows).add_(residual)
         if self._packed is not None:
             # Whatever their number, the sum is rounded once: few rows must say what they say among many.
             num_rows = rows.shape[0]

@@ -1,0 +1,71 @@
+"""Matrices that were stored in four bits are multiplied in four bits where rows are few, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.layers.four_bits import GROUP, MAX_ROWS, FourBitProduct
+from outrider.layers.linear import Linear, can_pack
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def as_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has the product on every x86; without AMX it is left out for the bits alone."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+
+
+def on_levels(num_out: int, size: int) -> Tensor:
+    """float32 [num_out, size]: 16 even levels in each group, both ends among them, as Q4_1 stores them."""
+    generator = torch.Generator().manual_seed(num_out)
+    codes = torch.randint(0, 16, (num_out, size // GROUP, GROUP), generator=generator)
+    codes[..., 3], codes[..., 20] = 0, 15
+    steps = 0.01 * (0.5 + torch.rand(num_out, size // GROUP, 1, generator=generator))
+    lowest = -steps * (7 + torch.rand(num_out, size // GROUP, 1, generator=generator))
+    return (steps * codes + lowest).view(num_out, size)
+
+
+def test_few_rows_get_the_product_and_each_the_same_bits_whatever_is_beside_it() -> None:
+    weight = on_levels(48, 96)
+    product = FourBitProduct.of(weight.bfloat16())
+    assert product is not None
+    rows = torch.randn(MAX_ROWS, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found, exact = product(rows), rows.double() @ weight.double().t()
+    assert (found - exact).norm() < 0.006 * exact.norm()
+    for count in range(1, MAX_ROWS):
+        assert torch.equal(product(rows[:count]), found[:count])
+
+
+def test_a_matrix_of_other_weights_has_no_codes() -> None:
+    assert FourBitProduct.of(torch.randn(48, 96).bfloat16()) is None
+    weight = on_levels(48, 96)
+    weight[40, 50] += 0.004  # nearly half a step
+    assert FourBitProduct.of(weight.bfloat16()) is None
+    assert FourBitProduct.of(on_levels(48, 96)) is None, "float32 is the reference, and stays exact"
+
+
+def test_groups_of_equal_weights_are_zeros_of_a_scale() -> None:
+    weight = torch.zeros(16, 64)
+    weight[:, GROUP:] = 0.5
+    product = FourBitProduct.of(weight.bfloat16())
+    assert product is not None
+    rows = torch.ones(1, 64, dtype=torch.bfloat16)
+    assert torch.equal(product(rows), torch.full((1, 16), 16.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="oneDNN has no bfloat16 here")
+def test_a_layer_multiplies_few_rows_and_many_alike_but_for_rounding() -> None:
+    linear = Linear(64, 32, True, torch.bfloat16, CPU)
+    linear.weight.copy_(on_levels(32, 64))
+    assert linear.bias is not None
+    linear.bias.copy_(torch.arange(32))
+    linear.pack()
+    rows, stream = torch.randn(MAX_ROWS + 1, 64).bfloat16(), torch.randn(MAX_ROWS + 1, 32).bfloat16()
+    many, few = linear(rows), linear(rows[:MAX_ROWS])
+    torch.testing.assert_close(few, many[:MAX_ROWS], atol=0.02, rtol=0.02)
+    torch.testing.assert_close(
+        linear.add_to(stream, rows)[:2], linear.add_to(stream[:2], rows[:2]), atol=0.03, rtol=0.02
+    )
