@@ -39,6 +39,7 @@ class FourBitProduct:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[M, in] to [M, out], M at most MAX_ROWS where it is to be the fastest."""
+        rows = rows.contiguous()
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._codes, GROUP, self._scales)
         return product
 

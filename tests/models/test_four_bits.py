@@ -37,6 +37,8 @@ def test_few_rows_get_the_product_and_each_the_same_bits_whatever_is_beside_it()
     assert (found - exact).norm() < 0.006 * exact.norm()
     for count in range(1, MAX_ROWS):
         assert torch.equal(product(rows[:count]), found[:count])
+    wider = torch.cat((rows, rows), 1)
+    assert torch.equal(product(wider[:, 96:]), found), "rows that do not lie side by side"
 
 
 def test_a_matrix_of_other_weights_has_no_codes() -> None:
