@@ -38,6 +38,7 @@ class Routes:
         tile_experts: int32 [T], the expert of each tile, in rising order where there are more tokens than one; -1 for
             those behind the last one. T is the most that M tokens can fill, and 0 where torch computes the products.
         places: int32 [T * tile], the pair at each place; -1 for an empty one.
+        num_places: int32 [1], those in tiles that have an expert.
         tile: places in a tile.
     """
 
@@ -45,6 +46,7 @@ class Routes:
     weights: Tensor
     tile_experts: Tensor
     places: Tensor
+    num_places: Tensor
     tile: int
 
 

@@ -14,10 +14,10 @@ from kernels.launch import use_triton
 from kernels.quant_weight import QuantWeight
 from kernels.reference import experts as reference
 
-__all__ = ["MAX_EXPERTS", "SWIGLU", "Gating", "Routes", "combine", "expert_linear", "route"]
+__all__ = ["MAX_EXPERTS", "SWIGLU", "Gating", "Routes", "combine", "expert_linear", "gate", "in_tiles", "route"]
 
 
-def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = None) -> Routes:
+def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = None, tile: int = 0) -> Routes:
     """The `num_active` experts of largest logits for each token, and the order in which products take them.
 
     Weights are the softmax over all experts' logits, or, where `normed`, over those of the chosen ones. Among equal
@@ -28,6 +28,7 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = 
         num_active: K, 1 to E.
         normed: whether a token's weights add up to one.
         slots: int32 [M]; tokens whose slot is negative are padding and wake no expert.
+        tile: places in a tile; 0: as many as `expert_linear` takes.
 
     Raises:
         ValueError: the shapes do not fit, or there are more than MAX_EXPERTS.
@@ -39,23 +40,47 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = 
         raise ValueError(f"{num_active} of {num_experts} experts; 1 to all of at most {MAX_EXPERTS} can be chosen")
     if slots is not None and slots.shape != (num_tokens,):
         raise ValueError(f"{list(slots.shape)} slots for {num_tokens} tokens")
-    tile = tile_of(num_tokens, num_active, num_experts)
+    tile = tile or tile_of(num_tokens, num_active, num_experts)
     if not use_triton(logits):
         # Products of torch go by the experts alone.
         nothing = torch.empty(0, dtype=torch.int32, device=logits.device)
-        return Routes(*reference.choose(logits, num_active, normed, slots), nothing, nothing, tile)
-    tiles = max_tiles(num_tokens, num_active, num_experts, tile)
+        return Routes(*reference.choose(logits, num_active, normed, slots), nothing, nothing, nothing, tile)
     from kernels.jit import experts as jit
 
     experts = torch.empty(num_tokens, num_active, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
-    tile_experts = torch.empty(tiles, dtype=torch.int32, device=logits.device)
-    places = torch.empty(tiles * tile, dtype=torch.int32, device=logits.device)
-    routes = Routes(experts, weights, tile_experts, places, tile)
+    routes = _empty_tiles(experts, weights, num_experts, tile)
     jit.choose(logits, normed, slots, routes)
     if num_tokens > 1:
         jit.align(num_experts, routes)
     return routes
+
+
+def in_tiles(routes: Routes, num_experts: int, tile: int) -> Routes:
+    """The same with other tiles."""
+    from kernels.jit import experts as jit
+
+    found = _empty_tiles(routes.experts, routes.weights, num_experts, tile)
+    jit.align(num_experts, found)
+    return found
+
+
+def _empty_tiles(experts: Tensor, weights: Tensor, num_experts: int, tile: int) -> Routes:
+    num_tokens, num_active = experts.shape
+    tiles = max_tiles(num_tokens, num_active, num_experts, tile)
+    tile_experts, places, num_places = (experts.new_empty(size) for size in (tiles, tiles * tile, 1))
+    return Routes(experts, weights, tile_experts, places, num_places, tile)
+
+
+def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
+    """The gating of gate and up [P, 2F], in float32 and rounded once: [P, F] of the same dtype; see `expert_linear`."""
+    if not use_triton(gate_up):
+        return reference.gate(gate_up.float(), gating, interleaved).to(gate_up.dtype)
+    from kernels.jit import experts as jit
+
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    jit.gate(gate_up, gating, interleaved, out)
+    return out
 
 
 def expert_linear(

@@ -141,14 +141,14 @@ class ExpertTokens:
         rows = torch.randn(num_rows, experts.shape.matrix(experts.part)[1], generator=generator).to(device).bfloat16()
         nothing = chosen.new_empty(0)
         tile = tile_of(count, shape.active, shape.experts)
-        return cls(rows, Routes(chosen, weights, nothing, nothing, tile)).in_tiles(shape.experts, tile)
+        return cls(rows, Routes(chosen, weights, nothing, nothing, nothing, tile)).in_tiles(shape.experts, tile)
 
     def in_tiles(self, num_experts: int, tile: int) -> ExpertTokens:
         """The same in other tiles."""
         chosen = self.routes.experts
         count, active = chosen.shape
         places = align(chosen, num_experts, tile, max_tiles(count, active, num_experts, tile))
-        return replace(self, routes=Routes(chosen, self.routes.weights, *places, tile))
+        return replace(self, routes=Routes(chosen, self.routes.weights, *places, chosen.new_empty(1), tile))
 
     @property
     def woken(self) -> int:

@@ -21,9 +21,9 @@ _CHUNK = 512
 
 @triton.jit
 def _choose(
-    logits, slots, experts, weights, tile_experts, places,
+    logits, slots, experts, weights, tile_experts, places, num_places,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NUM_ACTIVE: tl.constexpr, ACTIVE: tl.constexpr,
-    TILE: tl.constexpr, NORMED: tl.constexpr, LONE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr, LONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens,). LONE: there is one token, and each of its experts is a tile of one pair; nothing is to align."""
     if PDL:
@@ -55,9 +55,12 @@ def _choose(
     tl.store(weights + token * NUM_ACTIVE + place, powers / total, mask=place < NUM_ACTIVE)
     if LONE:
         tl.store(tile_experts + place, chosen, mask=place < NUM_ACTIVE)
-        lane = tl.arange(0, TILE)
+        lane = tl.arange(0, LANES)
         pair = tl.where(lane[None, :] == 0, place[:, None], -1)
-        tl.store(places + place[:, None] * TILE + lane[None, :], pair, mask=(place < NUM_ACTIVE)[:, None])
+        real = (place < NUM_ACTIVE)[:, None] & (lane < TILE)[None, :]
+        tl.store(places + place[:, None] * TILE + lane[None, :], pair, mask=real)
+        used = tl.sum(tl.where((place < NUM_ACTIVE) & (chosen >= 0), TILE, 0), axis=0)
+        tl.store(num_places, used)
 
 
 def choose(logits: Tensor, normed: bool, slots: Tensor | None, routes: Routes) -> None:
@@ -66,18 +69,18 @@ def choose(logits: Tensor, normed: bool, slots: Tensor | None, routes: Routes) -
     num_active = routes.experts.shape[1]
     pdl = supports_pdl(logits)
     _choose[(num_tokens,)](
-        logits, slots, routes.experts, routes.weights, routes.tile_experts, routes.places,
+        logits, slots, routes.experts, routes.weights, routes.tile_experts, routes.places, routes.num_places,
         NUM_EXPERTS=num_experts, EXPERTS=power_of_two(num_experts), NUM_ACTIVE=num_active,
-        ACTIVE=power_of_two(num_active), TILE=routes.tile, NORMED=normed, LONE=num_tokens == 1,
-        PDL=pdl, num_warps=1, launch_pdl=pdl,
+        ACTIVE=power_of_two(num_active), TILE=routes.tile, LANES=power_of_two(routes.tile), NORMED=normed,
+        LONE=num_tokens == 1, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _align(
-    experts, tile_experts, places, num_pairs, num_tiles,
-    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    experts, tile_experts, places, num_places, num_pairs, num_tiles,
+    NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (experts,): each counts the pairs of all, and then places its own."""
     if PDL:
@@ -99,8 +102,9 @@ def _align(
     tl.store(tile_experts + tile, own, mask=(tile >= first) & (tile < first + mine))
     if own == NUM_EXPERTS - 1:
         tl.store(tile_experts + tile, -1, mask=(tile >= first + mine) & (tile < num_tiles))
+        tl.store(num_places, (first + mine) * TILE)
     if count > 0:
-        rest = count + tl.arange(0, TILE)
+        rest = count + tl.arange(0, LANES)
         tl.store(places + first * TILE + rest, -1, mask=rest < mine * TILE)
         seen = first * TILE
         for start in range(0, num_pairs, CHUNK):
@@ -116,9 +120,10 @@ def align(num_experts: int, routes: Routes) -> None:
     num_pairs, num_tiles = routes.experts.numel(), routes.tile_experts.numel()
     pdl = supports_pdl(routes.experts)
     _align[(num_experts,)](
-        routes.experts, routes.tile_experts, routes.places, num_pairs, num_tiles,
-        NUM_EXPERTS=num_experts, BINS=power_of_two(num_experts + 1), TILE=routes.tile, TILES=power_of_two(num_tiles),
-        CHUNK=min(power_of_two(num_pairs), _CHUNK), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        routes.experts, routes.tile_experts, routes.places, routes.num_places, num_pairs, num_tiles,
+        NUM_EXPERTS=num_experts, BINS=power_of_two(num_experts + 1), TILE=routes.tile,
+        LANES=power_of_two(routes.tile), TILES=power_of_two(num_tiles), CHUNK=min(power_of_two(num_pairs), _CHUNK),
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -135,6 +140,44 @@ def _load_factors(source, there, column, size, EVEN: tl.constexpr):
     """Columns of pairs' rows."""
     wanted = there[:, None] if EVEN else there[:, None] & (column[None, :] < size)
     return tl.load(source + column[None, :], mask=wanted, other=0.0)
+
+
+@triton.jit
+def _gated(gates, ups, alpha, limit, shift, LIMITED: tl.constexpr):
+    if LIMITED:
+        gates = tl.minimum(gates, limit)
+        ups = tl.minimum(tl.maximum(ups, -limit), limit)
+    return gates * tl.sigmoid(alpha * gates) * (ups + shift)
+
+
+@triton.jit
+def _gate(
+    gate_up, out, size, alpha, limit, shift,
+    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (pairs, pieces of BLOCK columns)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    pair = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    start = gate_up + pair * 2 * size
+    gates = tl.load(start + (column * 2 if INTERLEAVED else column), mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(start + (column * 2 + 1 if INTERLEAVED else column + size), mask=inside, other=0.0).to(tl.float32)
+    found = _gated(gates, ups, alpha, limit, shift, LIMITED)
+    tl.store(out + pair * size + column, found.to(out.dtype.element_ty), mask=inside)
+
+
+def gate(gate_up: Tensor, gating: Gating, interleaved: bool, out: Tensor) -> None:
+    """As kernels.experts.gate, into `out`."""
+    num_pairs, size = out.shape
+    pdl, limited = supports_pdl(gate_up), not isinf(gating.limit)
+    block = min(power_of_two(size), 1024)
+    _gate[(num_pairs, triton.cdiv(size, block))](
+        gate_up, out, size, gating.alpha, gating.limit if limited else 0.0, gating.shift,
+        INTERLEAVED=interleaved, LIMITED=limited, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -202,10 +245,7 @@ def _expert_linear(
         if GATED:
             acc_up += tl.load(from_bias + up_row).to(tl.float32)[None, :]
     if GATED:
-        if LIMITED:
-            acc = tl.minimum(acc, limit)
-            acc_up = tl.minimum(tl.maximum(acc_up, -limit), limit)
-        acc = acc * tl.sigmoid(alpha * acc) * (acc_up + shift)
+        acc = _gated(acc, acc_up, alpha, limit, shift, LIMITED)
     target = out + pair.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
 

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.expert_tiles import Gating, Routes
-from kernels.experts import combine, expert_linear, route
+from kernels.experts import combine, expert_linear, gate, route
 from kernels.quant_weight import QuantWeight, joined
 from outrider.attention.base import AttentionPlan
 from outrider.layers.exchange import Exchange
 from outrider.layers.formats import decode, weight_tensors
+from outrider.layers.humming_weight import HummingExperts, humming_experts
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.models.config import ExpertsConfig, ModelConfig
@@ -45,6 +46,7 @@ class ExpertLinear:
         self.weight = torch.empty(num_experts, 0 if scheme else rows, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(num_experts, rows, dtype=dtype, device=device) if bias else None
         self.quantized: QuantWeight | None = None
+        self.library: HummingExperts | None = None
         self._parts, self._scheme = list(parts), scheme
         self._stored: list[dict[str, Tensor]] = []
 
@@ -78,14 +80,23 @@ class ExpertLinear:
         quantized = joined([decode(self._scheme, part) for part in self._stored])
         self._stored = []
         if self.weight.is_cuda and self.weight.dtype != torch.float32 and quantized.streams:
-            self.quantized = quantized
+            if self._scheme.library:
+                self.library = humming_experts(quantized, self.bias, self.weight.dtype)
+            self.quantized = None if self.library is not None else quantized
         else:
             self.weight = quantized.dequantized(self.weight.dtype)
 
     def __call__(self, rows: Tensor, routes: Routes, gating: Gating | None = None, interleaved: bool = False) -> Tensor:
         """See kernels.experts.expert_linear."""
+        if self.library is not None:
+            pairs = self.library(rows, routes)
+            return pairs if gating is None else gate(pairs, gating, interleaved)
         weight = self.weight if self.quantized is None else self.quantized
         return expert_linear(rows, weight, routes, bias=self.bias, gating=gating, interleaved=interleaved)
+
+    def tile(self, num_pairs: int) -> int:
+        """`tile` of kernels.experts.route for so many pairs."""
+        return 0 if self.library is None else self.library.tile(num_pairs)
 
     def _empty(self, scheme: Scheme) -> list[dict[str, Tensor]]:
         count, _, size = self.weight.shape
@@ -124,7 +135,9 @@ class ExpertMlp:
     def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the experts' output for it, normed."""
         rows = stream if norm is None else norm(stream)
-        routes = route(self.router.to_float32(rows), self.config.num_active, self.config.normed, plan.token_slots)
+        num_active = self.config.num_active
+        tile = self.gate_up.tile(len(rows) * num_active)
+        routes = route(self.router.to_float32(rows), num_active, self.config.normed, plan.token_slots, tile)
         inside = self.gate_up(rows, routes, self._gating, self._interleaved)
         base = stream if self._exchange is None else torch.zeros_like(stream)
         if self.shared is not None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.expert_tiles import Routes
+from kernels.experts import in_tiles
 from kernels.quant_weight import QuantWeight, unpacked
 from outrider.errors import ConfigError
 from outrider.layers.formats import nibble_words
@@ -27,6 +29,12 @@ BLOCK = (128, 128)
 ROW_LIMITS = (8, 16, 32, 64, 128, 256, 1024)
 """Rows up to which a kernel is used, and the last beyond. Humming has one for every eight, which is too much to
 compile: four shapes of matrices would take a minute on sixteen cores."""
+PAIR_LIMITS = (8, 32, 64, 128, 256, 512, 1024, 4096)
+"""The same for pairs of a row and one of its experts."""
+EXPERT_KINDS = frozenset(("fp8", "int4", "mxfp4"))
+"""Of experts whose products are the library's."""
+EXPERT_STEP = 64
+"""Rows and columns of experts' matrices must be multiples of it."""
 _ANY_ROWS = 1 << 30
 _LOCKS = 2048
 
@@ -53,6 +61,36 @@ class HummingWeight:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class HummingExperts:
+    """The same of stacked matrices [E, N, K]: `experts(rows, routes)` as kernels.experts.expert_linear, not gated.
+
+    `tiles`: numbers of pairs up to which a tile of routes has so many places, and how many.
+    """
+
+    _tensors: dict[str, Tensor]
+    _kernels: Future[Tensor]
+    _locks: Tensor
+    tiles: tuple[tuple[int, int], ...]
+
+    def tile(self, num_pairs: int) -> int:
+        """Places in a tile of routes that need not be laid out anew."""
+        return next(tile for last, tile in self.tiles if num_pairs <= last)
+
+    def __call__(self, rows: Tensor, routes: Routes) -> Tensor:
+        """Rows of tokens or of pairs to those of pairs; waits for kernels to compile."""
+        from humming.ops import launch_kernel
+
+        num_pairs, tile = routes.experts.numel(), self.tile(routes.experts.numel())
+        if routes.tile != tile:
+            routes = in_tiles(routes, self._tensors["weight"].shape[0], tile)
+        found: Tensor = launch_kernel(
+            configs=self._kernels.result(), inputs=rows, top_k=num_pairs // rows.shape[0], sorted_ids=routes.places,
+            expert_ids=routes.tile_experts, num_tokens_padded=routes.num_places, locks=self._locks, **self._tensors,
+        )  # fmt: skip
+        return found
+
+
 def humming_weight(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype) -> HummingWeight | None:
     """The matrix with its `bias` [N] for rows of `dtype`; None: the library is missing or does not take this one.
 
@@ -62,23 +100,46 @@ def humming_weight(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype)
     if device.type != "cuda" or not _fits(weight) or find_spec("humming") is None:
         return None
     with _explained():
-        return _made(weight, bias, dtype, device.index or 0)
+        config = _layer_config(weight, bias is not None, dtype)
+        kernels = _compiled(config.to_str(), device.index or 0)
+        return HummingWeight(_transformed(config, weight, bias, dtype), kernels, _new_locks(device))
 
 
-def _made(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype, device: int) -> HummingWeight:
+def humming_experts(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype) -> HummingExperts | None:
+    """As humming_weight, of stacked matrices [E, N, K] and biases [E, N]."""
+    device = weight.codes.device
+    if device.type != "cuda" or not _fits_experts(weight) or find_spec("humming") is None:
+        return None
+    with _explained():
+        config = _layer_config(weight, bias is not None, dtype)
+        cuts = _expert_cuts(config.to_str(), device.index or 0)
+        kernels = _compiled(config.to_str(), device.index or 0, indexed=True)
+        tiles = tuple((last, cut["block_shape"][0]) for _, last, cut in cuts)
+        return HummingExperts(_transformed(config, weight, bias, dtype), kernels, _new_locks(device), tiles)
+
+
+def _transformed(config: Any, weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What kernels read, in the library's own layout."""
     from humming.transform import transform_humming_tensors
 
-    config = _layer_config(weight, bias is not None, dtype)
     codes = unpacked(weight.codes, weight.kind, weight.piece)
-    scales = weight.scales.t().to(torch.float32 if weight.span > 1 else dtype).contiguous()
+    scales = weight.scales.mT
+    if weight.kind == "mxfp4":
+        scales = (scales.float().log2() + 127).to(torch.uint8).contiguous().view(torch.float8_e8m0fnu)
+    else:
+        scales = scales.to(torch.float32 if weight.span > 1 else dtype).contiguous()
     tensors = {"weight": _words(codes, weight.kind), "weight_scale": scales}
     if weight.zeros is not None:
-        tensors["zero_point"] = _words(weight.zeros, weight.kind).t().contiguous()
+        tensors["zero_point"] = _words(weight.zeros, weight.kind).mT.contiguous()
     if bias is not None:
         tensors["bias"] = bias
-    kernels = _compiled(config.to_str(), device)
-    locks = torch.zeros(_LOCKS, dtype=torch.int32, device=weight.codes.device)
-    return HummingWeight(transform_humming_tensors(config, tensors), kernels, locks)
+    found: dict[str, Tensor] = transform_humming_tensors(config, tensors)
+    return found
+
+
+def _new_locks(device: torch.device) -> Tensor:
+    """What programs wait for each other by."""
+    return torch.zeros(_LOCKS, dtype=torch.int32, device=device)
 
 
 def _fits(weight: QuantWeight) -> bool:
@@ -89,9 +150,16 @@ def _fits(weight: QuantWeight) -> bool:
     return weight.kind == "int4" and weight.group in (*GROUPS, weight.size)
 
 
+def _fits_experts(weight: QuantWeight) -> bool:
+    if weight.kind not in EXPERT_KINDS or weight.num_out % EXPERT_STEP or weight.size % EXPERT_STEP:
+        return False
+    groups = {"fp8": (weight.size, BLOCK[0]), "int4": (*GROUPS, weight.size), "mxfp4": (32,)}[weight.kind]
+    return weight.group in groups and (weight.span == 1 or weight.num_out % weight.span == 0)
+
+
 def _words(codes: Tensor, kind: str) -> Tensor:
     """Codes uint8 [..., n] as int32 [..., n / codes of a word], the first in the lowest bits."""
-    return nibble_words(codes) if kind == "int4" else codes.contiguous().view(torch.int32)
+    return codes.contiguous().view(torch.int32) if kind == "fp8" else nibble_words(codes)
 
 
 @contextmanager
@@ -109,22 +177,28 @@ def _explained() -> Iterator[None]:
 
 
 def _layer_config(weight: QuantWeight, has_bias: bool, dtype: torch.dtype) -> Any:
+    """The library's description of the matrix, or of stacked ones."""
     from humming.schema import HummingWeightSchema
     from humming.transform import prepare_layer_config
 
     schema = HummingWeightSchema(
-        b_dtype={"int4": "uint4", "fp8": "float8e4m3"}[weight.kind],
+        b_dtype={"int4": "uint4", "fp8": "float8e4m3", "mxfp4": "float4e2m1"}[weight.kind],
+        bs_dtype="float8e8m0" if weight.kind == "mxfp4" else None,
         weight_scale_group_size=0 if weight.group == weight.size and weight.span == 1 else weight.group,
         weight_scale_group_size_n=weight.span if weight.span > 1 else 0,
         has_zero_point=weight.zeros is not None,
     )
-    return prepare_layer_config(weight.num_out, weight.size, schema, has_bias=has_bias, torch_dtype=dtype)
+    experts = weight.codes.shape[0] if weight.codes.dim() == 3 else 0
+    return prepare_layer_config(
+        weight.num_out, weight.size, schema, num_experts=experts, pad_n_to_multiple=STEP if experts else 1,
+        has_bias=has_bias, torch_dtype=dtype,
+    )  # fmt: skip
 
 
 @cache
-def _compiled(config: str, device: int) -> Future[Tensor]:
-    """Which kernel multiplies how many rows, as the library's launcher wants it."""
-    return _threads().submit(_compile, config, device)
+def _compiled(config: str, device: int, indexed: bool = False) -> Future[Tensor]:
+    """Which kernel multiplies how many rows, as the library's launcher wants it; `indexed`: of experts."""
+    return _threads().submit(_compile, config, device, indexed)
 
 
 @cache
@@ -132,15 +206,28 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(8, "humming")
 
 
-def _compile(config: str, device: int) -> Tensor:
-    from humming.kernel import HummingKernel
+@cache
+def _expert_cuts(config: str, device: int) -> list[list[Any]]:
+    return _cuts(config, device, PAIR_LIMITS, "indexed")
+
+
+def _cuts(config: str, device: int, limits: tuple[int, ...], gemm_type: str) -> list[list[Any]]:
+    """Rows behind which a cut is used, rows up to which it is, and the cut that the library takes for these."""
     from humming.tune import get_heuristics_config
 
-    tuned, first = [], 0
+    cuts, first = [], 0
+    for limit in limits:
+        chosen = get_heuristics_config(json.loads(config), shape_m=limit, gemm_type=gemm_type, device=device)
+        cuts.append([first, _ANY_ROWS if limit == limits[-1] else limit, chosen])
+        first = limit
+    return cuts
+
+
+def _compile(config: str, device: int, indexed: bool) -> Tensor:
+    from humming.kernel import HummingKernel
+
     with _explained():
-        for limit in ROW_LIMITS:
-            chosen = get_heuristics_config(json.loads(config), shape_m=limit, device=device)
-            tuned.append([first, _ANY_ROWS if limit == ROW_LIMITS[-1] else limit, chosen])
-            first = limit
-        found: Tensor = HummingKernel.prepare_kernels(config, None, json.dumps(tuned), device)
+        cuts = _expert_cuts(config, device) if indexed else _cuts(config, device, ROW_LIMITS, "dense")
+        kind = json.dumps({"gemm_type": "indexed"}) if indexed else None
+        found: Tensor = HummingKernel.prepare_kernels(config, kind, json.dumps(cuts), device)
     return found

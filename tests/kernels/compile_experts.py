@@ -27,9 +27,10 @@ def main() -> None:
     for tile in (16, 128):
         chosen = made(TOKENS, ACTIVE, dtype=torch.int32)
         places = made(pairs * tile, dtype=torch.int32)
-        routes = Routes(chosen, chosen.float(), places[:pairs], places, tile)
+        routes = Routes(chosen, chosen.float(), places[:pairs], places, places[:1], tile)
         jit.choose(made(TOKENS, EXPERTS, dtype=torch.float32), True, chosen[:, 0].contiguous(), routes)
         jit.align(EXPERTS, routes)
+        jit.gate(made(pairs, 2 * SIZE), gates, True, made(pairs, SIZE))
         jit.combine(made(pairs, SIZE), routes, made(TOKENS, SIZE), made(TOKENS, SIZE))
         rows, bias, out = made(TOKENS, SIZE), made(EXPERTS, NUM_OUT), made(pairs, NUM_OUT)
         gated_bias, height = made(EXPERTS, 2 * NUM_OUT), 2 * NUM_OUT

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.expert_tiles import max_tiles, tile_of
-from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, route
+from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, gate, in_tiles, route
 from kernels.quant_weight import QuantWeight, stacked
 from kernels.reference import experts as reference
 from outrider.layers.formats import decode, weight_tensors
@@ -39,6 +39,7 @@ def check_places(routes: Routes) -> None:
         if expert >= 0:
             assert all(flat[pair] == expert for pair in row.tolist() if pair >= 0)
     used = tile_experts[tile_experts >= 0]
+    assert routes.num_places.tolist() == [len(used) * routes.tile]
     assert len(routes.experts) == 1 or torch.equal(tile_experts[: len(used)], used.sort().values)
 
 
@@ -64,6 +65,30 @@ def test_routes_of_many_tokens_take_tiles_of_their_experts(device: str) -> None:
     check_places(routes)
     expected = reference.align(routes.experts, 7, routes.tile, len(routes.tile_experts))
     assert torch.equal(routes.tile_experts, expected[0])
+
+
+def test_routes_are_laid_out_in_tiles_of_a_size_that_is_asked_for(device: str) -> None:
+    logits = random_logits(20, 6, device)
+    slots = torch.arange(20, dtype=torch.int32, device=device) - 2
+    routes = route(logits, 2, True, slots, 8)
+    check_places(routes)
+    again = in_tiles(routes, 6, 24)
+    check_places(again)
+    assert (routes.tile, again.tile) == (8, 24)
+    check_places(route(logits[:1], 2, True, None, 24))
+
+
+def test_a_lone_token_of_padding_takes_no_places(device: str) -> None:
+    slots = torch.full((1,), -1, dtype=torch.int32, device=device)
+    assert route(random_logits(1, 6, device), 2, True, slots).num_places.tolist() == [0]
+
+
+@pytest.mark.parametrize("gating", [SWIGLU, GPT_OSS])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_gating_of_its_own_is_the_products(device: str, gating: Gating, interleaved: bool) -> None:
+    gate_up = (torch.randn(7, 2 * 96, device=device) * 5).to(HALF)
+    expected = reference.gate(gate_up.float(), gating, interleaved).to(HALF)
+    torch.testing.assert_close(gate(gate_up, gating, interleaved), expected)
 
 
 def test_what_is_no_number_still_names_experts(device: str) -> None:
