@@ -26,6 +26,17 @@ DETERMINISTIC = {"fp8": ("plain", "ngram", "eagle3 colocated"), "int4": ("plain"
 LONG = "plain engine b16 m16 ctx16k"
 EXPERTS = {"bf16": "experts_h100", "fp8": "experts_fp8_h100"}
 EXPERT_BATCHES = (1, 8, 16)
+PRODUCTS = {
+    "qwen3-30b-a3b": {
+        "bf16": "bf16",
+        "fp8": "fp8 per channel",
+        "block": "fp8 in blocks",
+        "int4": "int4",
+        "mxfp4": "MXFP4",
+    },
+    "gpt-oss-20b": {"mxfp4": "MXFP4"},
+}
+PRODUCT_TOKENS = (1, 8, 16, 32, 64)
 CPU = ("cpu_products_cpu", "cpu_products_again_cpu")
 CPU_WAYS = ("bfloat16", "int8 weight-only", "int8 by row", "int8 product alone")
 CPU_ROWS = (1, 4, 8, 16)
@@ -201,3 +212,25 @@ def experts_table() -> str:
     )
     aims = [("draft over plain, by format and batch", "at least", 0.98, over)]
     return "\n\n".join((*sources, table(head, lines), targets(aims)))
+
+
+def expert_products_table() -> str:
+    """Both products of a layer of experts, by tokens that wake different ones, ours and the library's."""
+    one = report("expert_products_h100")
+    lines: list[Cells] = []
+    for model, kinds in PRODUCTS.items():
+        for kind, words in kinds.items():
+            cells = []
+            for count in PRODUCT_TOKENS:
+                case = f"{model} {kind} m{count}"
+                ours = [(f"{case} {part} ours", "product_us") for part in ("gate_up", "down")]
+                library = [(f"{case} {part}", "product_us") for part in ("gate_up library, gated", "down library")]
+                us = sum(one(*row) for row in ours)
+                text = f"{us:.0f}"
+                if library[0] in one:
+                    theirs = sum(one(*row) for row in library)
+                    text += f", {theirs:.0f} ({theirs / us:.2f})"
+                cells.append(text)
+            lines.append((model, words, *cells))
+    head = ("shape", "weights", *(f"{count} tokens" if count > 1 else "1 token" for count in PRODUCT_TOKENS))
+    return f"{one.source()}\n\n{table(head, lines)}"

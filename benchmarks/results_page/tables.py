@@ -395,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantized_cpu": quantized.cpu_table,
     "quantized_engine": quantized.engine_table,
     "quantized_spec": quantized.spec_table,
+    "expert_products": quantized.expert_products_table,
     "quantized_long": quantized.long_table,
     "quantized_deterministic": quantized.deterministic_table,
     "experts": quantized.experts_table,

@@ -31,8 +31,8 @@ ROW_LIMITS = (8, 16, 32, 64, 128, 256, 1024)
 compile: four shapes of matrices would take a minute on sixteen cores."""
 PAIR_LIMITS = (8, 32, 64, 128, 256, 512, 1024, 4096)
 """The same for pairs of a row and one of its experts."""
-EXPERT_KINDS = frozenset(("fp8", "int4", "mxfp4"))
-"""Of experts whose products are the library's."""
+EXPERT_GROUPS = {"int4": GROUPS, "mxfp4": (32,)}
+"""Columns of experts that share a scale, by kind, where products are the library's. In fp8 it takes as long as ours."""
 EXPERT_STEP = 64
 """Rows and columns of experts' matrices must be multiples of it."""
 _ANY_ROWS = 1 << 30
@@ -64,6 +64,8 @@ class HummingWeight:
 @dataclass(frozen=True, slots=True)
 class HummingExperts:
     """The same of stacked matrices [E, N, K]: `experts(rows, routes)` as kernels.experts.expert_linear, not gated.
+
+    On an H100 both products of a layer take 0.76 to 0.89 of ours in int4 and 0.35 to 0.70 in MXFP4, for 1 to 64 tokens.
 
     `tiles`: numbers of pairs up to which a tile of routes has so many places, and how many.
     """
@@ -151,10 +153,8 @@ def _fits(weight: QuantWeight) -> bool:
 
 
 def _fits_experts(weight: QuantWeight) -> bool:
-    if weight.kind not in EXPERT_KINDS or weight.num_out % EXPERT_STEP or weight.size % EXPERT_STEP:
-        return False
-    groups = {"fp8": (weight.size, BLOCK[0]), "int4": (*GROUPS, weight.size), "mxfp4": (32,)}[weight.kind]
-    return weight.group in groups and (weight.span == 1 or weight.num_out % weight.span == 0)
+    fits_step = weight.num_out % EXPERT_STEP == 0 and weight.size % EXPERT_STEP == 0
+    return fits_step and weight.span == 1 and weight.group in EXPERT_GROUPS.get(weight.kind, ())
 
 
 def _words(codes: Tensor, kind: str) -> Tensor:
