@@ -67,16 +67,16 @@ def test_scores_are_the_same_bitwise_with_and_without_speculation(cluster: Clust
 
 
 async def test_the_trace_of_a_real_answer_fits_its_tokens(cluster: Cluster) -> None:
-    request = chat(COPY_PROMPT, max_tokens=48)
+    request = chat(COPY_PROMPT, max_tokens=36)
     request.trace = True
     messages = [message async for message in stream(cluster, request)]
     trees = [tree for message in messages for tree in message.rounds]
     usage = messages[-1].usage
-    assert sum(tree.num_tokens for tree in trees) == usage.completion_tokens == 48
+    assert sum(tree.num_tokens for tree in trees) == usage.completion_tokens == 36
     assert sum(len(tree.accepted) for tree in trees) == usage.num_accepted_tokens > 0
     assert sum(len(tree.parents) for tree in trees) == usage.num_draft_tokens
     assert {name for tree in trees for name in tree.drafter_names} <= {"eagle3", "ngram", "ngram_shared"}
-    body = {"messages": [{"role": "user", "content": COPY_PROMPT}], "max_tokens": 48, "temperature": 0, "trace": True}
+    body = {"messages": [{"role": "user", "content": COPY_PROMPT}], "max_tokens": 36, "temperature": 0, "trace": True}
     trace = post(cluster, "/v1/chat/completions", ignore_eos=True, **body)["choices"][0]["trace"]
     assert [token["id"] for token in trace["tokens"]] == [t for message in messages for t in message.token_ids]
     assert all(entry["texts"] for entry in trace["rounds"] if entry["parents"])

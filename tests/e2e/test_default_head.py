@@ -30,8 +30,8 @@ def grown(cluster: Cluster) -> dict[str, float]:
 
 async def test_head_and_n_grams_grow_one_tree_and_change_no_token(cluster: Cluster, model_path: Path) -> None:
     assert shipped_head(str(model_path)) is not None, "the default model's head is not in models/"
-    plain = await generate(cluster, chat(QUESTION, speculate=False, max_tokens=40))
-    drafted = await generate(cluster, chat(QUESTION, max_tokens=40))
+    plain = await generate(cluster, chat(QUESTION, speculate=False, max_tokens=24))
+    drafted = await generate(cluster, chat(QUESTION, max_tokens=24))
     assert drafted.token_ids == plain.token_ids
     nodes = grown(cluster)
     assert {"eagle3", "ngram"} <= set(nodes) and nodes["eagle3"] > 0

@@ -15,7 +15,7 @@ from outrider.cli.cluster import Cluster
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
-MAX_TOKENS = 40
+MAX_TOKENS = 28
 
 
 @pytest.fixture(scope="module")

@@ -67,8 +67,7 @@ RULES = ["window", "long window", "softcap", "sinks", "all"]
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("path", [False, True])
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize(("num_splits", "path"), [(1, True), (3, False)])
 def test_tree_under_rules_equals_reference(name: str, num_splits: int, path: bool, device: str) -> None:
     made = make_round(TREES, CONTEXTS, device=device, padding=3, empty_rows=1).expand()
     q, k, v = caches(made, HEADS, torch.float32)

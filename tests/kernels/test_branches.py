@@ -129,11 +129,11 @@ CONTEXTS = [37, 0, 12, 16, 3]
 
 
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_rules_of_scores_equal_reference(num_splits: int, short: bool, device: str) -> None:
+def test_rules_of_scores_equal_reference(short: bool, device: str) -> None:
     step = make_step(QUERIES, CONTEXTS, [20, 3, 1, 33, 64], device=device, padding=2)
     sinks = torch.randn(HEADS[0], generator=torch.Generator().manual_seed(3)).to(device)
-    for rules in (ScoreRules(window=30), ScoreRules(softcap=1.5), ScoreRules(sinks=sinks), ScoreRules(24, 2.0, sinks)):
+    all_rules = ScoreRules(window=30), ScoreRules(softcap=1.5), ScoreRules(sinks=sinks), ScoreRules(24, 2.0, sinks)
+    for rules, num_splits in zip(all_rules, (1, 3, 1, 3), strict=True):
         expected = step.expected(rules)
         assert (expected - step.expected()).abs().max() > 1e-2, "the rules make a difference"
         result = step.run(num_splits=num_splits, short=short, rules=rules)
@@ -168,9 +168,8 @@ def test_branches_of_several_steps(heads: tuple[int, int, int], keys: int, devic
     made = make_step([7, 2, 3, 1], [45, 0, 63, 64], [256, 256, 130, 70], device=device, heads=heads, region=256)
     assert int(made.branches().lens.max()) > 2 * BRANCH_KEYS
     config = replace(SMALL, keys=keys)
-    for num_splits in (1, 4):
-        result = made.run(num_splits=num_splits, config=config)
-        torch.testing.assert_close(result, made.expected(), **near(torch.float32))
+    result = made.run(num_splits=1 if (heads[0] == 9) == (keys == 32) else 4, config=config)
+    torch.testing.assert_close(result, made.expected(), **near(torch.float32))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ PROMPTS = [prompt for prompt, _ in jobs()]
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, list[Any]]:
     """A model, and what transformers writes behind each prompt, greedily."""
     import transformers
@@ -48,8 +48,16 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return model, texts
 
 
-@pytest.mark.parametrize("guesses", ["oracle", "random"])
-@pytest.mark.parametrize("kind", ["torch", "paged", "deterministic"])
+KINDS, GUESSES = ["torch", "paged", "deterministic"], ["oracle", "random"]
+CASES = [
+    (family, kind, GUESSES[(row + column) % 2])
+    for row, family in enumerate(FAMILIES)
+    for column, kind in enumerate(KINDS)
+]
+"""Every two of family, kind of engine and guesses meet."""
+
+
+@pytest.mark.parametrize(("written", "kind", "guesses"), CASES, indirect=["written"])
 def test_text_is_transformers(
     written: tuple[CausalLM, list[list[int]]], engines: list[ThreadedEngine], kind: str, guesses: str
 ) -> None:
@@ -70,6 +78,7 @@ def test_text_is_transformers(
     assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
 
 
+@pytest.mark.parametrize("written", FAMILIES, indirect=True)
 def test_rounds_are_measured_with_tokens_that_wake_different_experts(
     written: tuple[CausalLM, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
