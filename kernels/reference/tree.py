@@ -23,20 +23,25 @@ def expand_tree(
     slots.fill_(-1)
     mask.zero_()
     path.fill_(-1)
+    first, cached_len, table_rows = tokens.first.tolist(), tokens.cached_len.tolist(), tokens.table_rows.tolist()
+    token_ids, positions, parents = tokens.token_ids.tolist(), tokens.positions.tolist(), tokens.parents.tolist()
     for token, row in enumerate(tokens.rows.tolist()):
         if row < 0:
             continue
-        begin, cached = int(tokens.first[row]), int(tokens.cached_len[row])
-        if int_params is not None and int(tokens.token_ids[token]) < 0:
-            tokens.token_ids[token] = int_params[tokens.table_rows[row], state.LAST_TOKEN]
+        begin, cached = first[row], cached_len[row]
+        if int_params is not None and token_ids[token] < 0:
+            tokens.token_ids[token] = int_params[table_rows[row], state.LAST_TOKEN]
         logical = cached + token - begin
-        slots[token] = page_tables[tokens.table_rows[row], logical // page_size] * page_size + logical % page_size
-        ancestor = token
-        for depth in range(int(tokens.positions[token]) - cached, -1, -1):
-            place = ancestor - begin
-            path[token, depth] = place
-            mask[token, place // 32] |= 1 << place % 32 if place % 32 < 31 else -(1 << 31)
-            ancestor = int(tokens.parents[ancestor])
+        slots[token] = page_tables[table_rows[row], logical // page_size] * page_size + logical % page_size
+        places, ancestor = [], token
+        for _ in range(positions[token] - cached + 1):
+            places.append(ancestor - begin)
+            ancestor = parents[ancestor]
+        path[token, : len(places)] = torch.tensor(places[::-1], dtype=path.dtype)
+        words = [0] * mask.shape[1]
+        for place in places:
+            words[place // 32] |= 1 << place % 32
+        mask[token] = torch.tensor([word - (word >> 31 << 32) for word in words], dtype=mask.dtype)
 
 
 def walk(
