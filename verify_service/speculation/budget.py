@@ -18,9 +18,9 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Token counts at which a forward is measured."""
 
 _MAX_SWEEPS = 6
-"""Over all widths at start."""
+"""Over the widths at start."""
 _SETTLED = 0.85
-"""Of the lowest time so far, to which no width's time has fallen in the last sweep."""
+"""Of the lowest time of a width so far: one that stays above it is not measured again."""
 _LEARN_RATE = 0.05
 _MIN_WIDTH_CHANGE_GAIN = 1.02
 _LEAST_CONTEXT_RATIO = 2
@@ -93,18 +93,17 @@ class CostModel:
         width_of: Callable[[int], int] = unpadded,
         context_cost: ContextCost = _NO_CONTEXT_COST,
     ) -> CostModel:
-        """Times every width with `measure`, all of them twice, and again while that brings much lower times.
+        """Times every width with `measure`, twice, and those again whose times became much lower.
 
         Other services start meanwhile on the same cores, and a width whose time is spoiled is not tried while serving.
         """
-        best = [measure(width) for width in widths]
+        best = {width: measure(width) for width in widths}
+        unsettled = list(widths)
         for _ in range(_MAX_SWEEPS - 1):
-            again = [measure(width) for width in widths]
-            is_settled = all(new > _SETTLED * old for new, old in zip(again, best, strict=True))
-            best = [min(times) for times in zip(again, best, strict=True)]
-            if is_settled:
-                break
-        return cls(best, widths, width_of, context_cost)
+            again = {width: measure(width) for width in unsettled}
+            unsettled = [width for width, new in again.items() if new <= _SETTLED * best[width]]
+            best |= {width: min(new, best[width]) for width, new in again.items()}
+        return cls(list(best.values()), widths, width_of, context_cost)
 
     def width(self, tokens: int) -> int:
         """Tokens that a round of so many is padded to."""
