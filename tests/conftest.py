@@ -18,6 +18,16 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+LONGEST = (
+    *("cluster", "test_ranks", "test_compile_for_a_gpu", "test_runner", "test_round_growth", "test_branches"),
+    *("test_chaos", "test_sampling", "test_attention", "test_smollm2_forward", "test_colocated", "test_parallel"),
+    *("test_many_to_many", "test_trainer", "test_draft_lines", "test_engine_process", "test_evaluate_draft"),
+    *("test_exactness_experts", "live", "test_drafter_kinds", "test_device_fault", "test_grammar_exactness"),
+    *("test_up", "test_draft_is_target", "test_feature_path", "test_training_run", "test_walk"),
+)
+"""Groups that take long, the longest first: one that began late would be waited for by processes that have no more."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collection makes objects that stay: walking them again and again took the collector half of the time."""
@@ -35,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.get_closest_marker("xdist_group").args[0], len(places)))
 
 
 class GroupedIds:
