@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from outrider.cli.main import main
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,9 +111,13 @@ async def test_bytes_that_are_no_text_are_asked_as_question_marks(
 @pytest.mark.parametrize(
     ("option", "value"), [("--seed", "-3"), ("--seed", str(2**64)), ("--max-tokens", "0"), ("--max-tokens", str(2**32))]
 )
-async def test_numbers_that_no_request_can_hold_are_refused_by_name(option: str, value: str) -> None:
-    code, _, err = await chat("127.0.0.1:1", "", f"{option}={value}")
-    assert code == 2 and f"argument {option}: '{value}' is not a whole number from" in err
+def test_numbers_that_no_request_can_hold_are_refused_by_name(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", "--connect", "127.0.0.1:1", f"{option}={value}"])
+    assert ended.value.code == 2
+    assert f"argument {option}: '{value}' is not a whole number from" in capsys.readouterr().err
 
 
 async def test_options_of_services_are_refused_where_none_is_started() -> None:

@@ -17,7 +17,9 @@ import pytest
 from draft_door import HELLO, Stream
 from draft_fakes import open_message
 from msgspec.structs import replace
+from service_process import start_door, wait_until
 
+from outrider.config.draft import DraftOptions
 from outrider.host.line import DraftBatch, Line, LineHello, VerifyBatch, dial, host_id
 from outrider.protocol.speculation import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
 from outrider.rpc.channel import open_channel
@@ -44,6 +46,23 @@ async def service(folder: Path, *options: str) -> AsyncIterator[grpc.aio.Channel
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a draft service of n-grams, whose sessions know nothing of each other."""
+    folder = tmp_path_factory.mktemp("draft")
+    options = DraftOptions(
+        address=f"unix:{folder / 'draft.sock'}",
+        speculative_algorithm=("NGRAM",),
+        metrics_address="",
+        ready_file=str(folder / "ready.json"),
+    )
+    with start_door("draft_service", options) as door:
+        wait_until(Path(options.ready_file).exists)
+        yield options.address
+        door.terminate()
+        assert door.wait(30) == 0
 
 
 async def offer_of(stream: Stream) -> LineOffer:
@@ -105,8 +124,8 @@ async def ends(stream: Stream) -> grpc.StatusCode:
         return await stream.ended()
 
 
-async def test_trees_grow_on_a_line_and_the_stream_stays_silent(tmp_path: Path) -> None:
-    async with service(tmp_path) as channel:
+async def test_trees_grow_on_a_line_and_the_stream_stays_silent(address: str) -> None:
+    async with open_channel(address) as channel:
         stream = Stream(channel)
         line = call(await offer_of(stream))
         say(line, open_message([1, 2, 3, 1, 2]))
@@ -119,18 +138,18 @@ async def test_trees_grow_on_a_line_and_the_stream_stays_silent(tmp_path: Path) 
         await hear_out(line)
 
 
-async def test_sessions_have_lines_of_their_own(tmp_path: Path) -> None:
-    async with service(tmp_path) as channel:
+async def test_sessions_have_lines_of_their_own(address: str) -> None:
+    async with open_channel(address) as channel:
         streams = [Stream(channel) for _ in range(3)]
         lines = [call(await offer_of(stream)) for stream in streams]
         for number, line in enumerate(lines):
-            say(line, open_message([number, 2, 9 + number, number, 2]))
+            say(line, open_message([40 + number, 20, 9 + number, 40 + number, 20]))
         for number, line in enumerate(lines):
             assert await hear_of(line, request=1) == 9 + number
 
 
-async def test_a_line_that_is_lost_ends_its_session_and_no_other(tmp_path: Path) -> None:
-    async with service(tmp_path) as channel:
+async def test_a_line_that_is_lost_ends_its_session_and_no_other(address: str) -> None:
+    async with open_channel(address) as channel:
         lost, other = Stream(channel), Stream(channel)
         first, second = call(await offer_of(lost)), call(await offer_of(other))
         say(first, open_message([1, 2, 3, 1, 2]))
@@ -147,8 +166,8 @@ async def test_a_line_that_is_lost_ends_its_session_and_no_other(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["garbage", "absurd length", "another hello", "wrong message"])
-async def test_what_makes_no_sense_ends_the_session(kind: str, tmp_path: Path) -> None:
-    async with service(tmp_path) as channel:
+async def test_what_makes_no_sense_ends_the_session(kind: str, address: str) -> None:
+    async with open_channel(address) as channel:
         stream = Stream(channel)
         line = call(await offer_of(stream))
         say(line, open_message([1, 2, 3, 1, 2]))
@@ -166,8 +185,8 @@ async def test_what_makes_no_sense_ends_the_session(kind: str, tmp_path: Path) -
         assert await ends(stream) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_who_names_no_session_is_sent_away(tmp_path: Path) -> None:
-    async with service(tmp_path) as channel:
+async def test_who_names_no_session_is_sent_away(address: str) -> None:
+    async with open_channel(address) as channel:
         stream = Stream(channel)
         offer = await offer_of(stream)
         assert await hear(call(replace(offer, token="0" * 32))) == []

@@ -213,9 +213,9 @@ def test_ties_go_to_the_lowest_id(device: str, candidates: int, params: Sampling
     check(trial, torch.from_numpy(row).to(device).expand(len(trial.tokens.rows), -1).contiguous(), candidates)
 
 
-@pytest.mark.parametrize("candidates", [16, 2048])
-@pytest.mark.parametrize("top_p", [0.25, 0.9375])
-@pytest.mark.parametrize("min_p", [0.0, 0.0625])
+@pytest.mark.parametrize(
+    ("candidates", "top_p", "min_p"), [(16, 0.25, 0.0), (16, 0.9375, 0.0625), (2048, 0.25, 0.0625), (2048, 0.9375, 0.0)]
+)
 def test_what_top_p_keeps_does_not_follow_from_ids_tied_at_the_border_of_top_k(
     device: str, candidates: int, top_p: float, min_p: float
 ) -> None:

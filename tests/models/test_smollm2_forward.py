@@ -16,7 +16,7 @@ from outrider.device import _cpu_flags
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 PROMPTS = [
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
     "In 1969, 2 men walked 3.5 hours on the moon; 400000 people had worked for it, and",

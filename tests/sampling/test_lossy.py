@@ -95,7 +95,7 @@ def test_two_levels_multiply() -> None:
 @pytest.mark.parametrize("children", [[0], [3, 1], [4, 2, 1]])
 def test_tokens_of_many_seeds_are_distributed_so(children: list[int], rule: AcceptRule) -> None:
     candidates = Candidates(None, np.log(np.array(CHANCES, np.float32)))
-    trials = 4000
+    trials = 2000
     tokens = [choose(candidates, children, SamplingParams(seed=seed), 3, rule) for seed in range(trials)]
     expected = np.array(by_formula(children, rule))
     deviations = np.abs(np.bincount(tokens, minlength=5) / trials - expected)

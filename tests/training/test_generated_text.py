@@ -38,7 +38,7 @@ def test_greedy_answers_equal_transformers_and_rows_are_used_again(target: Targe
 
 
 def test_sampled_tokens_follow_the_targets_distribution(target: TargetModel) -> None:
-    jobs = [GenerationJob([5, 9, 30], 1.3, 1)] * 800
+    jobs = [GenerationJob([5, 9, 30], 1.3, 1)] * 400
     drawn = torch.tensor(run(Generator(target.model, 200, 8, [2], seed=1), jobs)).flatten()
     hidden = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -47,6 +47,11 @@ def test_sampled_tokens_follow_the_targets_distribution(target: TargetModel) -> 
     # Half the summed difference: about 0.5 * sum(sqrt(p / n)) by chance.
     chance = 0.5 * (chances / drawn.numel()).sqrt().sum()
     assert 0.5 * (shares - chances).abs().sum() < 1.5 * chance
+    # Another temperature shows in how unlikely the tokens are.
+    surprise = -chances.log()
+    mean = chances @ surprise
+    deviation = (chances @ (surprise - mean).square() / drawn.numel()).sqrt()
+    assert (surprise[drawn].mean() - mean).abs() < 4 * deviation
 
 
 def test_same_seed_same_text_and_the_budget_ends_it(target: TargetModel) -> None:

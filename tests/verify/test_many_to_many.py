@@ -16,7 +16,7 @@ from outrider.cli.cluster import Cluster
 from outrider.config.draft import DraftOptions
 
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6], [30, 31], [50, 4, 50, 4]]
-MAX_TOKENS = 200
+MAX_TOKENS = 120
 
 
 @dataclass
