@@ -2,8 +2,8 @@
 
 Each rank is a process; `--devices 0 1` gives two GPUs, `--devices 0 0` two processes on one (they take turns on it, a
 time slice each, so times say nothing there); `--streams 2` has ranks as streams of one process on one GPU, which run
-at the same time, as `--streams 2 --repetitions 100000 --kinds one-shot two-shot join --kib 8 72 2048` has them; what
-is larger than 64 rows takes several launches there.
+at the same time, as `--streams 2 --repetitions 100000 --kinds one-shot two-shot join --widths 8192 --kib 16 72 2048`
+has them.
 Wrong numbers are counted on the device, and end the command with 1. Times are those of a launch within a CUDA graph on
 rank 0, beside the norm alone and beside NCCL.
 """
@@ -42,8 +42,9 @@ CALLS = 70
 """Repetitions in a graph."""
 MAX_DELAY_NS = 20_000
 MAX_BYTES = 2 << 20
-MAX_STREAM_ROWS = 64
-"""Of a launch where ranks share a device: each row holds a processor while it waits, and the others need some, too."""
+MAX_STREAM_PROGRAMS = 128
+"""Of an exchange where ranks share a device: each holds a processor of its 132 while it waits, and the other rank needs
+some, too. Several launches of fewer do not help: each lets the next one begin, which takes processors as well."""
 Call = Callable[[int], object]
 
 
@@ -69,6 +70,11 @@ class ExchangeCase:
     def name(self) -> str:
         """For a report's row."""
         return f"{self.kind} m{self.num_rows} w{self.width} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def num_programs(self) -> int:
+        """Of a launch."""
+        return self.num_rows * (self.width // join_width(self.width) if self.kind == "join" else 1)
 
     @property
     def num_bytes(self) -> int:
@@ -386,8 +392,7 @@ def check_streams(case: ExchangeCase, world: int, repetitions: int) -> list[Exch
     """As RankWorker.check of all ranks, as streams of this process."""
     device = torch.device("cuda", 0)
     width = join_width(case.width) if case.kind == "join" else case.width
-    max_rows = min(MAX_BYTES // (width * case.dtype.itemsize), MAX_STREAM_ROWS)
-    local = LocalMailboxes(world, max_rows, width, case.dtype, device)
+    local = LocalMailboxes(world, MAX_BYTES // (width * case.dtype.itemsize), width, case.dtype, device)
     checks = [RankCheck(RankInputs(case, boxes.rank, world, device), boxes, device) for boxes in local.boxes]
     # What is launched for the first time may wait for the device, where another rank would wait for this one.
     local.reset(wait=False)
@@ -461,6 +466,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             ranks.ask("start_nccl", str(Path(folder) / "meet"))
         for case in cases(options.kinds, options.dtypes, options.widths, options.kib):
+            if options.streams and case.num_programs > MAX_STREAM_PROGRAMS:
+                print(f"{case.name}: left out, {case.num_programs} programs of each rank", file=sys.stderr, flush=True)
+                continue
             found: dict[str, tuple[float, str]] = {}
             begin = time.monotonic()
             if options.repetitions:
