@@ -7,12 +7,16 @@ import json
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from outrider.cli.options import whole_number
 from outrider.errors import ConfigError
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.training.options import ALGORITHMS, TreeShape
+
+# Characters of a system message in the report.
+SYSTEM_SHOWN = 48
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +36,16 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=Path,
         help="JSONL of questions: prompt or turns, and a category if there is one.",
+    )
+    parser.add_argument(
+        "--system",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="Also ask behind this system message; empty for none. May be repeated.",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="Also ask without a chat: the target goes on with the question."
     )
     parser.add_argument("--limit", type=whole_number(1, 10**9), help="Take so many questions, spread over the file.")
     parser.add_argument(
@@ -77,18 +91,23 @@ def run(arguments: argparse.Namespace) -> int:
     drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
     tree = TreeShape(arguments.nodes, arguments.depth, arguments.branching)
     with import_module("outrider_tools.training.report").Report() as report:
-        evaluations = stage.measure(
-            target,
-            prompts.ChatForm(target_folder),
-            drafter,
-            questions,
-            report,
-            temperatures=arguments.temperature,
-            max_new_tokens=arguments.max_new_tokens,
-            tree=tree,
-            num_rows=arguments.num_rows,
-            seed=arguments.seed,
-        )
+        evaluations = [
+            evaluation
+            for beginning, form in _forms(arguments, prompts.ChatForm(target_folder))
+            for evaluation in stage.measure(
+                target,
+                form,
+                drafter,
+                questions,
+                report,
+                temperatures=arguments.temperature,
+                max_new_tokens=arguments.max_new_tokens,
+                tree=tree,
+                num_rows=arguments.num_rows,
+                seed=arguments.seed,
+                beginning=beginning,
+            )
+        ]
     report.table(tables.length_table(evaluations))
     report.table(tables.rate_table(evaluations))
     if arguments.json is not None:
@@ -99,6 +118,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _forms(arguments: argparse.Namespace, chat: Any) -> list[tuple[str, Any]]:
+    """How questions are asked, and what the report calls it; first as the chat template does."""
+    found = [("", chat)]
+    for text in arguments.system:
+        found.append((f"system {shorten(text, SYSTEM_SHOWN)!r}" if text else "no system message", chat.behind(text)))
+    return [*found, ("raw", chat.raw())] if arguments.raw else found
+
+
 def _record(arguments: argparse.Namespace, algorithm: str, dtype: str, device: Any, torch: Any) -> dict[str, Any]:
     """What was asked for; of paths the names alone."""
     return {
@@ -106,6 +133,7 @@ def _record(arguments: argparse.Namespace, algorithm: str, dtype: str, device: A
         "draft": Path(arguments.draft).name,
         "algorithm": algorithm,
         "prompts": arguments.prompts.name,
+        "system": arguments.system,
         "limit": arguments.limit,
         "max_new_tokens": arguments.max_new_tokens,
         "tree": {"nodes": arguments.nodes, "depth": arguments.depth, "branching": arguments.branching},

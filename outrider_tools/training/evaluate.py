@@ -20,7 +20,7 @@ from outrider_tools.training.attention import Spans
 from outrider_tools.training.figures import AnswerCounts, Evaluation, Flags, figures_of, loops
 from outrider_tools.training.generate import Answers, answer_questions
 from outrider_tools.training.options import TreeShape
-from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.prompts import Question, QuestionForm
 from outrider_tools.training.report import Report
 from outrider_tools.training.rollout import CHUNK_ROOTS, CandidateRanker, NodeRollout, TextRollout, tree_accepts
 from outrider_tools.training.target import target_states
@@ -159,7 +159,7 @@ def load_drafter(algorithm: str, folder: Path, target_folder: Path, target: Caus
 
 def measure(
     target: CausalLM,
-    form: ChatForm,
+    form: QuestionForm,
     drafter: DraftModel,
     questions: Sequence[Question],
     report: Report,
@@ -170,9 +170,11 @@ def measure(
     num_rows: int = 256,
     depth: int = DEPTH,
     seed: int = 0,
+    beginning: str = "",
 ) -> list[Evaluation]:
     """Have the target answer at each temperature, and evaluate the drafter on that.
 
+    `beginning` is what the figures call a `form` that is not the target's usual chat.
     Answers end where the target or the drafter knows no more positions; questions that leave no room are left out.
     """
     longest = min(target.config.max_positions, drafter.max_positions) - max_new_tokens
@@ -182,8 +184,9 @@ def measure(
     if not kept:
         raise ConfigError("no question leaves room for an answer; lower the number of new tokens")
     found = []
+    told = f", {beginning}" if beginning else ""
     for temperature in temperatures:
-        name = f"answers, temperature {temperature:g}"
+        name = f"answers{told}, temperature {temperature:g}"
         answers = answer_questions(
             target,
             form,
@@ -194,8 +197,7 @@ def measure(
             seed=seed,
             on_progress=partial(report.generated, name, total=0),
         )
-        name = f"evaluation, temperature {temperature:g}"
-        found.append(
-            evaluate(target, drafter, answers, depth=depth, tree=tree, on_progress=partial(report.counted, name))
-        )
+        name = f"evaluation{told}, temperature {temperature:g}"
+        figures = evaluate(target, drafter, answers, depth=depth, tree=tree, on_progress=partial(report.counted, name))
+        found.append(replace(figures, beginning=beginning))
     return found

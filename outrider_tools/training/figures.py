@@ -73,7 +73,8 @@ class Figures:
 class Evaluation:
     """Figures at one temperature: of all answers, of those that do not and do fall into loops, and by category.
 
-    `without_loops` and `loops` are None where there are no such answers.
+    `without_loops` and `loops` are None where there are no such answers. `beginning` says how questions began that were
+    not asked as the target usually is.
     """
 
     temperature: float
@@ -81,6 +82,7 @@ class Evaluation:
     without_loops: Figures | None
     loops: Figures | None
     categories: dict[str, Figures]
+    beginning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,11 @@ def decoding(temperature: float) -> str:
     return f"t{temperature:g}" if temperature > 0 else "greedy"
 
 
+def _asked(evaluation: Evaluation) -> str:
+    """How its answers were decoded, and how the questions began where that is not the usual way."""
+    return ", ".join(filter(None, (decoding(evaluation.temperature), evaluation.beginning)))
+
+
 def groups(evaluation: Evaluation) -> Iterator[tuple[str, Figures]]:
     """All figures of an evaluation with their names, those of all answers first."""
     yield "all", evaluation.all
@@ -180,7 +187,7 @@ def length_table(evaluations: Sequence[Evaluation]) -> list[list[str]]:
         for name, found in groups(evaluation):
             rows.append(
                 [
-                    f"{decoding(evaluation.temperature)}, {name}",
+                    f"{_asked(evaluation)}, {name}",
                     str(found.answers),
                     str(found.tokens),
                     f"{found.chain.accept_length:.2f}",
@@ -196,7 +203,7 @@ def rate_table(evaluations: Sequence[Evaluation]) -> list[list[str]]:
     depth = max(len(evaluation.all.rates) for evaluation in evaluations)
     rows = [["depth", *(str(number + 1) for number in range(depth))]]
     for evaluation in evaluations:
-        found, name = evaluation.all, decoding(evaluation.temperature)
+        found, name = evaluation.all, _asked(evaluation)
         for what, values in (
             ("accept rate", found.rates),
             ("chains that reach it", found.chain.reached),

@@ -19,7 +19,7 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.device import put
 from outrider.models.decoder import CausalLM
 from outrider.sampling.noise import gumbel
-from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.prompts import Question, QuestionForm
 from outrider_tools.training.rollout import noise_keys
 from outrider_tools.training.texts import Texts
 
@@ -309,7 +309,7 @@ class Answers:
 
 def answer_questions(
     model: CausalLM,
-    form: ChatForm,
+    form: QuestionForm,
     questions: Sequence[Question],
     *,
     temperature: float,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 from outrider.errors import ConfigError
 from outrider_tools.files import json_objects
 
-# Stands for the user's words while the template is rendered; no tokenizer or template has a use for it.
+# Stands for what is said while the template is rendered; no tokenizer or template has a use for it.
 _PLACE = "\u241fplace of the question\u241f"
+_USER = {"role": "user", "content": _PLACE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +29,71 @@ class Question:
     category: str = ""
 
 
-class ChatForm:
-    """The chat template of a model folder, cut where the user's words stand.
+class QuestionForm:
+    """What stands around a user's words.
 
     Attributes:
-        before: token ids up to the user's words. Sampling after them lets the model invent a question.
+        before: token ids up to the user's words.
         after: token ids from there to where the answer begins.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where the folder has no chat template, or one that cannot be cut."""
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        text = _render(folder, _PLACE)
-        parts = text.split(_PLACE)
-        if len(parts) != 2:
-            raise ConfigError(f"{folder}: the chat template repeats or changes the user's words")
-        self._parts = parts
-        self.before = self._encode(parts[0])
-        self.after = self._encode(parts[1])
+    def __init__(self, tokenizer: Tokenizer, before: str, after: str, first: Sequence[int] = ()) -> None:
+        """`first`: token ids in front of all text."""
+        self.tokenizer = tokenizer
+        self._first = list(first)
+        self._parts = before, after
+        self.before = [*first, *self.words(before)]
+        self.after = self.words(after)
 
     def ask(self, question: str) -> list[int]:
-        """Token ids of a conversation that ends where the answer to `question` begins."""
-        return self._encode(self._parts[0] + question + self._parts[1])
+        """Token ids of a text that ends where the answer to `question` begins."""
+        return self._first + self.words(question.join(self._parts))
+
+    def around(self, words: Sequence[int]) -> list[int]:
+        """The same for a question of token ids."""
+        return [*self.before, *words, *self.after]
 
     def words(self, text: str) -> list[int]:
-        """Token ids of the first words of a question."""
-        return self._encode(text)
+        """Token ids of a text alone."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens left out."""
         return str(self.tokenizer.decode(token_ids))
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+class ChatForm(QuestionForm):
+    """The chat template of a model folder, behind whatever the template itself puts first.
+
+    Sampling after `before` lets the model invent a question.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where the folder has no chat template, or one that cannot be cut."""
+        self._template = _Template(folder)
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        super().__init__(tokenizer, *self._template.cut(self._template.render(_USER)))
+
+    def behind(self, system: str) -> QuestionForm:
+        """The same chat behind that system message; "" for none, not even one that the template has of its own.
+
+        Raises ConfigError where the template takes no system message, or cannot do without.
+        """
+        text = self._template.render(_system(system), _USER) if system else self._template.without_system()
+        if system.strip() not in text:
+            raise ConfigError(f"the chat template leaves out the system message {system!r}")
+        return QuestionForm(self.tokenizer, *self._template.cut(text))
+
+    def raw(self) -> QuestionForm:
+        """No chat: the user's words alone, behind the token that the tokenizer begins every text with, if any."""
+        return QuestionForm(self.tokenizer, "", "", self.tokenizer.encode("", add_special_tokens=True).ids)
+
+    def system_form(self) -> QuestionForm:
+        """A chat cut where the system message stands: sampling after its `before` lets the model invent one.
+
+        Raises ConfigError where the template takes no system message.
+        """
+        return QuestionForm(self.tokenizer, *self._template.cut(self._template.render(_system(_PLACE))))
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -80,22 +113,50 @@ def _question(where: str, fields: dict[str, Any]) -> Question:
     return Question(text, str(fields.get("category", "")))
 
 
-def _render(folder: Path, content: str) -> str:
-    config = _tokenizer_config(folder)
-    path = folder / "chat_template.jinja"
-    source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
-    if not isinstance(source, str):
-        raise ConfigError(f"{folder} has no chat template; training text is made of answers in a chat")
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    special = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    messages = [{"role": "user", "content": content}]
-    try:
-        template = environment.from_string(source)
-        return template.render(messages=messages, add_generation_prompt=True, tools=None, **special)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{folder}: the chat template cannot be rendered: {error}") from None
+class _Template:
+    """A model folder's chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        config = _tokenizer_config(folder)
+        path = folder / "chat_template.jinja"
+        source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+        if not isinstance(source, str):
+            raise ConfigError(f"{folder} has no chat template; training text is made of answers in a chat")
+        self._folder = folder
+        self._source = source
+        self._environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        self._special = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+
+    def render(self, *messages: Mapping[str, str]) -> str:
+        """The text of a conversation; where the user spoke last, up to where the answer begins."""
+        answers = messages[-1]["role"] == "user"
+        try:
+            template = self._environment.from_string(self._source)
+            return template.render(messages=list(messages), add_generation_prompt=answers, tools=None, **self._special)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{self._folder}: the chat template cannot be rendered: {error}") from None
+
+    def without_system(self) -> str:
+        """A user's turn alone. A template may put a system message where none is given, so one is given and cut off."""
+        given = _system("Be brief.")
+        system, whole = self.render(given), self.render(given, _USER)
+        if not whole.startswith(system):
+            raise ConfigError(f"{self._folder}: the chat template does not part a system message from the user's words")
+        rest, bos = whole.removeprefix(system), self._special["bos_token"]
+        return bos + rest if system.startswith(bos) and not rest.startswith(bos) else rest
+
+    def cut(self, text: str) -> list[str]:
+        """What stands before and after the place of what is said, which must be there once."""
+        parts = text.split(_PLACE)
+        if len(parts) != 2:
+            raise ConfigError(f"{self._folder}: the chat template repeats or changes what is said")
+        return parts
+
+
+def _system(content: str) -> dict[str, str]:
+    return {"role": "system", "content": content}
 
 
 def _tokenizer_config(folder: Path) -> Mapping[str, Any]:

@@ -97,7 +97,8 @@ class Report:
         for row in rows:
             table.add_row(*map(escape, row))
         console = Console(file=sys.stdout, highlight=False)
-        console.print(table, width=max(console.width, TABLE_WIDTH), soft_wrap=True)
+        console.width = max(console.width, TABLE_WIDTH)
+        console.print(table, soft_wrap=True)
 
     def _due(self, what: str) -> bool:
         now = time.monotonic()

@@ -212,6 +212,24 @@ def test_the_command_tells_the_kind_by_itself_and_writes_everything(
     assert len(record["evaluation"][0]["all"]["rates"]) == 10
 
 
+def test_other_beginnings_stand_in_the_same_table(
+    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "abc"}) + "\n")
+    words = ["evaluate-draft", "--model", str(target.folder), "--draft", str(target.folder), "--device", "cpu"]
+    words += ["--prompts", str(prompts), "--max-new-tokens", "8", "--nodes", "4", "--depth", "3", "--temperature", "0"]
+    words += ["--system", "Be brief.", "--system", "", "--raw", "--json", str(tmp_path / "all.json")]
+    assert main(words) == 0
+    names = ["", "system 'Be brief.'", "no system message", "raw"]
+    table = capsys.readouterr().out.split("depth  ")[0]
+    assert [f"greedy, {name}, all" in table for name in names[1:]] == [True] * 3
+    evaluation = json.loads((tmp_path / "all.json").read_text())["evaluation"]
+    assert [found["beginning"] for found in evaluation] == names
+    # The target is its own drafter, so every token is there whatever stands in front.
+    assert [found["all"]["rates"][0] for found in evaluation] == [1.0] * 4
+
+
 def test_questions_that_leave_no_room_are_left_out(
     target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

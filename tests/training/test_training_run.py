@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import algorithm_of
 from outrider_tools.training import card as card_module
 from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
-from outrider_tools.training.prompts import ChatForm, read_questions
+from outrider_tools.training.prompts import ChatForm, QuestionForm, read_questions
 from outrider_tools.training.report import Report
 from outrider_tools.training.run import train
 from outrider_tools.training.texts import Texts, choose_vocabulary, coverage
@@ -167,6 +167,58 @@ def test_a_chat_is_cut_where_the_users_words_stand(tiny_folder: Path) -> None:
     words = form.tokenizer.encode("Hello?", add_special_tokens=False).ids
     assert form.before + words + form.after == form.ask("Hello?")
     assert form.before[0] == 1 and form.tokenizer.decode(form.before) == "user\n"
+
+
+HEADED = (
+    "{{ bos_token }}{% if messages[0]['role'] != 'system' %}<|im_start|>system\nOur own.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Folds the system message into the user's first words.
+FOLDED = "[INST] {% for message in messages %}{{ message['content'] }} {% endfor %}[/INST]"
+DEAF = "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}:"
+
+
+def form_of(tiny_folder: Path, folder: Path, template: str) -> ChatForm:
+    """Of the tiny target with another chat template, and a token that begins every text."""
+    folder.mkdir()
+    tokenizer = json.loads((tiny_folder / "tokenizer.json").read_text())
+    first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"chat_template": template, "bos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return ChatForm(folder)
+
+
+def test_a_chat_begins_behind_any_system_message_and_behind_none(tiny_folder: Path, tmp_path: Path) -> None:
+    form = form_of(tiny_folder, tmp_path / "headed", HEADED)
+
+    def said(form: QuestionForm) -> str:
+        assert form.around(form.words("Who?")) == form.ask("Who?")
+        return form.tokenizer.decode(form.ask("Who?"), skip_special_tokens=False)
+
+    bos, turn = "<|endoftext|>", "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    assert said(form) == f"{bos}<|im_start|>system\nOur own.<|im_end|>\n{turn}"
+    assert said(form.behind("Be brief.")) == f"{bos}<|im_start|>system\nBe brief.<|im_end|>\n{turn}"
+    assert said(form.behind("")) == bos + turn
+    assert said(form.raw()) == bos + "Who?"
+    header = form.system_form().before
+    assert form.tokenizer.decode(header, skip_special_tokens=False) == f"{bos}<|im_start|>system\n"
+
+
+def test_templates_that_cannot_begin_otherwise_say_so(tiny_folder: Path, tmp_path: Path) -> None:
+    folded, deaf = (form_of(tiny_folder, tmp_path / name, text) for name, text in (("a", FOLDED), ("b", DEAF)))
+    with pytest.raises(ConfigError, match="does not part a system message from the user's words"):
+        folded.behind("")
+    with pytest.raises(ConfigError, match=r"leaves out the system message 'Be brief\.'"):
+        deaf.behind("Be brief.")
 
 
 def test_damaged_questions_are_named(tmp_path: Path) -> None:
