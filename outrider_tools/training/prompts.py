@@ -147,12 +147,12 @@ class _Template:
         rest, bos = whole.removeprefix(system), self._special["bos_token"]
         return bos + rest if system.startswith(bos) and not rest.startswith(bos) else rest
 
-    def cut(self, text: str) -> list[str]:
+    def cut(self, text: str) -> tuple[str, str]:
         """What stands before and after the place of what is said, which must be there once."""
         parts = text.split(_PLACE)
         if len(parts) != 2:
             raise ConfigError(f"{self._folder}: the chat template repeats or changes what is said")
-        return parts
+        return parts[0], parts[1]
 
 
 def _system(content: str) -> dict[str, str]:
