@@ -18,12 +18,10 @@ def tree_attention(
 ) -> Tensor:  # fmt: skip
     """As kernels.attention.tree_attention."""
     out.zero_()
+    seen = _bits(mask) if path is None else _named(path, 32 * mask.shape[1])
     for begin, end, cached, slots in _rows(page_tables, table_rows, first, cached_len, page_size):
-        hidden = torch.ones(end - begin, slots.numel(), dtype=torch.bool, device=q.device)
-        hidden[:, :cached] = False
-        for i in range(end - begin):
-            own = set_bits(mask[begin + i]) if path is None else path[begin + i][path[begin + i] >= 0]
-            hidden[i, cached + own.long()] = False
+        hidden = torch.zeros(end - begin, slots.numel(), dtype=torch.bool, device=q.device)
+        hidden[:, cached:] = ~seen[begin:end, : end - begin]
         if rules.window and positions is not None:
             own = positions[begin:end]
             keys = torch.cat([torch.arange(cached, device=own.device), own])
@@ -64,10 +62,15 @@ def slots_of(table: Tensor, logical: Tensor, page_size: int) -> Tensor:
     return table.long()[logical // page_size] * page_size + logical % page_size
 
 
-def set_bits(words: Tensor) -> Tensor:
-    """Numbers of the bits that are set, from the lowest of the first word on."""
-    bits = words.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
-    return bits.view(-1).nonzero().view(-1)
+def _bits(words: Tensor) -> Tensor:
+    """int32 [M, W] to bool [M, 32 W], from the lowest bit of the first word on."""
+    return (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=words.device) & 1).flatten(1).bool()
+
+
+def _named(places: Tensor, count: int) -> Tensor:
+    """Numbers [M, D], -1 for none, to bool [M, count]: which of them there are."""
+    named = torch.zeros(len(places), count + 1, dtype=torch.bool, device=places.device)
+    return named.scatter_(1, torch.where(places < 0, count, places).long(), True)[:, :count]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float, rules: ScoreRules = PLAIN_SCORES) -> Tensor:
@@ -94,10 +97,10 @@ def list_branches(
 ) -> None:  # fmt: skip
     """As kernels.attention.list_branches, into `slots` and `lens`."""
     lens.zero_()
-    starts = first.tolist()
+    starts, bits = first.tolist(), _bits(mask)
     for row, table_row in enumerate(table_rows.tolist()):
         for token in range(starts[row], starts[row + 1]):
-            named = slots_of(page_tables[table_row], base + set_bits(mask[token]), page_size)
+            named = slots_of(page_tables[table_row], base + bits[token].nonzero().view(-1), page_size)
             count = lens[token] = named.numel()
             slots[token, :count] = named
 
