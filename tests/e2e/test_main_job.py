@@ -48,19 +48,19 @@ def test_greedy_text_is_that_of_transformers(cluster: Cluster, model_path: Path)
 @pytest.mark.parametrize("kind", SAMPLED)
 async def test_speculation_changes_no_token(cluster: Cluster, kind: str) -> None:
     sampling = SAMPLED[kind]
-    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=28, **sampling))
-    drafted = await generate(cluster, chat(COPY_PROMPT, max_tokens=28, **sampling))
+    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=20, **sampling))
+    drafted = await generate(cluster, chat(COPY_PROMPT, max_tokens=20, **sampling))
     assert drafted.token_ids == plain.token_ids and drafted.text == plain.text
-    assert len(drafted.origins) == len(drafted.token_ids) == 28
+    assert len(drafted.origins) == len(drafted.token_ids) == 20
     assert set(plain.origins) == {common_pb2.TOKEN_ORIGIN_PLAIN}
     assert plain.usage is not None and plain.usage.num_draft_tokens == 0
 
 
 async def test_drafts_are_accepted_on_text_that_repeats(cluster: Cluster) -> None:
-    answer = await generate(cluster, chat(COPY_PROMPT, max_tokens=40))
+    answer = await generate(cluster, chat(COPY_PROMPT, max_tokens=32))
     assert answer.usage is not None and answer.usage.num_accepted_tokens > 0
     assert answer.usage.num_accepted_tokens == answer.origins.count(common_pb2.TOKEN_ORIGIN_ACCEPTED)
-    assert answer.usage.num_rounds < answer.usage.completion_tokens == 40
+    assert answer.usage.num_rounds < answer.usage.completion_tokens == 32
 
 
 async def test_a_batch_gives_what_each_request_gives_alone(cluster: Cluster) -> None:
