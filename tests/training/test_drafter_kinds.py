@@ -112,7 +112,7 @@ def test_an_exported_language_model_gives_the_trained_modules_logits(
 @pytest.mark.parametrize("kind", ("EAGLE", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE"))
 def test_every_kind_learns(target: TargetModel, texts: Texts, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "LOG_EVERY", 5)
-    options = replace(OPTIONS, algorithm=kind, trainer=replace(OPTIONS.trainer, steps=40, warmup_share=0.1))
+    options = replace(OPTIONS, algorithm=kind, trainer=replace(OPTIONS.trainer, steps=30, warmup_share=0.1))
     learner = make_learner(target, texts, options)
     points = Trainer(learner, texts, options.trainer).run().points
     # A small model begins with the target's own layers, so it has less to learn.

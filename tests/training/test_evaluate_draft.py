@@ -36,7 +36,7 @@ def answers(target: TargetModel) -> dict[float, Answers]:
     form = ChatForm(target.folder)
     return {
         temperature: answer_questions(
-            target.model, form, QUESTIONS, temperature=temperature, max_new_tokens=12, num_rows=2, seed=11
+            target.model, form, QUESTIONS, temperature=temperature, max_new_tokens=9, num_rows=2, seed=11
         )
         for temperature in (0.0, 1.0)
     }

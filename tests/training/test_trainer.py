@@ -33,7 +33,7 @@ def test_loss_falls_and_deep_guesses_get_better(target: TargetModel) -> None:
         target.model, ChatForm(target.folder), questions, temperature=0.0, max_new_tokens=60, num_rows=4
     ).texts
     head = make_head(target, 259)
-    points = make_trainer(target, head, texts, replace(OPTIONS, steps=120, warmup_share=0.1)).run().points
+    points = make_trainer(target, head, texts, replace(OPTIONS, steps=70, warmup_share=0.1)).run().points
     # What is left is the entropy of a random target.
     assert points[-1].loss < points[0].loss - 0.3
     assert all(last > first + 0.2 for first, last in zip(points[0].rates, points[-1].rates, strict=True))
