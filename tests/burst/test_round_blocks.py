@@ -51,9 +51,10 @@ def expected_trees(
     return grown(target.texts, found, expand, num_steps, width)[:num_nodes]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("rows", [[2], [2, 0, 3]], ids=["lone", "several"])
-@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "temperature"),
+    [("vanilla", [2], 0.0), ("vanilla", [2, 0, 3], 0.8), ("rnn", [2], 0.8), ("rnn", [2, 0, 3], 0.0)],
+)
 def test_trees_behind_rounds_are_read_from_one_block_of_true_features(
     tmp_path: Path, kind: str, rows: list[int], temperature: float
 ) -> None:

@@ -79,10 +79,10 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("world", "width"), [(2, 40), (3, 64)])
-@pytest.mark.parametrize("two_shot", [False, True])
 def test_sums_are_those_in_the_order_of_ranks_on_every_rank_whoever_comes_first(
-    device: str, dtype: torch.dtype, world: int, width: int, two_shot: bool
+    device: str, dtype: torch.dtype, world: int, width: int
 ) -> None:
+    two_shot = (world == 2) == (dtype is torch.float32)
     ranks = Ranks(world, 4, width, dtype, device)
     weight = 1 + random(99, width, dtype=dtype, device=device)
     orders = list(permutations(range(world)))

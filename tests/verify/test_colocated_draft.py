@@ -126,7 +126,7 @@ def tokens(answers: Sequence[Answer]) -> list[list[int]]:
     ("kind", "num_pages"),
     [
         *((kind, 256) for kind in ("model", "features", "clueless", "n-grams", "both", "known")),
-        *((kind, 20) for kind in ("both", "known")),
+        ("both", 20),
     ],
 )
 def test_tokens_are_the_same_with_any_drafter_and_memory(

@@ -42,7 +42,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         text = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, pad_token_id=60
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=60
         )
         texts.append(text[0, len(prompt) :].tolist())
     return model, texts
@@ -71,7 +71,7 @@ def test_text_is_transformers(
     guess = oracle(known, VOCAB) if guesses == "oracle" else noise(9, VOCAB)
     engine.draft_connected(LocalDraft(engine, VOCAB, guess))
     engine.start()
-    answers = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS], max_tokens=16)
+    answers = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS], max_tokens=12)
     assert tokens(answers) == texts
     if guesses == "oracle":
         assert sum(answer.num_accepted for answer in answers) > 0.5 * sum(map(len, texts))
