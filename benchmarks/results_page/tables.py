@@ -82,6 +82,20 @@ def mt_runs() -> str:
     return table(("run", "date", "questions", "plain", "default", "over plain", "accept length"), lines)
 
 
+def mt_four_bits() -> str:
+    """The commit before products of four bits, and the one with them, in turn."""
+    one = report("checkouts_four_bits_cpu")
+    lines = []
+    for way in ("plain", "default"):
+        before, after = (f"smollm2-135m {way} b1 greedy {name}" for name in ("before", "after"))
+        ratios = [one.cell(after, f"{kind}speedup_over_before") for kind in ("", "median_", "lowest_")]
+        cpu = [f"{one(case, 'cpu_ms_per_token'):.0f}" for case in (before, after)]
+        lines.append((way, f"{one(before):.1f}", f"{one(after):.1f}", *ratios, *cpu, one.cell(after, "accept_length")))
+    head = ("", "before, tokens/s", "with four bits", "ratio", "median question", "lowest")
+    head += ("CPU ms a token, before", "with four bits", "accept length")
+    return f"{one.source()}\n\n{table(head, lines)}"
+
+
 def mt_colocated() -> str:
     """The default's drafters in a draft service and in verify's process, in turn."""
     inside = MT_DEFAULT.replace("split", "colocated")
@@ -360,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured": readme_table,
     "mt_bench": mt_table,
     "mt_bench_colocated": mt_colocated,
+    "mt_bench_four_bits": mt_four_bits,
     "mt_bench_runs": mt_runs,
     "ngram": ngram_table,
     "split_80": lambda: split_table("split_now_all_h200x2", ALL_80),
