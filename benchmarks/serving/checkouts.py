@@ -38,7 +38,7 @@ WAYS = ("plain", "default")
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedRun:
     """One answer, and the CPU time that services took meanwhile."""
 
     run: Run
@@ -50,7 +50,7 @@ class Answer:
         return self.run.tokens / self.run.seconds
 
 
-class Checkout:
+class ServedCheckout:
     """The services of one checkout."""
 
     def __init__(self, folder: Path, arguments: list[str]) -> None:
@@ -85,18 +85,20 @@ class Checkout:
         top = psutil.Process(self._process.pid)
         return sum(sum(one.cpu_times()[:2]) for one in (top, *top.children(recursive=True)))
 
-    async def answer(self, stub: Any, text: str, max_tokens: int, way: str) -> Answer:
+    async def answer(self, stub: Any, text: str, max_tokens: int, way: str) -> TimedRun:
         """One answer."""
         before = self.cpu_seconds()
         run = await ours(stub, text, max_tokens, way == "default")
-        return Answer(run, self.cpu_seconds() - before)
+        return TimedRun(run, self.cpu_seconds() - before)
 
 
-async def measure(checkouts: dict[str, Checkout], options: argparse.Namespace) -> dict[tuple[str, str], list[Answer]]:
+async def measure(
+    checkouts: dict[str, ServedCheckout], options: argparse.Namespace
+) -> dict[tuple[str, str], list[TimedRun]]:
     """All answers, by checkout and way."""
     questions = pick(read_questions(options.prompts), options.per_category)
     cases = [(name, way) for name in checkouts for way in WAYS]
-    found: dict[tuple[str, str], list[Answer]] = {case: [] for case in cases}
+    found: dict[tuple[str, str], list[TimedRun]] = {case: [] for case in cases}
     async with AsyncExitStack() as channels:
         stubs = {}
         for name, checkout in checkouts.items():
@@ -114,7 +116,7 @@ async def measure(checkouts: dict[str, Checkout], options: argparse.Namespace) -
     return found
 
 
-def rows_of(found: dict[tuple[str, str], list[Answer]]) -> list[Row]:
+def rows_of(found: dict[tuple[str, str], list[TimedRun]]) -> list[Row]:
     """Totals of each checkout and way, and the later checkout over the earlier one."""
     rows = [Row("all", "load_average", os.getloadavg()[1], "processes")]
     for (name, way), answers in found.items():
@@ -151,7 +153,7 @@ def main() -> None:
             ("before", options.before, []),
             ("after", options.after, options.after_option),
         ):
-            checkouts[name] = Checkout(folder, arguments)
+            checkouts[name] = ServedCheckout(folder, arguments)
             services.callback(checkouts[name].close)
         rows = rows_of(asyncio.run(measure(checkouts, options)))
     for row in rows:
