@@ -95,6 +95,9 @@ def _training(record: dict[str, Any]) -> list[list[str]]:
         ["minutes in all", f"{sum(seconds.values()) / 60:.1f}"],
         ["made with", ", ".join(f"{name} {number}" for name, number in record["versions"].items())],
     ]
+    if record["beginnings"]:
+        counts = ", ".join(f"{name} {count}" for name, count in record["beginnings"].items())
+        rows.insert(3, ["texts by what they begin with", counts])
     if record["options"].get("init_from"):
         rows.insert(1, ["begun as", record["options"]["init_from"]])
     if record["algorithm"] == "STANDALONE":

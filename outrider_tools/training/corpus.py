@@ -13,6 +13,7 @@ import numpy as np
 
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
+from outrider_tools.training.beginnings import SYSTEM_OPENINGS, Beginnings, endings
 from outrider_tools.training.generate import GenerationJob, Generator
 from outrider_tools.training.options import CorpusOptions, RunOptions
 from outrider_tools.training.parallel import RankGroup
@@ -30,6 +31,9 @@ ANSWER_TOKENS, KEPT_SHARE = 240, 0.8
 RANK_SEEDS = 7919
 
 
+# A system message is invented for so many conversations that begin otherwise, up to so many in all.
+TEXTS_A_MESSAGE, MAX_MESSAGES = 16, 256
+
 WORK_FOLDER = "work"
 TEXTS, TEXTS_RECORD = "texts.safetensors", "texts.json"
 
@@ -41,11 +45,13 @@ class StoredTexts:
     Attributes:
         held_out: invented questions that are not in it, as token ids.
         options: what it was made with; `given` says how many questions were given.
+        beginnings: how many of the texts begin in which way.
     """
 
     texts: Texts
     held_out: list[list[int]]
     options: dict[str, Any] = field(default_factory=dict)
+    beginnings: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def are_in(folder: Path) -> bool:
@@ -61,7 +67,9 @@ class StoredTexts:
         """Write both files, each whole or not at all; the record, last, says that all is there."""
         self.texts.save(folder / TEXTS)
         part = folder / f"{TEXTS_RECORD}.part"
-        part.write_text(json.dumps({"options": self.options, "held_out": self.held_out}), "utf-8")
+        part.write_text(
+            json.dumps({name: getattr(self, name) for name in ("options", "beginnings", "held_out")}), "utf-8"
+        )
         os.replace(part, folder / TEXTS_RECORD)
 
 
@@ -94,6 +102,7 @@ class Corpus:
         Raises:
             ConfigError: there are no questions at all.
         """
+        made_of = Beginnings(self._form, self._options.beginnings)
         wanted = {**asdict(self._options), "temperatures": list(self._options.temperatures), "given": len(given)}
         is_made = StoredTexts.are_in(self._folder) and StoredTexts.load(self._folder).options == wanted
         # The first rank's view counts, and none goes on to write before all have looked.
@@ -102,10 +111,11 @@ class Corpus:
             self._ranks.barrier()
             if self._ranks.is_main:
                 parts = [self._part(rank) for rank in range(self._ranks.count)]
-                texts = Texts.together([Texts.load(part) for part in parts]).without(map(self._asked, held_out))
+                texts = Texts.together([Texts.load(part) for part in parts])
+                texts = texts.without(ending for question in held_out for ending in endings(self._form, question))
                 if not len(texts):
                     raise ConfigError("there are no questions to train on; give a file, or let the target invent more")
-                StoredTexts(texts, held_out, wanted).save(self._folder)
+                StoredTexts(texts, held_out, wanted, made_of.counts(texts)).save(self._folder)
                 for part in parts:
                     part.unlink()
             self._ranks.barrier()
@@ -116,15 +126,14 @@ class Corpus:
         ranks, options = self._ranks, self._options
         invented = self._invent(len(given))
         num_held_out = options.held_out if ranks.is_main else 0
-        prompts = [self._form.ask(question.text) for question in given[ranks.rank :: ranks.count]]
-        prompts *= options.given_repeats
-        prompts += map(self._asked, invented[num_held_out:])
-        self._answer(prompts).save(self._part(ranks.rank))
+        questions: list[str | list[int]] = [question.text for question in given[ranks.rank :: ranks.count]]
+        questions *= options.given_repeats
+        questions += invented[num_held_out:]
+        messages = self._invent_messages(len(questions))
+        beginnings = Beginnings(self._form, options.beginnings, messages, self._seed)
+        prompts = [beginnings.prompt(question) for question in questions]
+        self._answer(prompts, options.question_tokens + beginnings.room).save(self._part(ranks.rank))
         return invented[:num_held_out]
-
-    def _asked(self, question: list[int]) -> list[int]:
-        """A question's token ids in the form of a chat."""
-        return self._form.before + question + self._form.after
 
     def _part(self, rank: int) -> Path:
         return self._folder / f"texts.{rank}.safetensors"
@@ -143,35 +152,54 @@ class Corpus:
         count = self._ranks.ceil_share(count)
         if not count:
             return []
-        before, stops = self._form.before, self._model.config.eos_token_ids
         openings = [self._form.words(text) for text in all_openings()]
         # In turn, a share of them opened; ranks begin at different places.
         random = np.random.default_rng(self._seed)
         chosen = random.integers(0, len(openings), count)
         firsts = [openings[i] if u < options.opened else [] for i, u in zip(chosen, random.random(count), strict=True)]
-        firsts = [first[: options.question_tokens - 1] for first in firsts]
-        jobs = [
-            GenerationJob([*before, *first], options.question_temperature, options.question_tokens - len(first))
-            for first in firsts
+        return self._said(self._form.before, firsts, options.question_tokens, "questions")
+
+    def _invent_messages(self, num_texts: int) -> list[str]:
+        """System messages, one for some conversations that will have one."""
+        options = self._options
+        count = min(MAX_MESSAGES, int(options.beginnings * num_texts / TEXTS_A_MESSAGE))
+        try:
+            before = self._form.system_form().before
+        except ConfigError:
+            return []
+        openings = [self._form.words(text) for text in SYSTEM_OPENINGS]
+        firsts = [openings[number % len(openings)] for number in range(count)]
+        return [
+            self._form.decode(said) for said in self._said(before, firsts, options.system_tokens, "system messages")
         ]
-        self._report.line(f"questions: inventing {count}, {min(options.num_rows, count)} at once")
-        rows = min(options.num_rows, count)
-        generator = Generator(self._model, rows, len(before) + options.question_tokens, stops, self._seed)
+
+    def _said(self, before: list[int], firsts: list[list[int]], num_tokens: int, what: str) -> list[list[int]]:
+        """What the target says after `before` and one of the first words each: whole ones, each once, without what ends
+        them."""
+        if not firsts:
+            return []
+        options, stops = self._options, self._model.config.eos_token_ids
+        firsts = [first[: num_tokens - 1] for first in firsts]
+        jobs = [
+            GenerationJob([*before, *first], options.question_temperature, num_tokens - len(first)) for first in firsts
+        ]
+        rows = min(options.num_rows, len(jobs))
+        self._report.line(f"{what}: inventing {len(jobs)}, {rows} at once")
+        generator = Generator(self._model, rows, len(before) + num_tokens, stops, self._seed)
         answers = generator.run(
             jobs,
             seconds=self._seconds,
-            on_progress=lambda done: self._report.generated("questions", done * self._ranks.count, 0),
+            on_progress=lambda done: self._report.generated(what, done * self._ranks.count, 0),
         )
         whole = [
             [*first, *answer[:-1].tolist()]
             for first, answer in zip(firsts, answers, strict=False)
             if answer[-1] in stops and len(first) + len(answer) > MIN_QUESTION
         ]
-        return [list(question) for question in dict.fromkeys(map(tuple, whole))]
+        return [list(said) for said in dict.fromkeys(map(tuple, whole))]
 
-    def _answer(self, prompts: list[list[int]]) -> Texts:
+    def _answer(self, prompts: list[list[int]], longest: int) -> Texts:
         options = self._options
-        longest = options.question_tokens + len(self._form.before) + len(self._form.after)
         prompts = [prompt for prompt in prompts if len(prompt) <= longest]
         if not prompts:
             return Texts.join([], [])
@@ -205,6 +233,8 @@ class RunTexts:
     questions: list[Question]
     num_given: int
     """Questions that the text answers beside invented ones."""
+    beginnings: dict[str, int]
+    """How many of the texts begin in which way."""
 
 
 def run_texts(
@@ -228,8 +258,8 @@ def run_texts(
     if not asked:
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
     # Whatever text it is: what is evaluated with is not trained on.
-    texts = found.texts.without(form.ask(question.text) for question in asked)
-    return RunTexts(texts, asked, int(found.options["given"]))
+    texts = found.texts.without(ending for question in asked for ending in endings(form, question.text))
+    return RunTexts(texts, asked, int(found.options["given"]), found.beginnings)
 
 
 def _earlier(folder: Path, target: TargetModel) -> StoredTexts:

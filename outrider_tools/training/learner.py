@@ -308,6 +308,9 @@ class Learner:
         token_ids = self._put(batch.token_ids)
         spans = Spans.of(self._put(batch.bounds), token_ids.shape[0], batch.longest)
         features, hidden = target_states(target.model, token_ids, spans, self.module.feature_layers)
+        if features.shape[1]:
+            # Features tell what was before a part; a drafter without any would be asked about what it cannot know.
+            spans = Spans.of(self._put(batch.parts), token_ids.shape[0], batch.longest)
         return DraftInput(token_ids, target.embed(token_ids), features, spans), hidden
 
     def _places(self, batch: TextBatch) -> tuple[_Places, Tensor]:

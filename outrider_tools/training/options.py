@@ -52,6 +52,12 @@ class TrainerOptions:
         "0 to 1. Default: 0.",
         type=number(0, 1),
     )
+    cuts: float = flag(
+        0.25,
+        "training",
+        "Heads: share of texts that are read in two parts, the second as if nothing stood before it. Default: 0.25.",
+        type=number(0, 1),
+    )
     decay: float = flag(1.0, "training", "Weight of such a step against the one before. Default: 1.", type=float)
     learning_rate: float = flag(1e-3, "training", "Peak learning rate. Default: 0.001.", type=float)
     """Of AdamW, for weights that begin at random."""
@@ -90,6 +96,13 @@ class CorpusOptions:
     """Questions that the target makes up; what does not end in time or repeats is left out. -1: enough for `tokens`."""
     opened: float = flag(0.6, "text", "Share of them whose first words are given. Default: 0.6.", type=float)
     """By `openings`, so that they are of many kinds."""
+    beginnings: float = flag(
+        0.5,
+        "text",
+        "Share of texts behind another system message than the chat template's, behind none, or without a chat. "
+        "Default: 0.5.",
+        type=number(0, 1),
+    )
     temperatures: tuple[float, ...] = flag(
         (0.0, 0.0, 0.8, 1.0), "text", "Answers take these in turn. Default: 0,0,0.8,1.", type=_numbers
     )
@@ -100,6 +113,8 @@ class CorpusOptions:
     """Answers to each given question."""
     question_tokens: int = 192
     answer_tokens: int = 512
+    system_tokens: int = 48
+    """Of an invented system message, at most."""
     question_temperature: float = 1.0
     held_out: int = 64
     """Invented questions that are left out, for the evaluation."""

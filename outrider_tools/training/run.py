@@ -100,6 +100,7 @@ def train(
         "questions_given": found.num_given,
         "answers": len(texts),
         "answer_tokens": texts.num_answer_tokens,
+        "beginnings": found.beginnings,
         "trained_parameters": sum(parameter.numel() for parameter in module.parameters()),
         "weight_bytes": num_bytes,
         "vocabulary_coverage": 1.0 if ids is None else coverage(texts, ids.cpu().numpy(), target.config.vocab_size),

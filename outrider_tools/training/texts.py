@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -57,11 +58,15 @@ class Texts:
             np.concatenate([part.prompt_lens for part in parts]),
         )
 
-    def without(self, prompts: Iterable[Tokens]) -> Texts:
-        """Those whose prompt is none of these."""
-        known = {np.asarray(prompt, np.int32).tobytes() for prompt in prompts}
-        own = [self.tokens[start : start + size] for start, size in zip(self.offsets, self.prompt_lens, strict=False)]
-        kept = np.array([prompt.tobytes() not in known for prompt in own], np.bool_)
+    def without(self, endings: Iterable[Sequence[int]]) -> Texts:
+        """Those whose prompt ends with none of these."""
+        kept = np.ones(len(self), np.bool_)
+        ends = self.offsets[:-1] + self.prompt_lens
+        for ending in endings:
+            places = np.flatnonzero(self.prompt_lens >= len(ending))
+            for back, token in enumerate(reversed(ending), 1):
+                places = places[self.tokens[ends[places] - back] == token]
+            kept[places] = False
         return Texts(self.tokens[np.repeat(kept, self.lengths)], _offsets(self.lengths[kept]), self.prompt_lens[kept])
 
     def __len__(self) -> int:
@@ -116,6 +121,7 @@ class TextBatch:
         num_targets: how many of `targets` count; those behind repeat a place so that all batches are of one shape.
         bounds: int32 [S + 1], sequence s is tokens bounds[s] to bounds[s + 1] - 1. Padding is sequences of its own;
             the last ones may be empty.
+        parts: int32 [P + 1], the same of what a head reads as sequences: some of them are cut in two.
         longest: no sequence of any batch is longer.
     """
 
@@ -123,6 +129,7 @@ class TextBatch:
     targets: NDArray[np.int64]
     num_targets: int
     bounds: NDArray[np.int32]
+    parts: NDArray[np.int32]
     longest: int
 
 
@@ -137,14 +144,17 @@ class Batches:
         num_targets: with `fixed_shape`, the length of each batch's `targets`.
     """
 
-    def __init__(self, texts: Texts, num_tokens: int, first_target: int, fixed_shape: bool = False) -> None:
-        """Places before `first_target` of a sequence are no targets.
+    def __init__(
+        self, texts: Texts, num_tokens: int, first_target: int, fixed_shape: bool = False, cuts: float = 0.0
+    ) -> None:
+        """Places before `first_target` of a sequence are no targets. `cuts`: share of sequences with two parts.
 
         Raises ConfigError where a sequence is longer than a batch of one shape.
         """
         self._texts = texts
         self._num_tokens = num_tokens
         self._fixed_shape = fixed_shape
+        self._cuts = cuts
         self._lengths = texts.lengths
         self._first = np.maximum(texts.prompt_lens.astype(np.int64) - 1, first_target)
         targets = np.maximum(self._lengths - 1 - self._first, 0)
@@ -173,8 +183,8 @@ class Batches:
             start, before = end, int(ends[end - 1])
         return groups
 
-    def batch(self, numbers: NDArray[np.int64]) -> TextBatch:
-        """Of one group."""
+    def batch(self, numbers: NDArray[np.int64], seed: int = 0) -> TextBatch:
+        """Of one group; the seed decides where sequences are cut."""
         bounds, places = [0], []
         for number in numbers.tolist():
             begin = bounds[-1]
@@ -182,8 +192,9 @@ class Batches:
             places.append(np.arange(begin + self._first[number], bounds[-1] - 1, dtype=np.int64))
         token_ids = np.concatenate([self._texts.sequence(number) for number in numbers.tolist()]).astype(np.int64)
         targets = np.concatenate(places)
+        parts = self._parts(bounds, numbers, seed)
         if not self._fixed_shape:
-            return TextBatch(token_ids, targets, targets.size, np.array(bounds, np.int32), self.longest)
+            return TextBatch(token_ids, targets, targets.size, np.array(bounds, np.int32), parts, self.longest)
         targets = targets[: self.num_targets]
         # Any place that all steps of an unrolled drafter can be asked about.
         padded_targets = np.full(self.num_targets, targets[0], np.int64)
@@ -192,9 +203,24 @@ class Batches:
             bounds.append(min(bounds[-1] + self.longest, self._num_tokens))
         padded_bounds = np.full(self._num_bounds, self._num_tokens, np.int32)
         padded_bounds[: len(bounds)] = bounds
+        padded_parts = np.full(self._num_bounds + self._max_sequences, self._num_tokens, np.int32)
+        padded_parts[: parts.size] = parts
+        # Behind the last part padding is cut as it is for the target.
+        padding = padded_bounds[len(numbers) + 1 :]
+        padded_parts[parts.size : parts.size + padding.size] = padding
         padded_ids = np.zeros(self._num_tokens, np.int64)
         padded_ids[: token_ids.size] = token_ids
-        return TextBatch(padded_ids, padded_targets, targets.size, padded_bounds, self.longest)
+        return TextBatch(padded_ids, padded_targets, targets.size, padded_bounds, padded_parts, self.longest)
+
+    def _parts(self, bounds: list[int], numbers: NDArray[np.int64], seed: int) -> NDArray[np.int32]:
+        """Bounds with a cut in some of their sequences: the same ones however sequences are put into batches."""
+        found = list(bounds)
+        for number, (start, end) in zip(numbers.tolist(), pairwise(bounds), strict=True):
+            random = np.random.default_rng([seed, number])
+            if random.random() < self._cuts:
+                found.append(int(random.integers(start, end)))
+        # A cut at a sequence's first token is none.
+        return np.unique(found).astype(np.int32)
 
 
 def choose_vocabulary(

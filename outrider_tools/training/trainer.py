@@ -192,7 +192,7 @@ class Trainer:
         # As JSON has it: lists for tuples, text for paths.
         must_fit = {**asdict(options), "processes": self._ranks.count, **(drafter or {})}
         self._must_fit: dict[str, Any] = json.loads(json.dumps(must_fit, default=str))
-        self._batches = Batches(texts, options.batch_tokens, options.unroll + 1, learner.fixed_shape)
+        self._batches = Batches(texts, options.batch_tokens, options.unroll + 1, learner.fixed_shape, options.cuts)
         self._state_path = state_path
         self._step = self._first_step = 0
         self._step_weights: Tensor | None = None
@@ -241,7 +241,8 @@ class Trainer:
         """This rank's batches from where the state stands, epoch after epoch; all ranks have equally many."""
         epoch, skip = 0, self._step
         while True:
-            groups = self._batches.groups(self._options.seed * 1000 + epoch)
+            seed = self._options.seed * 1000 + epoch
+            groups = self._batches.groups(seed)
             steps = len(groups) // self._ranks.count
             if not groups:
                 raise ConfigError("the texts are too short to train on: no answer is longer than the unrolled steps")
@@ -251,7 +252,7 @@ class Trainer:
                     "make more text, or choose fewer tokens a batch"
                 )
             for step in range(skip, steps):
-                yield self._batches.batch(groups[step * self._ranks.count + self._ranks.rank])
+                yield self._batches.batch(groups[step * self._ranks.count + self._ranks.rank], seed)
             skip = max(0, skip - steps)
             epoch += 1
 
@@ -336,8 +337,8 @@ class Trainer:
     def _resume(self, path: Path) -> None:
         state = StoredState.load(path)
         record = state.record
-        # Trainer options that are younger than the state had no other value then.
-        options = {**asdict(TrainerOptions()), **record["options"]}
+        # Trainer options that are younger than the state had no other value then; texts were not cut.
+        options = {**asdict(TrainerOptions()), "cuts": 0.0, **record["options"]}
         for name, value in self._must_fit.items():
             if name not in FREE and options.get(name, value) != value:
                 raise ConfigError(

@@ -64,7 +64,14 @@ def train_two(folder: Path, out: Path, device: torch.device, ranks: RankGroup) -
 def make_texts(folder: Path, out: Path, device: torch.device, ranks: RankGroup) -> None:
     """Each rank saves all that it was given, twice: made, and found."""
     options = CorpusOptions(
-        tokens=200, invented=48, question_tokens=60, answer_tokens=20, held_out=1, num_rows=24, question_temperature=3.0
+        tokens=200,
+        invented=48,
+        question_tokens=60,
+        answer_tokens=20,
+        held_out=1,
+        num_rows=24,
+        question_temperature=3.0,
+        beginnings=0.0,
     )
     target, form = TargetModel(folder, device), ChatForm(folder)
     for turn in range(2):
