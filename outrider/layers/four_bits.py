@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.quant_weight import QuantWeight, unpacked
+
 GROUP = 32
 """Neighbouring columns of a row that share their levels, as in GGUF's Q4_1."""
+_GROUPS = (32, 64, 128, 256)
+"""What torch's product takes."""
 MAX_ROWS = 4
 """The product makes its weights wide once for every four rows. SmolLM2-135M's layers on one core of a Xeon with AMX, ms
 for 1, 2, 4, 5 and 8 rows: 9.5, 11.5, 14.8, 22.6 and 28, where oneDNN's product in bfloat16 took 21 to 34 for any."""
@@ -25,7 +29,10 @@ class FourBitProduct:
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, middles: Tensor) -> None:
-        """W[n, k] = scales[n, k // GROUP] * (codes[n, k] - 8) + middles[n, k // GROUP]; codes are int32, 0 to 15."""
+        """W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], of each group g of columns as many as are in
+        _GROUPS; codes are int32, 0 to 15.
+        """
+        self._group = codes.shape[1] // scales.shape[1]
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         self._scales = torch.stack((scales.t(), middles.t()), 2).to(torch.bfloat16).contiguous()
 
@@ -37,10 +44,20 @@ class FourBitProduct:
         found = _levels(weight)
         return None if found is None else cls(*found)
 
+    @classmethod
+    def of_quantized(cls, quantized: QuantWeight, weight: Tensor) -> FourBitProduct | None:
+        """For int4 codes of a checkpoint, of which `weight` is the wide matrix."""
+        if quantized.kind != "int4" or quantized.group not in _GROUPS or quantized.span > 1 or not _is_served(weight):
+            return None
+        codes = unpacked(quantized.codes, quantized.kind, quantized.piece).to(torch.int32)
+        scales = quantized.scales.float().t()
+        zeros = 8.0 if quantized.zeros is None else quantized.zeros.float().t()
+        return cls(codes, scales, scales * (8.0 - zeros))
+
     def __call__(self, rows: Tensor) -> Tensor:
         """[M, in] to [M, out], M at most MAX_ROWS where it is to be the fastest."""
         rows = rows.contiguous()
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._codes, GROUP, self._scales)
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._codes, self._group, self._scales)
         return product
 
 

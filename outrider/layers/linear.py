@@ -101,8 +101,9 @@ class Linear:
                 self.quantized = None if self.library is not None else quantized.for_streaming()
                 return
             self.weight = quantized.dequantized(self.weight.dtype)
+            self._of_few = FourBitProduct.of_quantized(quantized, self.weight)
         if can_pack(self.weight):
-            self._of_few = FourBitProduct.of(self.weight)
+            self._of_few = self._of_few or FourBitProduct.of(self.weight)
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
             self.weight = self.weight.new_empty(0)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.quant_weight import QuantWeight, packed
 from outrider.layers.four_bits import GROUP, MAX_ROWS, FourBitProduct
 from outrider.layers.linear import Linear, can_pack
 
@@ -56,6 +57,21 @@ def test_groups_of_equal_weights_are_zeros_of_a_scale() -> None:
     assert product is not None
     rows = torch.ones(1, 64, dtype=torch.bfloat16)
     assert torch.equal(product(rows), torch.full((1, 16), 16.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_codes_of_a_checkpoint_are_taken_as_they_are(has_zeros: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 16, (48, 128), generator=generator, dtype=torch.uint8)
+    scales = 0.01 + torch.rand(2, 48, generator=generator) * 0.01
+    zeros = torch.randint(0, 16, (2, 48), generator=generator, dtype=torch.uint8) if has_zeros else None
+    quantized = QuantWeight("int4", packed(codes, "int4", 64), scales, 64, 64, zeros=zeros)
+    product = FourBitProduct.of_quantized(quantized, quantized.dequantized(torch.bfloat16))
+    assert product is not None
+    rows = torch.randn(2, 128, generator=generator).bfloat16()
+    exact = rows.double() @ quantized.dequantized(torch.float32).double().t()
+    assert (product(rows) - exact).norm() < 0.006 * exact.norm()
+    assert FourBitProduct.of_quantized(quantized, quantized.dequantized(torch.float32)) is None
 
 
 @pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="oneDNN has no bfloat16 here")
