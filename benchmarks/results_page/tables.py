@@ -85,7 +85,7 @@ def mt_runs() -> str:
 def mt_four_bits() -> str:
     """The commit before products of four bits, and one with them, in turn."""
     lines = []
-    for name in ("checkouts_four_bits_cpu", "checkouts_four_bits_again_cpu"):
+    for name in ("checkouts_four_bits_cpu", "checkouts_four_bits_again_cpu", "checkouts_four_bits_quiet_cpu"):
         one = report(name)
         for way in ("plain", "default"):
             before, after = (f"smollm2-135m {way} b1 greedy {which}" for which in ("before", "after"))
@@ -96,14 +96,14 @@ def mt_four_bits() -> str:
             lines.append((one.link, one.cell("all", "load_average"), way, *speeds, *ratios, *work, *accept))
     head = ("run", "load average", "", "before, tokens/s", "with four bits", "ratio", "median question", "lowest")
     head += ("CPU ms a token, before", "with four bits", "accept length, before", "with four bits")
-    return f"{report('checkouts_four_bits_again_cpu').source()}\n\n{table(head, lines)}"
+    return f"{report('checkouts_four_bits_quiet_cpu').source()}\n\n{table(head, lines)}"
 
 
 def mt_colocated() -> str:
     """The default's drafters in a draft service and in verify's process, in turn."""
     inside = MT_DEFAULT.replace("split", "colocated")
     lines = []
-    for name in ("mt_bench_inline_cpu", "mt_bench_inline_busy_cpu"):
+    for name in ("mt_bench_inline_cpu", "mt_bench_inline_busy_cpu", "mt_bench_inline_four_bits_cpu"):
         one = report(name)
         for case, where in ((MT_PLAIN, "plain"), (MT_DEFAULT, "in a draft service"), (inside, "in verify's process")):
             cells = ["", "", ""]
