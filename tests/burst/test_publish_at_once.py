@@ -76,6 +76,32 @@ def test_verify_is_told_the_same(monkeypatch: pytest.MonkeyPatch, num_requests: 
         assert one.num_batches and not other.num_batches
 
 
+@pytest.mark.parametrize("lone", [1, 2])
+def test_room_for_one_node_is_not_taken_by_a_likelier_one_of_a_request_without_room(
+    monkeypatch: pytest.MonkeyPatch, lone: int
+) -> None:
+    rig = Rig(**GOES_ON)
+    rig.open(1, [1, 2, 3], credit=24)
+    rig.open(2, [1, 2, 4], credit=24)
+    publisher, checked = rig.growth._publisher, 0
+    rows = publisher._forest.entries.rows
+
+    def room_for_one(context: Any) -> tuple[int, int, float]:
+        size = int(context.tree.author.request == lone)
+        return size, size, math.inf
+
+    monkeypatch.setattr(publisher, "_room", room_for_one)
+    monkeypatch.setattr(publisher, "run", lambda *_: None)
+    for _ in range(12):
+        rig.turn()
+        (own,) = [row for row, context in publisher._contexts.items() if context.tree.author.request == lone] or [-1]
+        publisher.prepare()
+        has_own = own >= 0 and bool((rows[publisher._find(publisher._forest.floor)] == own).any())
+        assert rows[publisher._queue].tolist() == [own] * has_own
+        checked += has_own
+    assert checked
+
+
 def test_what_is_told_first_is_the_best_and_no_more_than_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(**GOES_ON)
     rig.open(1, [1, 2, 3], credit=300)

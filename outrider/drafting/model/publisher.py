@@ -73,16 +73,13 @@ class NodePublisher:
     def _prepare_row(self, row: int, room: _Room) -> None:
         """`prepare` where one request alone has room."""
         base_room, ready_room, likely = room
-        if base_room == ready_room:
-            self._queue = self._find(self._forest.floor)[:base_room]
-            self._is_ready = np.zeros(len(self._queue), np.bool_)
-            return
         ready_score = self._ready_score(row, likely) if base_room <= 0 else self._forest.floor
         found = self._find(ready_score)
         if len(self._contexts) > 1:
             found = found[self._forest.entries.rows[found] == row]
-        if len(found) <= base_room:
-            self._queue, self._is_ready = found, np.zeros(len(found), np.bool_)
+        if len(found) <= base_room or base_room == ready_room:
+            self._queue = found[:base_room]
+            self._is_ready = np.zeros(len(self._queue), np.bool_)
             return
         if base_room > 0:
             ready_score = self._ready_score(row, likely)
