@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.common import PROMPTS, device_name
 from benchmarks.engine.timing import copy_rate
-from benchmarks.split.load import read_prompts
-from gateway.core.chat_template import ChatTemplate
+from benchmarks.split.load import chat_prompts
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.base import parse_options
@@ -43,7 +41,7 @@ from outrider.models.decoder import CausalLM
 from outrider.models.fields import read_json
 from outrider.models.loader import decoder_tensors, load_model
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import TOKENIZER_FILE, WEIGHTS_FILE
+from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import fill, save_tensors
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
@@ -197,7 +195,7 @@ class ExpertsBench:
     ) -> None:
         self.rows: list[Row] = []
         self._model, self._folder, self._options, self._arguments = model, folder, options, arguments
-        self._prompts = prompts_of(folder, arguments.prompts)
+        self._prompts = chat_prompts(folder, arguments.prompts)
         self._rate = copy_rate(torch.device("cuda"))
         self._elements = model_elements(ModelConfig.from_folder(folder))
         self._plain: dict[int, Decoding] = {}
@@ -256,15 +254,6 @@ class ExpertsBench:
         )
 
 
-def prompts_of(folder: Path, path: Path) -> list[list[int]]:
-    """Token ids of the file's first turns."""
-    tokenizer, template = Tokenizer.from_file(str(folder / TOKENIZER_FILE)), ChatTemplate.load(folder)
-    if template is None:
-        raise SystemExit(f"experts: {folder} has no chat template")
-    turns = [[{"role": "user", "content": prompt}] for prompt in read_prompts(path)]
-    return [tokenizer.encode(template.render(turn), add_special_tokens=False).ids for turn in turns]
-
-
 def main() -> int:
     """Parse options, make the model, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -286,7 +275,7 @@ def main() -> int:
         bench = ExpertsBench(model, folder, options, arguments)
         print(f"made in {time.perf_counter() - began:.1f} s", flush=True)
         with torch.inference_mode():
-            ids = prompts_of(folder, arguments.prompts)[0]
+            ids = chat_prompts(folder, arguments.prompts)[0]
             expected = logits_of(load_model(source, torch.float32, "cuda"), ids)
             found = logits_of(model, ids)
         error = float((found - expected).norm() / expected.norm())

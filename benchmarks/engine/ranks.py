@@ -2,10 +2,10 @@
 
     python -m benchmarks.engine.ranks --model /models/llama-8b --prompts mt_bench.jsonl --cases 1 2 2,nccl
 
-Each case starts an engine, N ranks from `--verify-device` on, and asks it directly, without gateway: the same prompts
-with 1, 16 and 64 requests at a time, greedy, past the end of sequence. With `--speculate NAME` the engine has the
-drafter of its options, and the prompts are asked twice, with speculation off and on. Two texts of half precision part
-where two candidates are near; how long they agree with the first case's is told.
+Each case starts an engine, N ranks from `--verify-device` on, and asks it directly, without gateway: the same prompts,
+in the model's chat template, with 1, 16 and 64 requests at a time, greedy, past the end of sequence. With
+`--speculate NAME` the engine has the drafter of its options, and the prompts are asked twice, with speculation off and
+on. Two texts of half precision part where two candidates are near; how long they agree with the first case's is told.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from benchmarks.common import add_service_arguments, device_name, verify_options
+from benchmarks.split.load import chat_prompts
 from outrider.config.verify import VerifyOptions
 from outrider.errors import OutriderError
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, write_report
@@ -145,14 +143,9 @@ def _num_common(text: list[int], other: list[int]) -> int:
 
 
 def _prompts(arguments: argparse.Namespace, model: str) -> list[list[int]]:
-    tokenizer = Tokenizer.from_file(str(resolve_model(model) / TOKENIZER_FILE))
-    found = []
-    for line in Path(arguments.prompts).read_text().splitlines():
-        fields = json.loads(line)
-        ids = tokenizer.encode(fields["turns"][0] if "turns" in fields else fields["prompt"]).ids
-        if arguments.prompt_tokens:
-            ids = (ids * (arguments.prompt_tokens // len(ids) + 1))[: arguments.prompt_tokens]
-        found.append(ids)
+    found = chat_prompts(resolve_model(model), arguments.prompts)
+    if length := arguments.prompt_tokens:
+        return [(ids * (length // len(ids) + 1))[:length] for ids in found]
     return found
 
 

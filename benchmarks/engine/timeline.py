@@ -22,15 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import PROMPTS, device_name
-from benchmarks.split.load import read_prompts
-from gateway.core.chat_template import ChatTemplate
+from benchmarks.split.load import chat_prompts
 from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
-from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.protocol.generation import GenerationRequest
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, write_report
@@ -180,12 +177,7 @@ def main() -> int:
     if draft is None:
         raise SystemExit("timeline: name a draft model with --speculative-algorithm and --speculative-draft-model-path")
     parts = build(options, path, model, draft)
-    tokenizer = Tokenizer.from_file(str(path / TOKENIZER_FILE))
-    template = ChatTemplate.load(path)
-    if template is None:
-        raise SystemExit(f"timeline: {path} has no chat template")
-    turns = [[{"role": "user", "content": prompt}] for prompt in read_prompts(arguments.prompts)]
-    prompts = [tokenizer.encode(template.render(turn), add_special_tokens=False).ids for turn in turns]
+    prompts = chat_prompts(path, arguments.prompts)
     rows = []
     with torch.inference_mode():
         for batch in arguments.batches:

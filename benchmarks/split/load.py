@@ -12,6 +12,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.split.cases import SplitCase
+from gateway.core.chat_template import ChatTemplate
+from outrider.errors import ConfigError
+from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -48,6 +51,18 @@ def read_prompts(path: Path) -> list[str]:
     """First turns of a file of questions: a JSON object with "turns" or "prompt" a line."""
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
     return [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
+
+
+def chat_prompts(folder: Path, path: Path) -> list[list[int]]:
+    """Token ids of such questions as a chat asks the model in `folder`: heads guess little behind anything else.
+
+    Raises ConfigError for a model without a chat template.
+    """
+    tokenizer, template = Tokenizer.from_file(str(folder / TOKENIZER_FILE)), ChatTemplate.load(folder)
+    if template is None:
+        raise ConfigError(f"{folder} has no chat template")
+    turns = [[{"role": "user", "content": prompt}] for prompt in read_prompts(path)]
+    return [tokenizer.encode(template.render(turn), add_special_tokens=False).ids for turn in turns]
 
 
 def prompts_for(case: SplitCase, questions: list[str], least: int, tokenizer: Tokenizer) -> list[str]:
