@@ -103,15 +103,17 @@ def mt_colocated() -> str:
     """The default's drafters in a draft service and in verify's process, in turn."""
     inside = MT_DEFAULT.replace("split", "colocated")
     lines = []
-    for name in ("mt_bench_inline_cpu", "mt_bench_inline_busy_cpu", "mt_bench_inline_four_bits_cpu"):
+    inline = [f"mt_bench_inline_{name}cpu" for name in ("", "busy_", "four_bits_")]
+    for name in (*inline, *(f"mt_bench_colocated_{cores}_cores" for cores in (2, 4, 8))):
         one = report(name)
         for case, where in ((MT_PLAIN, "plain"), (MT_DEFAULT, "in a draft service"), (inside, "in verify's process")):
             cells = ["", "", ""]
             if case != MT_PLAIN:
                 ratio, accept = one.cell(case, "speedup_over_plain"), one.cell(case, "accept_length")
                 cells = [ratio, accept, f"{one(case, 'resident_mib'):,.0f}"]
-            lines.append((one.link, str(one.data["load"]), where, f"{one(case):.1f}", *cells))
-    head = ("run", "load average", "drafters", "tokens/s", "over plain", "accept length", "memory of all services, MiB")
+            lines.append((one.link, one.data["device"], str(one.data["load"]), where, f"{one(case):.1f}", *cells))
+    head = ("run", "device", "load average", "drafters", "tokens/s", "over plain", "accept length")
+    head += ("memory of all services, MiB",)
     return table(head, lines)
 
 

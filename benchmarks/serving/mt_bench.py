@@ -5,9 +5,9 @@ python -m benchmarks.serving.mt_bench --prompts mt_bench.jsonl --out benchmarks/
 A line of the file is a JSON object with "turns", whose first is asked, or "prompt", and "category" or "kind". Every
 prompt is answered by each of `--runs` before the next prompt's turn comes, in an order that moves on by one each time,
 so that all of them see the same machine. Greedy, end of sequence obeyed, the radix cache off. Times run from the
-request to the last token. `default` has a draft service, `colocated` the same drafters in verify's process. `plain` is
-the verify service of the first of these with speculation off; `ngram` has services of its own; all that are not asked
-sleep meanwhile. Without `--prompts` the few questions that lie beside this file are asked.
+request to the last token. `default` has the default's drafters in a draft service, `colocated` the same in verify's
+process. `plain` is the verify service of the first of these with speculation off; `ngram` has services of its own; all
+that are not asked sleep meanwhile. Without `--prompts` the few questions that lie beside this file are asked.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def place(name: str, options: ServiceOptions, folder: Path, fixed_ports: bool) -
         elif not fixed_ports and getattr(options, field):
             changes[field] = "127.0.0.1:0"
     if isinstance(options, VerifyOptions) and is_default(options, "threads"):
-        changes["threads"] = num_cores()
+        changes["threads"] = num_threads()
     return replace(options, **changes)
 
 
@@ -103,12 +103,16 @@ def _addresses(options: ServiceOptions) -> list[str]:
 
 
 def num_cores() -> int:
-    """Physical cores that this process may use, or OMP_NUM_THREADS where that is set."""
-    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    """Physical cores that this process may use."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
     return max(1, min(physical, allowed))
+
+
+def num_threads() -> int:
+    """OMP_NUM_THREADS, or one for each core where that is not set."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, int(wanted)) if wanted.isdecimal() else num_cores()
 
 
 def service_env(name: str, base: Mapping[str, str]) -> dict[str, str]:
@@ -116,7 +120,7 @@ def service_env(name: str, base: Mapping[str, str]) -> dict[str, str]:
 
     Threads that spin while they wait take the cores from the service that works.
     """
-    threads = str(num_cores()) if name == "verify" else "1"
+    threads = str(num_threads()) if name == "verify" else "1"
     return {
         **base,
         "OMP_NUM_THREADS": threads,

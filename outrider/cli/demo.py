@@ -18,6 +18,7 @@ from outrider.cli.options import (
     make_cluster,
     whole_number,
 )
+from outrider.cli.placement import num_gpus
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
 from outrider.rpc.channel import open_channel
 
@@ -45,6 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demonstration; 0 when all three services ended cleanly."""
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
+    if not num_gpus() and arguments.draft_placement == "auto":
+        # All three services are what it is to show, on a machine of few cores, too.
+        arguments.draft_placement = "remote"
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)
     with display.started(cluster):
         for name in cluster.services:

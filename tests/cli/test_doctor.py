@@ -205,6 +205,7 @@ def test_lines_for_people_name_level_check_and_fix(capsys: pytest.CaptureFixture
 
 
 def test_the_draft_model_of_verify_s_rounds_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.cli import placement
     from outrider.cli.main import make_parser
     from outrider_tools.cli.doctor import _place
 
@@ -217,6 +218,7 @@ def test_the_draft_model_of_verify_s_rounds_is_looked_at(monkeypatch: pytest.Mon
     assert found.speculative_draft_model_path == "head" and found.target_model_path == "smollm2"
     assert findings[0].level is Level.OK and "EAGLE3 drafts inside verify's rounds" in findings[0].text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(placement, "num_cores", lambda: 8)
     assert _place(VerifyOptions(), draft, "auto", findings) == (VerifyOptions(), draft)
     verify, found = _place(VerifyOptions(), draft, "colocated", findings)
     assert verify.speculative_algorithm == found.speculative_algorithm == ("EAGLE3", "NGRAM")

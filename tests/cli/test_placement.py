@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from outrider.cli import placement
 from outrider.cli.placement import Placed, is_colocated, place_draft_model, place_drafts
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
@@ -22,10 +23,13 @@ HEAD = DraftOptions(
     speculative_token_map="map.json",
     branch_length=20,
 )
+CPU_HEAD = replace(HEAD, branch_length=DraftOptions().branch_length)
+"""Nothing that a draft service alone has."""
+NGRAMS = DraftOptions(speculative_algorithm=("NGRAM",))
 
 
-def placed(draft: DraftOptions, placement: str = "auto", gpus: int = 1, **verify: Any) -> Placed:
-    return place_drafts(VerifyOptions(**verify), draft, placement, gpus, lambda text: None)
+def placed(draft: DraftOptions, where: str = "auto", gpus: int = 1, **verify: Any) -> Placed:
+    return place_drafts(VerifyOptions(**verify), draft, where, gpus, lambda text: None)
 
 
 def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
@@ -53,7 +57,7 @@ def test_auto_takes_the_round_on_one_gpu_and_the_split_on_two() -> None:
     assert not is_colocated(VerifyOptions(), HEAD, "remote", 1)
     assert not is_colocated(VerifyOptions(lockstep=True), HEAD, "auto", 1)
     assert not is_colocated(VerifyOptions(), replace(HEAD, device="cuda:0"), "auto", 1)
-    assert not is_colocated(VerifyOptions(), DraftOptions(speculative_algorithm=("NGRAM",)), "auto", 1)
+    assert not is_colocated(VerifyOptions(), NGRAMS, "auto", 1)
     assert placed(HEAD, "remote").draft == HEAD
 
 
@@ -64,16 +68,29 @@ def test_a_remote_draft_model_takes_the_gpu_behind_verify_s(tmp_path: Path) -> N
 
 
 def test_on_a_cpu_verify_has_all_that_drafts_if_that_is_asked_for() -> None:
-    both = replace(HEAD, branch_length=18)
     for gpus, options in ((0, {}), (1, {"device": "cpu"})):
-        found = placed(both, "colocated", gpus, **options)
+        found = placed(CPU_HEAD, "colocated", gpus, **options)
         assert found.draft is None
         assert found.verify.speculative_algorithm == ("EAGLE3", "NGRAM")
         assert found.verify.speculative_draft_model_path == "head"
-        assert placed(both, "auto", gpus, **options).draft == both
-    alone = placed(DraftOptions(speculative_algorithm=("NGRAM",)), "colocated", 0)
+    alone = placed(NGRAMS, "colocated", 0)
     assert alone.draft is None and alone.verify.speculative_algorithm == ("NGRAM",)
-    assert placed(both, "remote", 0).verify == VerifyOptions()
+    assert placed(CPU_HEAD, "remote", 0).verify == VerifyOptions()
+
+
+def test_auto_takes_verify_s_process_on_a_cpu_of_few_cores(head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = replace(CPU_HEAD, speculative_algorithm=("DSPARK",))
+    for cores, inside in ((1, True), (2, True), (4, False), (64, False)):
+        monkeypatch.setattr(placement, "num_cores", lambda cores=cores: cores)
+        for draft in (CPU_HEAD, block, DraftOptions()):
+            assert (placed(draft, gpus=0).draft is None) == inside
+    monkeypatch.setattr(placement, "num_cores", lambda: 2)
+    # What a draft service is asked for, and what has no model, keeps its service; so does a draft that gets a GPU.
+    for draft in (HEAD, NGRAMS, replace(CPU_HEAD, address="127.0.0.1:7000"), replace(CPU_HEAD, device="cpu")):
+        assert placed(draft, gpus=0).draft == draft
+    assert placed(CPU_HEAD, device="cpu").draft == CPU_HEAD
+    for options in ({"lockstep": True}, {"no_speculation": True}):
+        assert placed(CPU_HEAD, gpus=0, **options).draft == CPU_HEAD
 
 
 def test_the_head_that_ships_drafts_inside_rounds_of_its_target(head: Path, tmp_path: Path) -> None:
@@ -90,9 +107,9 @@ def test_naive_eagle_runs_inside_rounds_alone() -> None:
     naive = replace(HEAD, speculative_algorithm=("NAIVE_EAGLE",))
     for gpus in (1, 2):
         assert placed(naive, gpus=gpus).verify.speculative_algorithm == ("NAIVE_EAGLE",)
-    for placement, gpus in (("remote", 1), ("auto", 0)):
+    for where, gpus in (("remote", 1), ("auto", 0)):
         with pytest.raises(ConfigError, match=r"^--speculative-algorithm: NAIVE_EAGLE .*--draft-placement colocated"):
-            placed(naive, placement, gpus)
+            placed(naive, where, gpus)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +119,7 @@ def test_naive_eagle_runs_inside_rounds_alone() -> None:
         (HEAD, {"device": "cpu"}, 1, r"^--draft-placement: .* branch_length"),
         (replace(HEAD, speculative_algorithm=("NAIVE_EAGLE",), branch_length=18), {}, 0, "'NAIVE_EAGLE' is not known"),
         (HEAD, {"lockstep": True}, 1, r"^--lockstep: .*--draft-placement remote"),
-        (DraftOptions(speculative_algorithm=("NGRAM",)), {}, 1, r"^--draft-placement: .* NGRAM has none; give"),
+        (NGRAMS, {}, 1, r"^--draft-placement: .* NGRAM has none; give"),
         (replace(HEAD, speculative_algorithm=("EAGLE3", "STANDALONE")), {}, 1, "EAGLE3,STANDALONE are models"),
         (replace(HEAD, speculative_algorithm=("MEDUSA",)), {}, 1, "'MEDUSA' is not known; use one of EAGLE3"),
         (replace(HEAD, speculative_num_steps=17), {}, 1, r"^--speculative-num-steps: 17 is above 16"),
