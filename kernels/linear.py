@@ -39,7 +39,8 @@ def stream_linear(
     once to `out_dtype`.
 
     Row r of the result depends on row r of `rows` alone, not on r and not on M, as long as `config` and
-    linear_configs.tile_rows(M) stay the same. Results are deterministic.
+    linear_configs.tile_rows(M) stay the same. Results are deterministic. More than MAX_ROWS rows, of quantized weights,
+    are multiplied by so many at a time: a launch for more of them has no registers left.
     On one device, calls must follow each other in stream order: programs that share a tile meet in one scratch buffer.
     That buffer grows outside of CUDA graph capture only, so run each shape once before it is captured.
 
@@ -67,6 +68,12 @@ def stream_linear(
 
     if out is None:
         out = torch.empty(rows.shape[0], num_out, dtype=dtype, device=rows.device)
+    if rows.shape[0] > MAX_ROWS:
+        for first in range(0, rows.shape[0], MAX_ROWS):
+            part = slice(first, first + MAX_ROWS)
+            added = None if residual is None else residual[part]
+            stream_linear(rows[part], weight, bias=bias, residual=added, gated=gated, out=out[part], config=config)
+        return out
     if config is None:
         size, itemsize = rows.shape[1], rows.element_size()
         kind, piece = (weight.kind, weight.piece) if isinstance(weight, QuantWeight) else (None, 0)

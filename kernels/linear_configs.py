@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from kernels.launch import ceil_div, power_of_two
 
 MAX_ROWS = 64
-"""Rows that a product takes at most."""
-MAX_QUANTIZED_ROWS = 128
-"""The same where weights are quantized: beyond, they are best made wide once and multiplied by cuBLAS."""
+"""Rows that a launch takes at most."""
+MAX_QUANTIZED_ROWS = 192
+"""Rows up to which quantized weights are best read anew for every 64: beyond, made wide once and multiplied by cuBLAS.
+By bytes, making them wide costs as much as reading them three times, and the wide ones are read as well."""
 MAX_MEASURED_WEIGHTS = 40_000_000
 """Not measured above; at 64 rows cuBLAS already reads some weights faster."""
 SMALL_WEIGHTS = 1_500_000

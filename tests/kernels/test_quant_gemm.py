@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.linear import dequantize, stream_linear
-from kernels.linear_configs import GemmConfig
+from kernels.linear_configs import MAX_ROWS, GemmConfig
 from kernels.quant_weight import QuantWeight, codes_per_word, joined, packed, piece_of, unpacked
 
 # Triton's interpreter multiplies the bit patterns of bfloat16.
@@ -80,12 +80,26 @@ def test_it_is_the_product_with_the_dequantized_matrix(
 
 
 @pytest.mark.parametrize("name", ["fp8, a scale a row", "int4 with zeros"])
-def test_the_chosen_cut_is_one_that_fits(device: str, name: str) -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_rows_are_multiplied_as_few_are(device: str, name: str, gated: bool) -> None:
+    """The chosen cuts fit, and what several launches leave is what each of them would have left alone."""
     kind, group, span = WEIGHTS[name]
-    weight = made(kind, 80, 128, group, device, span)
-    rows = torch.randn(70, 128, device=device).to(HALF)
-    expected = rows.double() @ weight.dequantized(torch.float64).T
-    torch.testing.assert_close(stream_linear(rows, weight).double(), expected, rtol=2e-2, atol=2e-2)
+    count, size, num_out = MAX_ROWS + 6, 128, 40
+    weight = made(kind, num_out * (2 if gated else 1), size, group, device, span)
+    rows = torch.randn(count, size, device=device).to(HALF)
+    bias, residual = torch.randn(weight.num_out, device=device), torch.randn(count, num_out, device=device)
+    expected = rows.double() @ weight.dequantized(torch.float64).T + bias.double()
+    if gated:
+        gate, up = expected.chunk(2, 1)
+        expected = functional.silu(gate) * up
+
+    def product(rows: Tensor, residual: Tensor) -> Tensor:
+        return stream_linear(rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32)
+
+    found = product(rows, residual)
+    torch.testing.assert_close(found.double(), expected + residual.double(), rtol=1e-4, atol=1e-3)
+    parts = zip(rows.split(MAX_ROWS), residual.split(MAX_ROWS), strict=True)
+    assert torch.equal(found, torch.cat([product(*part) for part in parts]))
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
