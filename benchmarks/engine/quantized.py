@@ -2,7 +2,8 @@
 
     python -m benchmarks.engine.quantized --model bf16=/models/llama-8b --model fp8=/models/llama-8b-fp8 --out FILE.json
 
-Drives CudaExecutor directly, as benchmarks.engine does. Contexts are 1,024 tokens; with --long there are also 16
+Drives CudaExecutor directly, as benchmarks.engine does. Contexts are 1,024 tokens; prompts are computed as the engine
+computes them, up to 2,048 tokens at a time; with --long there are also 16
 requests of 16,384 tokens, with keys and values in the model's format and in fp8, and how many such requests fit
 beside the weights. Ratios are over the first model's figures.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
 import traceback
 from collections.abc import Callable
@@ -30,22 +32,27 @@ from verify_service.executors.cuda import CudaExecutor, CudaLimits
 PAGE_SIZE = 16
 ROOM = 160
 """Tokens that a request has room for behind its context."""
+GRAPH_PROMPT = 512
+"""Tokens of the longest prompt that is computed by a graph."""
 SHARE = 0.88
 """Of a device's memory, for weights and KV: --mem-fraction-static at its default."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: requests and tokens of a round, and contexts."""
+    """What is measured: requests and tokens of a round, prompts, and contexts."""
 
     context: int = 1024
-    rounds: tuple[tuple[int, int], ...] = ((1, 1), (1, 8), (1, 32), (1, 64), (16, 16), (16, 64), (64, 64))
+    rounds: tuple[tuple[int, int], ...] = (
+        (1, 1), (1, 8), (1, 32), (1, 64), (16, 16), (16, 64), (64, 64), (16, 96), (16, 128), (16, 192), (16, 256),
+    )  # fmt: skip
+    prompts: tuple[int, ...] = (128, 256, 512, 1024, 4096)
     decodes: tuple[int, ...] = (1, 16, 64)
     long_rows: int = 16
     long_context: int = 16384
 
 
-SMALL = Sizes(64, ((1, 1), (1, 8), (2, 2)), (1, 2), 2, 128)
+SMALL = Sizes(64, ((1, 1), (1, 8), (2, 2)), (48, 96), (1, 2), 2, 128)
 
 
 def bare_products(model: CausalLM, num_rows: int) -> Callable[[], object]:
@@ -107,10 +114,15 @@ class FormatBench:
             seconds = rounds.decode(self._options.repeats)
             case = self._case(num_rows, num_rows, sizes.context)
             self._add(case, "tokens_per_second", num_rows / seconds, "tokens/s")
-        rounds.prepare(1, sizes.context, ROOM, computed=False)
-        self._add(
-            f"prefill engine b1 m{sizes.context}", "prefill_ms", rounds.prefill_seconds(sizes.context) * 1e3, "ms"
-        )
+
+    def prompts(self) -> None:
+        """Prompts of one request, each by an executor of its own."""
+        for length in self._sizes.prompts:
+            rounds = self._rounds(1, length, ((1, 1),))
+            seconds = [rounds.prepare(1, length, ROOM) for _ in range(self._options.repeats // 3 + 2)]
+            self._add(f"prefill engine b1 m{length}", "prefill_ms", statistics.median(seconds[1:]) * 1e3, "ms")
+            del rounds
+            self._free()
 
     def long(self) -> None:
         """Rounds of long contexts with KV in the model's own format and in fp8."""
@@ -147,6 +159,8 @@ class FormatBench:
         if self.model.device.type == "cuda":
             buckets = {executor.buckets.fit(tokens, rows) for rows, tokens in shapes}
             executor.graphs.capture(sorted(buckets, reverse=True), together=True)
+            if context <= GRAPH_PROMPT:
+                executor.capture_prefill()
         return MeasuredRounds(executor, self.model.config.vocab_size, num_pages, limits.chunk_size)
 
     @property
@@ -177,7 +191,7 @@ def ratios(rows: list[Row], base: str, label: str) -> list[Row]:
     found = {(row.case, row.metric): row.value for row in rows}
     made = []
     for (case, metric), value in found.items():
-        if metric not in ("round_gpu_ms", "tokens_per_second", "gemm_ms") or label not in case.split():
+        if metric not in ("round_gpu_ms", "tokens_per_second", "gemm_ms", "prefill_ms") or label not in case.split():
             continue
         other = found.get((" ".join(base if word == label else word for word in case.split()), metric))
         if other:
@@ -216,6 +230,7 @@ def main() -> int:
             with torch.inference_mode():
                 bench = FormatBench(label, Path(folder), options, SMALL if options.small else Sizes())
                 bench.short()
+                bench.prompts()
                 if label in options.long:
                     bench.long()
         except Exception:
