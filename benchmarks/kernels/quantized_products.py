@@ -1,7 +1,9 @@
 """Products with quantized weights at a llama-8b's shapes: right first, then how fast, beside libraries.
 
 Each time is that of a launch within a CUDA graph over copies of the weight that together are larger than L2.
-`--sweep` tries cuts of ours too, and prints the fastest of each shape.
+`chosen` is our product of few rows, `wide` one with the weight made wide before, `fp8` the one of rows in two fp8
+parts, and `scaled_mm` that of rows rounded to fp8. `--sweep` tries cuts of ours too, and prints the fastest of each
+shape.
 """
 
 from __future__ import annotations
@@ -20,9 +22,18 @@ import torch
 from torch import Tensor
 
 from kernels.compiling import allow_threads
+from kernels.elementwise import silu_mul
+from kernels.fp8_linear import fits_fp8_linear, fp8_linear
 from kernels.launch import num_processors
-from kernels.linear import stream_linear
-from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig, choose_config
+from kernels.linear import dequantize, stream_linear
+from kernels.linear_configs import (
+    MAX_QUANTIZED_ROWS,
+    MAX_ROWS,
+    SHARED_MARGIN,
+    SHARED_MEMORY,
+    GemmConfig,
+    choose_config,
+)
 from kernels.quant_weight import QuantWeight, packed, piece_of
 from outrider_tools.bench.report import Row, write_report
 
@@ -50,11 +61,20 @@ class Case:
         """Our product in that cut."""
         return lambda copy: stream_linear(self.rows, self.weights[copy], gated=self.gated, config=config)
 
+    def wide(self, copy: int) -> object:
+        """The product of cuBLAS with the weight made wide."""
+        product = self.rows @ dequantize(self.weights[copy], torch.bfloat16).T
+        return silu_mul(product) if self.gated else product
+
+    def fp8(self, copy: int) -> Tensor:
+        """The product of rows in two fp8 parts."""
+        return fp8_linear(self.rows, self.weights[copy], gated=self.gated)
+
     def chosen(self) -> GemmConfig:
-        """The cut that the engine takes."""
+        """The cut that the engine takes for these rows, or for so many of them as a launch takes."""
         weight = self.weights[0]
         num_out = weight.num_out // (2 if self.gated else 1)
-        count, processors = self.rows.shape[0], num_processors(self.rows)
+        count, processors = min(self.rows.shape[0], MAX_ROWS), num_processors(self.rows)
         return choose_config(num_out, weight.size, count, self.gated, 2, processors, weight.kind, weight.piece)
 
     @cached_property
@@ -68,12 +88,15 @@ class Case:
 
     def error(self, config: GemmConfig) -> float:
         """Largest difference to the product with the dequantized matrix, over the largest value, in three runs."""
-        exact = self.exact
         worst = 0.0
         for _ in range(3):
             found = stream_linear(self.rows, self.weights[0], gated=self.gated, out_dtype=torch.float32, config=config)
-            worst = max(worst, float((found - exact).abs().max() / exact.abs().max()))
+            worst = max(worst, self.off(found))
         return worst
+
+    def off(self, found: Tensor) -> float:
+        """The same of a product with the first weight."""
+        return float((found - self.exact).abs().max() / self.exact.abs().max())
 
 
 def made(kind: str, num_out: int, size: int) -> QuantWeight:
@@ -158,10 +181,21 @@ def scaled_mm(case: Case) -> Product:
     def product(copy: int) -> object:
         weight = case.weights[copy]
         return torch._scaled_mm(
-            rows, weight.codes.T, scale_a=scale, scale_b=weight.scales, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+            rows, weight.codes.view(torch.float8_e4m3fn).T, scale_a=scale, scale_b=weight.scales,
+            out_dtype=torch.bfloat16, use_fast_accum=True,
+        )  # fmt: skip
 
     return product
+
+
+def own_times(case: Case, copies: int) -> dict[str, float]:
+    """Of what the engine has for so many rows."""
+    times = {"wide": graph_us(case.wide, copies)}
+    if case.rows.shape[0] <= MAX_QUANTIZED_ROWS:
+        times["chosen"] = graph_us(case.ours(case.chosen()), copies)
+    if fits_fp8_linear(case.weights[0], torch.bfloat16):
+        times["fp8"] = graph_us(case.fp8, copies)
+    return times
 
 
 def run(options: argparse.Namespace) -> list[Row]:
@@ -183,8 +217,10 @@ def run(options: argparse.Namespace) -> list[Row]:
             bound = first.num_bytes / 4.2e6
             line = f"{kind:6s}{shape:8s} m{count:<4d}{bound:7.1f} us at 4.2 TB/s"
             times = {"bf16": graph_us(lambda copy, r=case.rows, w=wide: r @ w[copy].T, len(wide))}  # type: ignore[misc]
-            times["chosen"] = graph_us(case.ours(case.chosen()), copies)
-            worst = case.error(case.chosen())
+            times |= own_times(case, copies)
+            worst = case.error(case.chosen()) if "chosen" in times else 0.0
+            if "fp8" in times:
+                found.append(Row(f"{kind} {shape} m{count} fp8", "relative_error", case.off(case.fp8(0)), ""))
             if options.sweep:
                 best, times["best"], worst = sweep(case, copies, worst)
                 fastest.append([kind, num_out // (2 if case.gated else 1), size, case.gated, count, asdict(best)])
@@ -251,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64, 128, 192, 256, 512, 1024])
     parser.add_argument("--libraries", nargs="*", choices=["humming", "scaled_mm"], default=["scaled_mm"])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--compile", action="store_true", help="nothing but compile, beside other such processes")

@@ -12,7 +12,9 @@ from deterministic_drafts import check_drafts_change_nothing
 from paged_runs import PagedRun
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 
+from outrider.layers.linear import Linear
 from outrider.models.loader import load_decoder
+from outrider.models.quantization import Scheme
 from outrider_tools.quantize import FORMATS, quantize
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +47,41 @@ def test_prompts_and_trees_are_near_their_dequantized_matrices(name: str, tmp_pa
     assert relative_error(run.prompt(ids[11:CONTEXT], 11), expected[11:CONTEXT]) <= limit
     eager = run.tree(nodes, PARENTS, CONTEXT, by_path=False)
     assert torch.equal(run.captured_tree(nodes, PARENTS, CONTEXT, by_path=False), eager)
+
+
+def norm_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Of a difference over the norm of what is exact."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("count", [64, 65, 130, 192, 193, 512, 513])
+def test_products_of_many_rows_are_those_of_the_dequantized_matrix(library: bool, count: int) -> None:
+    """By each of the ways that fp8 weights are multiplied; rounded to fp8, rows would be off by 2.6 %."""
+    device = torch.device("cuda")
+    linear = Linear(256, 96, True, torch.bfloat16, device, Scheme("fp8", "fp8", library=library))
+    stored = linear.tensors("it")
+    stored["it.weight"].copy_(torch.randn(96, 256, device=device))
+    stored["it.weight_scale"].copy_(torch.rand(96, 1, device=device) + 0.5).mul_(1 / 16)
+    stored["it.bias"].copy_(torch.randn(96, device=device))
+    matrix = stored["it.weight"].double() * stored["it.weight_scale"].double()
+    bias = stored["it.bias"].double()
+    linear.pack()
+    rows = torch.randn(count, 256, device=device).bfloat16()
+    residual = torch.randn(count, 96, device=device).bfloat16()
+    exact = rows.double() @ matrix.T + bias
+    gate, up = exact.chunk(2, 1)
+    assert norm_error(linear(rows), exact) < 2**-8
+    assert norm_error(linear.add_to(residual, rows), exact + residual.double()) < 2**-8
+    assert norm_error(linear.gated(rows), torch.nn.functional.silu(gate) * up) < 2**-7
+    assert norm_error(linear.to_float32(rows), exact) < 2**-8
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linear(rows)
+    rows.copy_(torch.randn(count, 256, device=device))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(found, linear(rows))
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-block", "int4", "awq", "mxfp4"])

@@ -1,0 +1,63 @@
+"""Products of many rows in bfloat16 with fp8 weights, by the fp8 instructions of the tensor cores.
+
+A bfloat16 number has eight significant bits, an e4m3 one four. So a row is the sum of two rows in e4m3, and its product
+the sum of theirs: the weights are read once, as they are, and nothing is lost that rounding the rows would lose.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.launch import supports_pdl, use_triton
+from kernels.quant_weight import QuantWeight
+from kernels.reference import linear as reference
+
+MAX_FP8_ROWS = 512
+"""Rows up to which it is expected to pay: beyond, computing twice costs more than making the weights wide."""
+
+
+def fits_fp8_linear(weight: QuantWeight, dtype: torch.dtype) -> bool:
+    """Whether `fp8_linear` takes the weight, with rows of `dtype`: on Hopper and later, with one scale a row."""
+    if weight.kind != "fp8" or weight.group != weight.size or weight.span > 1 or dtype != torch.bfloat16:
+        return False
+    return supports_pdl(weight.codes) and weight.size % 16 == 0 and weight.num_out % 16 == 0
+
+
+def fp8_linear(
+    rows: Tensor,
+    weight: QuantWeight,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """rows @ weight^T, as kernels.linear.stream_linear with the same arguments, for any number of rows.
+
+    A row's parts are exact for all numbers that are at least 2^-13 of its largest; smaller ones are off by 2^-21 of
+    that. The products of both are rounded to bfloat16 before they are added up in float32.
+    The library that multiplies them says nothing of what a row's result depends on.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    num_out = weight.num_out // (2 if gated else 1)
+    shape = (rows.shape[0], num_out)
+    if rows.dim() != 2 or rows.shape[1] != weight.size or not rows.is_contiguous():
+        raise ValueError(f"fp8_linear takes contiguous rows [M, {weight.size}], got {list(rows.shape)}")
+    if residual is not None and (residual.shape != shape or not residual.is_contiguous()):
+        raise ValueError(f"residual is {list(residual.shape)}, not a contiguous {list(shape)}")
+    dtype = out_dtype or rows.dtype
+    if not use_triton(rows):
+        return reference.stream_linear(rows, weight, bias, residual, gated, dtype)
+    from kernels.jit import fp8_linear as jit
+
+    parts = rows.new_empty(2 * rows.shape[0], weight.size, dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty(2 * rows.shape[0], 1, dtype=torch.float32)
+    jit.split(rows, weight.piece, parts, scales)
+    codes = weight.codes.view(torch.float8_e4m3fn)
+    products = torch._scaled_mm(parts, codes.T, scale_a=scales, scale_b=weight.scales, out_dtype=torch.bfloat16)
+    out = rows.new_empty(shape, dtype=dtype)
+    jit.join(products, bias, residual, gated, out)
+    return out

@@ -1,0 +1,17 @@
+"""Compiles the kernels around products in fp8. See compile_only.py."""
+
+from __future__ import annotations
+
+import torch
+
+
+def main() -> None:
+    """Call every launcher; each launch is a compilation."""
+    from kernels.jit import fp8_linear as jit
+
+    def made(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype)
+
+    jit.split(made(70, 4096), 128, made(140, 4096, dtype=torch.float8_e4m3fn), made(140, 1, dtype=torch.float32))
+    for gated, num_out in ((False, 1024), (True, 512)):
+        jit.join(made(140, 1024), made(1024), made(70, num_out), gated, made(70, num_out))
