@@ -24,6 +24,11 @@ class Gating:
     limit: float = inf
     shift: float = 0.0
 
+    def for_kernels(self) -> tuple[float | None, float | None, float | None]:
+        """alpha, limit and shift, None for those that change nothing, which kernels are compiled without."""
+        alpha, limit = None if self.alpha == 1.0 else self.alpha, None if self.limit == inf else self.limit
+        return alpha, limit, self.shift or None
+
 
 SWIGLU = Gating()
 

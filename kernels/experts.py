@@ -76,10 +76,10 @@ def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
     """The gating of gate and up [P, 2F], in float32 and rounded once: [P, F] of the same dtype; see `expert_linear`."""
     if not use_triton(gate_up):
         return reference.gate(gate_up.float(), gating, interleaved).to(gate_up.dtype)
-    from kernels.jit import experts as jit
+    from kernels.jit import elementwise as jit
 
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    jit.gate(gate_up, gating, interleaved, out)
+    jit.gate_mul(gate_up, out, gating=gating, interleaved=interleaved)
     return out
 
 

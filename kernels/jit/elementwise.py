@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.expert_tiles import SWIGLU, Gating
 from kernels.launch import power_of_two, supports_pdl
 
 
@@ -46,29 +47,51 @@ def rms_norm(
 
 
 @triton.jit
-def _gate_mul(gate_up, out, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def gated(gates, ups, alpha, limit, shift):
+    """SwiGLU, with what kernels.expert_tiles.Gating has that is not None."""
+    if limit is not None:
+        gates = tl.minimum(gates, limit)
+        ups = tl.minimum(tl.maximum(ups, -limit), limit)
+    if shift is not None:
+        ups += shift
+    return gates * tl.sigmoid(gates if alpha is None else alpha * gates) * ups
+
+
+@triton.jit
+def _gate_mul(
+    gate_up, out, size, alpha, limit, shift,
+    INTERLEAVED: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, pieces of BLOCK columns)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
-    gate = tl.load(gate_up + row * 2 * size + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + (row * 2 + 1) * size + columns, mask=inside, other=0.0).to(tl.float32)
+    gates = gate_up + row * 2 * size
+    ups = gates + 1 if INTERLEAVED else gate_up + (row * 2 + 1) * size
+    places = columns * 2 if INTERLEAVED else columns
+    gate = tl.load(gates + places, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(ups + places, mask=inside, other=0.0).to(tl.float32)
     if GELU:
         # (1 + tanh x) / 2 is the sigmoid of 2 x.
-        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        found = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     else:
-        gate *= tl.sigmoid(gate)
-    tl.store(out + row * size + columns, (gate * up).to(out.dtype.element_ty), mask=inside)
+        found = gated(gate, up, alpha, limit, shift)
+    tl.store(out + row * size + columns, found.to(out.dtype.element_ty), mask=inside)
 
 
-def gate_mul(gate_up: Tensor, out: Tensor, gelu: bool) -> None:
-    """As kernels.elementwise.silu_mul, or gelu_mul, into `out`."""
+def gate_mul(
+    gate_up: Tensor, out: Tensor, gelu: bool = False, gating: Gating = SWIGLU, interleaved: bool = False
+) -> None:
+    """As kernels.elementwise.silu_mul, or gelu_mul, or kernels.experts.gate, into `out`."""
     num_rows, size = out.shape
-    pdl = supports_pdl(gate_up)
-    grid = (num_rows, triton.cdiv(size, 1024))
-    _gate_mul[grid](gate_up, out, size, GELU=gelu, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    pdl, block = supports_pdl(gate_up), 1024
+    _gate_mul[(num_rows, triton.cdiv(size, block))](
+        gate_up, out, size, *gating.for_kernels(),
+        INTERLEAVED=interleaved, GELU=gelu, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import isinf
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.expert_tiles import Gating, Routes
+from kernels.jit.elementwise import gated
 from kernels.jit.gemm import multiply
 from kernels.jit.quantized import add_words
 from kernels.launch import power_of_two, supports_pdl
@@ -143,50 +142,12 @@ def _load_factors(source, there, column, size, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _gated(gates, ups, alpha, limit, shift, LIMITED: tl.constexpr):
-    if LIMITED:
-        gates = tl.minimum(gates, limit)
-        ups = tl.minimum(tl.maximum(ups, -limit), limit)
-    return gates * tl.sigmoid(alpha * gates) * (ups + shift)
-
-
-@triton.jit
-def _gate(
-    gate_up, out, size, alpha, limit, shift,
-    INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (pairs, pieces of BLOCK columns)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    pair = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    start = gate_up + pair * 2 * size
-    gates = tl.load(start + (column * 2 if INTERLEAVED else column), mask=inside, other=0.0).to(tl.float32)
-    ups = tl.load(start + (column * 2 + 1 if INTERLEAVED else column + size), mask=inside, other=0.0).to(tl.float32)
-    found = _gated(gates, ups, alpha, limit, shift, LIMITED)
-    tl.store(out + pair * size + column, found.to(out.dtype.element_ty), mask=inside)
-
-
-def gate(gate_up: Tensor, gating: Gating, interleaved: bool, out: Tensor) -> None:
-    """As kernels.experts.gate, into `out`."""
-    num_pairs, size = out.shape
-    pdl, limited = supports_pdl(gate_up), not isinf(gating.limit)
-    block = min(power_of_two(size), 1024)
-    _gate[(num_pairs, triton.cdiv(size, block))](
-        gate_up, out, size, gating.alpha, gating.limit if limited else 0.0, gating.shift,
-        INTERLEAVED=interleaved, LIMITED=limited, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
-
-
-@triton.jit
 def _expert_linear(
     rows, weight, scales, zeros, bias, tile_experts, places, out, num_out, size, num_scales, num_groups,
     alpha, limit, shift,
     PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
-    SWAP: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, SWAP: tl.constexpr,
+    PDL: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, tiles of pairs)."""
@@ -245,7 +206,7 @@ def _expert_linear(
         if GATED:
             acc_up += tl.load(from_bias + up_row).to(tl.float32)[None, :]
     if GATED:
-        acc = _gated(acc, acc_up, alpha, limit, shift, LIMITED)
+        acc = gated(acc, acc_up, alpha, limit, shift)
     target = out + pair.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
@@ -260,8 +221,7 @@ def expert_linear(
     pdl = supports_pdl(rows)
     quantized = isinstance(weight, QuantWeight)
     block_n, block_k, stages, warps = _cut(tile, gating is not None, rows, weight)
-    alpha, limit, shift = (gating.alpha, gating.limit, gating.shift) if gating else (0.0, 0.0, 0.0)
-    limited = gating is not None and not isinf(limit)
+    alpha, limit, shift = gating.for_kernels() if gating else (None, None, None)
     codes, scales, zeros, kind, group, span = weight, None, None, "", 0, 1
     if isinstance(weight, QuantWeight):
         codes, scales, zeros, kind = weight.codes, weight.scales, weight.zeros, weight.kind
@@ -269,9 +229,9 @@ def expert_linear(
     _expert_linear[(triton.cdiv(num_out, block_n), routes.tile_experts.numel())](
         rows, codes, scales, zeros, bias, routes.tile_experts, routes.places, out, num_out, size,
         1 if scales is None else scales.shape[-1], 1 if scales is None else scales.shape[-2],
-        alpha, limit if limited else 0.0, shift,
+        alpha, limit, shift,
         PAIRS_PER_ROW=num_pairs // rows.shape[0], TILE=tile, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
-        EVEN=size % block_k == 0, GATED=gating is not None, INTERLEAVED=interleaved, LIMITED=limited,
+        EVEN=size % block_k == 0, GATED=gating is not None, INTERLEAVED=interleaved,
         SWAP=quantized or tile < 64, PDL=pdl, KIND=kind, GROUP=group, SPAN=span,
         ASM=rows.is_cuda and rows.dtype == torch.bfloat16, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -13,6 +13,7 @@ def main() -> None:
     """Call every launcher; each launch is a compilation."""
     from kernels.expert_tiles import SWIGLU, Gating, Routes
     from kernels.jit import experts as jit
+    from kernels.jit.elementwise import gate_mul
 
     def made(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype)
@@ -30,7 +31,7 @@ def main() -> None:
         routes = Routes(chosen, chosen.float(), places[:pairs], places, places[:1], tile)
         jit.choose(made(TOKENS, EXPERTS, dtype=torch.float32), True, chosen[:, 0].contiguous(), routes)
         jit.align(EXPERTS, routes)
-        jit.gate(made(pairs, 2 * SIZE), gates, True, made(pairs, SIZE))
+        gate_mul(made(pairs, 2 * SIZE), made(pairs, SIZE), gating=gates, interleaved=True)
         jit.combine(made(pairs, SIZE), routes, made(TOKENS, SIZE), made(TOKENS, SIZE))
         rows, bias, out = made(TOKENS, SIZE), made(EXPERTS, NUM_OUT), made(pairs, NUM_OUT)
         gated_bias, height = made(EXPERTS, 2 * NUM_OUT), 2 * NUM_OUT

@@ -26,7 +26,7 @@ KERNELS = {
         "_rope_write",
     },
     "compile_exchange": {"_join_columns", "_sum_rows"},
-    "compile_experts": {"_align", "_choose", "_combine", "_expert_linear", "_gate"},
+    "compile_experts": {"_align", "_choose", "_combine", "_expert_linear", "_gate_mul"},
     "compile_fp8_linear": {"_join", "_split"},
     "compile_frontier": {"_add", "_append", "_begin", "_choose", "_place", "_reroot"},
     # By these names the division of L1 is asked for.
