@@ -83,7 +83,7 @@ def head_elements(algorithm: str, head: HeadConfig) -> Elements:
         layers += (decoder.vocab_size + head.draft_vocab_size) * head.block.markov_rank
     else:
         layers = _layer(decoder, hidden) + 3 * hidden + 2 * hidden * hidden
-    return Elements(decoder.vocab_size * hidden, layers, head.draft_vocab_size * hidden)
+    return Elements(decoder.vocab_size * hidden, layers, head.output_rows(head.draft_vocab_size) * hidden)
 
 
 def kv_elements(config: ModelShape) -> int:

@@ -262,6 +262,11 @@ class DecoderLayer:
         stream = self.attention(rows, stream, plan)
         return self.mlp(stream, self.mlp_norm, plan)
 
+    def join(self, exchange: Exchange) -> None:
+        """See CausalLM."""
+        self.attention.output.exchange = exchange
+        self.mlp.join(exchange)
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the layer's own."""
         found = {f"{name}.weight": norm.weight for name, norm in self._norms().items()}
@@ -326,8 +331,7 @@ class CausalLM(LanguageModel):
         """
         self.exchange = exchange
         for layer in self.layers:
-            layer.attention.output.exchange = exchange
-            layer.mlp.join(exchange)
+            layer.join(exchange)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint belongs: its name to a tensor, or a view of a fused one, of its shape."""

@@ -38,6 +38,7 @@ from outrider.models.drafters.config import (
     eagle_config,
     mtp_config,
 )
+from outrider.models.drafters.cuts import cut_head
 from outrider.models.drafters.kinds import BLOCK_ALGORITHMS
 from outrider.models.fields import read_configs, read_json
 from outrider.models.shipped import choose_drafters
@@ -299,15 +300,19 @@ def _dtype(word: str, config: ModelShape) -> str:
 
 def _plan_inside(verify: VerifyOptions, target: ModelShape, dtype: str, folder: Path) -> DraftPlan | None:
     """The draft model of verify's own rounds, which has the target's number format and pages."""
-    drafter = plan_draft(replace(verify.draft_model(str(folder)), dtype=dtype), target, folder)
+    ranks = 1 if verify.rank_exchange == "nccl" else verify.tensor_parallel_size
+    drafter = plan_draft(replace(verify.draft_model(str(folder)), dtype=dtype), target, folder, ranks)
     if drafter is None:
         return None
     per_token = drafter.kv_per_token + drafter.features_per_token * ITEM_BYTES[dtype]
     return replace(drafter, tree_slots=verify.max_running_requests * (ROUND_REGION * per_token + drafter.block_bytes))
 
 
-def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -> DraftPlan | None:
-    """The draft model that the options name, from its config.json; None for n-grams alone. Raises ConfigError."""
+def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path, ranks: int = 1) -> DraftPlan | None:
+    """The draft model that the options name, from its config.json, or what rank 0 of so many has of it.
+
+    None for n-grams alone. Raises ConfigError.
+    """
     algorithm = next((name for name in options.speculative_algorithm if name not in ("NGRAM", "AUTO")), "")
     if not algorithm:
         return None
@@ -325,6 +330,8 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path) -
         vocab_size, read = config.vocab_size, elements.read
     else:
         head = _head(algorithm, folder, target)
+        if ranks > 1:
+            head = cut_head(head, ranks, ITEM_BYTES[_dtype(options.dtype, head.decoder)]) or head
         config, elements, feature_size = head.decoder, head_elements(algorithm, head), head.decoder.hidden_size
         # A head that multiplies features first lets verify do that, and store the product.
         is_product = (algorithm == "EAGLE3" and head.projects) or head.block is not None

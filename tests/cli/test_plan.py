@@ -265,6 +265,24 @@ def test_a_rank_has_its_part(llama_8b: Path, capsys: pytest.CaptureFixture[str])
     assert "num_attention_heads 32 cannot be divided among 3 ranks" in capsys.readouterr().err
 
 
+def test_a_rank_has_its_part_of_a_head_inside_rounds(
+    llama_8b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    words = [f"--model={llama_8b}", "--gpu=h100", "--draft-placement=colocated", "--speculative-algorithm=EAGLE3"]
+    words += [f"--speculative-draft-model-path={head}"]
+    for channels, is_cut in ((14336, True), (14337, False)):
+        fields = {"num_hidden_layers": 1, "draft_vocab_size": 32000, "intermediate_size": channels}
+        (head / "config.json").write_text(json.dumps(LLAMA_8B | fields))
+        one, two = (plan(capsys, *words, f"--tensor-parallel-size={count}")[1]["draft"] for count in (1, 2))
+        # Embedding and fc are whole on every rank, and norms are small.
+        kept = 2 * (128256 * 4096 + 3 * 4096 * 4096)
+        share = 2 if is_cut else 1
+        assert two["weights"] - kept == pytest.approx((one["weights"] - kept) / share, rel=1e-3)
+        assert two["kv_per_token"] * share == one["kv_per_token"] and two["vocab_size"] == 32000
+
+
 def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
     llama_8b: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from cuda_harness import jobs, small_model
+from cuda_harness import jobs, save_random_head, small_model
 from service_process import is_gone, wait_until
 from tokenizers import Tokenizer, models
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
+from outrider.models.drafters.loader import is_cut
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from verify_service.frames import RoundReport
 from verify_service.main import start_engine
@@ -46,16 +47,16 @@ def _put(queue: asyncio.Queue[tuple[int, GenerationUpdate]], number: int, update
     queue.put_nowait((number, update))
 
 
-async def ask(options: VerifyOptions, speculate: bool = False) -> tuple[Texts, list[RoundReport]]:
-    """Answers to the jobs, four at a time, and how rounds went."""
+async def ask(options: VerifyOptions, speculate: bool = False, at_once: int = 4) -> tuple[Texts, list[RoundReport]]:
+    """Answers to the jobs, so many at a time, and how rounds went."""
     reports: list[RoundReport] = []
     process, engine = await start_engine(options, reports.append)
     texts: Texts = [[] for _ in jobs()]
     try:
         assert await process.ready(asyncio.Event()) is not None
-        for first in range(0, len(texts), 4):
+        for first in range(0, len(texts), at_once):
             queue: asyncio.Queue[tuple[int, GenerationUpdate]] = asyncio.Queue()
-            group = range(first, min(first + 4, len(texts)))
+            group = range(first, min(first + at_once, len(texts)))
             for number in group:
                 prompt, params = jobs()[number]
                 # Those that want to know of their prompts take no prefix from the cache.
@@ -93,6 +94,39 @@ def test_trees_grow_inside_the_rounds_of_ranks(folder: Path, truth: Texts) -> No
     found, reports = asyncio.run(ask(options, speculate=True))
     assert found == truth
     assert sum(report.num_grown_accepted for report in reports) > 20
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random EAGLE-3 head that is large enough to be cut: it knows little, and what it says hangs on features."""
+    folder = tmp_path_factory.mktemp("head")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    save_random_head(folder, SIZES | heads | {"intermediate_size": 65536, "draft_vocab_size": 40})
+    return folder
+
+
+def drafting(folder: Path, head: Path, world: int, **fields: object) -> VerifyOptions:
+    """Always three levels, so that growth does not hang on times."""
+    fields |= {"speculative_algorithm": ("EAGLE3",), "speculative_draft_model_path": str(head)}
+    return options_for(folder, world, lockstep=True, speculative_num_steps=3, **fields)
+
+
+def test_a_cut_head_grows_the_trees_of_a_whole_one(folder: Path, head: Path, truth: Texts) -> None:
+    assert is_cut(drafting(folder, head, 2).draft_model(str(folder)), 2, torch.float32)
+    accepted = []
+    for world in (1, 2):
+        # One at a time, so that what a request's tree may have does not hang on the others.
+        found, reports = asyncio.run(ask(drafting(folder, head, world), speculate=True, at_once=1))
+        assert found == truth
+        accepted.append(sum(report.num_grown_accepted for report in reports))
+    # Sums have another order: a near tie may go the other way.
+    assert abs(accepted[0] - accepted[1]) <= 2 and min(accepted) > 5
+
+
+def test_a_cut_head_drafts_for_several_requests(folder: Path, head: Path, truth: Texts) -> None:
+    found, reports = asyncio.run(ask(drafting(folder, head, 2, deterministic=True), speculate=True))
+    assert found == truth
+    assert sum(report.num_grown_accepted for report in reports) > 5
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])

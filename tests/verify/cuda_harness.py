@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from harness import PAGE_SIZE, Answer, Silence
+from safetensors.torch import save_file
 from threaded_engine import ThreadedEngine
 
 from outrider.attention.base import AttentionBackend
@@ -16,6 +18,8 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.config import eagle3_config
+from outrider.models.drafters.heads import Eagle3Head
 from outrider.models.loader import load_model
 from outrider.sampling.lossy import EXACT, AcceptRule
 from outrider.sampling.params import SamplingParams
@@ -90,6 +94,28 @@ def small_model(
                 weight.mul_(5.0)
     model.save_pretrained(folder)
     return load_model(folder, dtype, device)
+
+
+def save_random_head(folder: Path, sizes: dict[str, Any]) -> None:
+    """An EAGLE-3 head of random weights for a model of two layers, and of these sizes."""
+    fields = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]},
+        **sizes,
+    }
+    config = eagle3_config(fields, {"fc.weight"}, 2)
+    shapes = Eagle3Head(config, torch.float32, torch.device("meta")).checkpoint_tensors()
+    generator = torch.Generator().manual_seed(7)
+    tensors = {"d2t": torch.zeros(config.draft_vocab_size, dtype=torch.int64)}
+    for name, tensor in shapes.items():
+        scale = tensor.shape[-1] ** -0.5
+        drawn = torch.randn(tensor.shape, generator=generator) * 2 * scale
+        tensors[name.replace("layers.0", "midlayer")] = drawn if tensor.ndim > 1 else torch.ones(tensor.shape)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "model.safetensors")
 
 
 def make_paged_engine(

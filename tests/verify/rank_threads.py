@@ -17,7 +17,9 @@ from outrider.host.rank_memory import RankError, RankMemory
 from outrider.layers.exchange import HostExchange
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_decoder
+from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.rank_link import RankLink
 from verify_service.ranks.replay import follow, lead
 
@@ -93,18 +95,34 @@ def ranked(
 
 @contextmanager
 def linked(
-    folder: Path, world: int, draft: Any = None, growth: Any = None, prepare: Prepare | None = None, **options: Any
+    folder: Path,
+    world: int,
+    draft: Any = None,
+    growth: Any = None,
+    prepare: Prepare | None = None,
+    part_of_draft: Callable[[CausalLM], DraftModel] | None = None,
+    followers: list[CudaExecutor] | None = None,
+    **options: Any,
 ) -> Iterator[ThreadedEngine]:
-    """Rank 0's engine on a model whose ranks replay its rounds, as on GPUs; for `options` see make_paged_engine."""
+    """Rank 0's engine on a model whose ranks replay its rounds, as on GPUs; for `options` see make_paged_engine.
+
+    `part_of_draft`: what a rank with its part of the model has of a draft model, in the place of `draft`, which is rank
+    0's alone. `followers` get the other ranks' executors.
+    """
+
+    def own(part: CausalLM) -> DraftModel | None:
+        return None if part_of_draft is None else part_of_draft(part)
 
     def replay(part: CausalLM, memory: RankMemory) -> None:
-        _, executor = make_paged_engine(part, link=_link(part, memory), **options)
+        _, executor = make_paged_engine(part, link=_link(part, memory), draft=own(part), **options)
+        if followers is not None:
+            followers.append(executor)
         while True:
             kind, body = memory.receive()
             executor.replay(kind, np.frombuffer(bytearray(body), np.int32))
 
     with _parts(folder, world, torch.float32, prepare, replay) as (part, memory):
-        yield make_paged_engine(part, link=_link(part, memory), draft=draft, growth=growth, **options)[0]
+        yield make_paged_engine(part, link=_link(part, memory), draft=draft or own(part), growth=growth, **options)[0]
 
 
 def _link(part: CausalLM, memory: RankMemory) -> RankLink:

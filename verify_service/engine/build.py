@@ -188,13 +188,15 @@ def link_ranks(model: LanguageModel, memory: RankMemory) -> RankLink | None:
     return RankLink(memory, model.exchange)
 
 
-def following_executor(options: VerifyOptions, path: Path, model: LanguageModel, link: RankLink) -> CudaExecutor:
-    """What another rank than 0 replays rounds with. Raises ConfigError."""
-    tokens = link.least(options.max_total_tokens or gpu_tokens(options, model, None))
+def following_executor(
+    options: VerifyOptions, path: Path, model: LanguageModel, draft: RoundDraft | None, link: RankLink
+) -> CudaExecutor:
+    """What another rank than 0 replays rounds with; `draft`: if that is cut, too. Raises ConfigError."""
+    tokens = link.least(options.max_total_tokens or gpu_tokens(options, model, draft))
     num_pages = tokens // options.page_size
     limits = _limits(options, path, model, Memory(num_pages, options.page_size))
     with out_of_memory("KV cache and rounds", "lower --max-total-tokens or --mem-fraction-static"):
-        return _new_cuda_executor(options, model, num_pages, limits, link)
+        return _new_cuda_executor(options, model, num_pages, limits, draft, link)
 
 
 def build(
@@ -247,9 +249,14 @@ def _context_cost(
 
 
 def _new_cuda_executor(
-    options: VerifyOptions, model: LanguageModel, num_pages: int, limits: EngineLimits, link: RankLink | None
+    options: VerifyOptions,
+    model: LanguageModel,
+    num_pages: int,
+    limits: EngineLimits,
+    draft: RoundDraft | None,
+    link: RankLink | None,
 ) -> CudaExecutor:
-    return CudaExecutor(
+    executor = CudaExecutor(
         model,
         num_pages,
         options.page_size,
@@ -267,6 +274,9 @@ def _new_cuda_executor(
         attention_backend(options.attention_backend, model, options.page_size, options.deterministic),
         link,
     )
+    if draft is not None:
+        executor.draft_inside(draft.model, draft.options)
+    return executor
 
 
 def _cuda_executor(
@@ -277,9 +287,7 @@ def _cuda_executor(
     draft: RoundDraft | None,
     link: RankLink | None,
 ) -> CudaExecutor:
-    executor = _new_cuda_executor(options, model, num_pages, limits, link)
-    if draft is not None:
-        executor.draft_inside(draft.model, draft.options)
+    executor = _new_cuda_executor(options, model, num_pages, limits, draft, link)
     with ConsoleProgress() as progress, compile_aside():
         executor.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
         if executor.drafts is not None:

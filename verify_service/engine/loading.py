@@ -14,14 +14,15 @@ from outrider.config.verify import VerifyOptions
 from outrider.device import check_fp8, choose_device, choose_dtype
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
-from outrider.layers.device_exchange import device_exchange
+from outrider.layers.device_exchange import PeerExchange, device_exchange
 from outrider.layers.exchange import Exchange, HostExchange
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut
+from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
-from outrider.models.drafters.loader import load_draft_model
+from outrider.models.drafters.loader import is_cut, load_draft_model
 from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
@@ -116,7 +117,10 @@ def _exchange(
 
 
 def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
-    """The draft model that drafts inside rounds on a GPU, if the options name one. Raises ConfigError."""
+    """The draft model that drafts inside rounds on a GPU, or a rank's part of it, if the options name one.
+
+    Of a model that is not cut rank 0 has all, and the others have nothing. Raises ConfigError.
+    """
     told = named_draft(options, path)
     if told is None or target.device.type != "cuda":
         return None
@@ -126,10 +130,16 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
         folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
         names = (algorithm_of(folder),)
     told = replace(told, speculative_algorithm=names)
+    exchange = target.exchange if isinstance(target, CausalLM) else None
+    rank = 0 if exchange is None else exchange.rank
+    # NCCL is for GPUs that do not reach each other: what a sum takes there has not been measured.
+    if not isinstance(exchange, PeerExchange) or not is_cut(told, exchange.world, target.dtype):
+        exchange = None
+        if rank:
+            return None
     with ConsoleProgress() as progress, out_of_memory("the draft model's weights", "choose a smaller one"):
-        model = load_draft_model(
-            told, target.device, target.dtype, lambda done, total: progress("loading draft weights", done, total)
-        )
+        report = None if rank else partial(progress, "loading draft weights")
+        model = load_draft_model(told, target.device, target.dtype, report, exchange)
     _check_draft(model, target, path)
     steps, topk = options.speculative_num_steps, options.speculative_eagle_topk
     drafting = DraftingOptions(name=names[0].lower())

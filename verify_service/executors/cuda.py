@@ -34,7 +34,16 @@ from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.executors.device import out_of_memory, varied_tokens
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
-from verify_service.executors.rank_link import CAPTURE, CAPTURE_SMALL, LOGITS, PAGES, PROMPTS, ROUND, RankLink
+from verify_service.executors.rank_link import (
+    CAPTURE,
+    CAPTURE_SMALL,
+    DRAFTING,
+    LOGITS,
+    PAGES,
+    PROMPTS,
+    ROUND,
+    RankLink,
+)
 from verify_service.executors.round_buffers import (
     NUM_COMMITTED,
     Bucket,
@@ -150,6 +159,7 @@ class CudaExecutor(FeatureExecutor):
             context_length=self.limits.context_length,
             max_round_tokens=self.limits.max_round_tokens,
             vocab_size=self.limits.vocab_size,
+            link=None if model.exchange is None else self._link,
         )
 
     def results(self, shape: RoundShape) -> RoundResults:
@@ -401,6 +411,8 @@ class CudaExecutor(FeatureExecutor):
         elif kind == CAPTURE_SMALL:
             with compile_aside():
                 self._prefill.capture_small(bool(numbers[0]))
+        elif kind in DRAFTING and self.drafts is not None:
+            self.drafts.replay(kind, numbers)
         else:
             raise ValueError(f"rank 0 sent a message of kind {kind}")
 
@@ -416,7 +428,8 @@ class CudaExecutor(FeatureExecutor):
             tokens = drafts.merge(tokens)
         link = self._link
         if link is not None:
-            link.share([*(getattr(tokens, field.name) for field in fields(RoundTokens)), self._input.updates])
+            shared = [*(getattr(tokens, field.name) for field in fields(RoundTokens)), self._input.updates]
+            link.share(shared if drafts is None else shared + drafts.shared(bucket))
         tables = self.rows.page_tables
         self.rows.update(self._input.updates)
         splits = self._num_splits(bucket)

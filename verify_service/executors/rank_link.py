@@ -1,7 +1,7 @@
 """How executors on GPUs keep in step: rank 0 tells the others what it launches, and the rest is in the graphs.
 
 A round's tokens are shared on the devices, at the head of its graph, and what it commits behind its sampling: so the
-other ranks need no sampling tables, no masks and no trees, and whatever rank 0 does to a round they do, too.
+other ranks need no sampling tables and no masks, and whatever rank 0 does to a round they do, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from outrider.layers.exchange import Exchange
 ROUND, CAPTURE, PROMPTS, CAPTURE_SMALL, PAGES, LOGITS = range(1, 7)
 """Kinds of messages, all of int32: a bucket; several; a shape of prompts and its description; whether with graphs; a
 row, a place and the pages from there on; the first row of the last prompts, and how many."""
+DRAFT_CAPTURE, DRAFT_ROW, DRAFT_CUT, DRAFT_CONTEXT, DRAFT_GROW = DRAFTING = range(7, 12)
+"""The same of what a drafter does that is cut over ranks: see RankedDrafter."""
 
 
 class RankLink:

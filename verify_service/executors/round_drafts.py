@@ -26,6 +26,7 @@ from outrider.drafting.model.round_drafter import (
 )
 from outrider.drafting.model.round_trees import GrownNodes, RoundTrees, RowTree
 from outrider.errors import raise_device_failure
+from outrider.host.rank_memory import RankError
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import ROUND_REGION
@@ -33,6 +34,8 @@ from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.request import Request
 from verify_service.engine.round import NO_MARKS, Entry, Growth, Marks, Nodes
+from verify_service.executors.rank_link import RankLink
+from verify_service.executors.ranked_drafter import RankedDrafter
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
 from verify_service.speculation.growth_policy import GrowthCost
 
@@ -111,8 +114,9 @@ class RoundDrafts:
         context_length: int,
         max_round_tokens: int,
         vocab_size: int,
+        link: RankLink | None = None,
     ) -> None:
-        """`rounds`: the executor, whose rows and pages the drafter uses."""
+        """`rounds`: the executor, whose rows and pages the drafter uses. `link`: to ranks with parts of the model."""
         self._model = model
         self._options = options
         self._rows = rows
@@ -132,7 +136,9 @@ class RoundDrafts:
             feature_size=model.feature_size,
             sink_pages=num_sink_pages(model.window, page_size),
         )
-        self.drafter = RoundDrafter(
+        self._ranked: RankedDrafter | None = None
+        kind: Callable[..., RoundDrafter] = RoundDrafter if link is None else partial(RankedDrafter, link)
+        self.drafter = kind(
             model,
             shape,
             attention,
@@ -144,6 +150,8 @@ class RoundDrafts:
             rank_by_noise=options.rank_by_noise,
             chunk_size=_CATCH_UP_TOKENS,
         )
+        if isinstance(self.drafter, RankedDrafter):
+            self._ranked = self.drafter
         rows.follow(self)
         self.trees = RoundTrees(max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
@@ -296,13 +304,18 @@ class RoundDrafts:
             self.num_grown = growth.num_nodes
 
     def _guarded(self, action: Callable[[], None]) -> None:
-        """Run an action; an error switches the drafter off, unless the device is broken, which is raised."""
+        """Run an action; an error switches the drafter off, unless the device is broken, which is raised.
+
+        So is RankError where other ranks draft, too: they may wait for this one, or be a step ahead of it.
+        """
         if self.failed:
             return
         try:
             action()
         except Exception as error:
             raise_device_failure(error)
+            if self._ranked is not None:
+                raise RankError(f"drafting on all ranks failed on rank 0: {type(error).__name__}: {error}") from error
             self.failed = True
             self._growing.clear()
             self._behind = ()
@@ -360,6 +373,16 @@ class RoundDrafts:
         entry.nodes = Nodes(found.token_ids, found.parents, depths, entry.nodes.slots, found.scores)
         self.mark(entry)
 
+    def shared(self, bucket: Bucket) -> list[Tensor]:
+        """What other ranks that draft must know of a round on the device, beside its tokens."""
+        return [] if self._ranked is None else [self.trees.drafted(bucket.rows)]
+
+    def replay(self, kind: int, numbers: NDArray[np.int32]) -> None:
+        """See RankedDrafter. Raises ValueError where the model is rank 0's alone."""
+        if self._ranked is None:
+            raise ValueError("rank 0 sent word of drafts to a rank that does not draft")
+        self._ranked.replay(kind, numbers)
+
     def merge(self, base: RoundTokens) -> RoundTokens:
         """The round's tokens with its trees, on the device; may be captured."""
         self.trees.to_device()
@@ -415,7 +438,7 @@ class RoundDrafts:
         known = self._has_kv[request.pages[first:]]
         num_known = len(known) if known.all() else int(known.argmin())
         self._drafted[request] = max(self._drafted[request], (first + num_known) * size + lag)
-        self.drafter.memory.cut(self._rows.row(request), cut.gap // size, request.pages)
+        self.drafter.cut(self._rows.row(request), cut.gap // size, request.pages)
 
     def _catch_up(self) -> None:
         """Queue the drafter's forward over tokens that it lacks."""

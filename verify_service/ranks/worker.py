@@ -21,7 +21,7 @@ from outrider.logs import configure_logging, get_logger
 from outrider.models.decoder import CausalLM
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
 from verify_service.engine.build import choose_threads, following_executor, link_ranks
-from verify_service.engine.loading import load
+from verify_service.engine.loading import load, load_draft
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.ranks.leader import START
 from verify_service.ranks.replay import follow
@@ -58,12 +58,13 @@ def serve(options: VerifyOptions, memory: RankMemory) -> None:
     path, model = load(options, memory)
     if not isinstance(model, CausalLM):
         raise InternalError("a rank's model is not the decoder")
+    draft = load_draft(options, path, model)
     memory.trade(b"loaded")
     link = link_ranks(model, memory)
     if link is None:
         follow(model, memory)
     else:
-        follow_rounds(following_executor(options, path, model, link), memory)
+        follow_rounds(following_executor(options, path, model, draft, link), memory)
 
 
 def follow_rounds(executor: CudaExecutor, memory: RankMemory) -> None:

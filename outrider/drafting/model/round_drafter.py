@@ -8,7 +8,8 @@ lies in slots of the same numbers as the target's, so pages, the radix cache and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -100,10 +101,12 @@ class RoundDrafter:
         floor: float,
         rank_by_noise: bool = True,
         chunk_size: int = 2048,
+        compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`shape`: rows and pages are the executor's, `max_seeds` does not count. `features`: for a model of them.
 
-        `vocab_limit`: target ids from here on are never proposed. `floor`: least path score of a node.
+        `vocab_limit`: target ids from here on are never proposed. `floor`: least path score of a node. `compiling`: see
+        GraphPool.
         """
         device = model.device
         shape = replace(shape, max_seeds=shape.num_rows * shape.most_branching)
@@ -144,9 +147,9 @@ class RoundDrafter:
         self._pickers: dict[ChoiceShape, NodePicker] = {}
         self.grown: GrownTrees = NodePicker.new(1, MAX_CHOSEN, 1, 1, floor, device).trees
         """The nodes that were chosen last."""
-        self.extensions = GraphPool[RoundShape]("extensions of drafts", self._extend)
-        self.steps = GraphPool[StepBucket]("draft steps", self._steps.run)
-        self.choices = GraphPool[ChoiceShape]("choices of nodes", self._choose)
+        self.extensions = GraphPool[RoundShape]("extensions of drafts", self._extend, compiling=compiling)
+        self.steps = GraphPool[StepBucket]("draft steps", self._steps.run, compiling=compiling)
+        self.choices = GraphPool[ChoiceShape]("choices of nodes", self._choose, compiling=compiling)
 
     @property
     def lag(self) -> int:
@@ -157,6 +160,10 @@ class RoundDrafter:
         """Begin a request in a free row. The executor's pages are to be entered in `memory` as it gets them."""
         self.memory.cut(row, 0, ())
         self._proposer.admit(row, sampling)
+
+    def cut(self, row: int, shift: int, pages: Sequence[int]) -> None:
+        """Leave out so many pages behind a row's first tokens; see DeviceMemory."""
+        self.memory.cut(row, shift, pages)
 
     def compute_context(self, chunks: Sequence[PromptChunk], feature_slots: Sequence[int]) -> None:
         """Queue the drafter's forward over committed tokens; chunks of one row see those before them.

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
+from outrider.layers.exchange import Exchange
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Rotary
@@ -55,6 +56,8 @@ class DraftModel(ABC):
     """How its candidates are scored."""
     window: ContextWindow = ALL_SEEN
     """What it is shown of long contexts."""
+    exchange: Exchange | None = None
+    """Among ranks of which each has its part of the weights, and KV of its heads."""
 
     @abstractmethod
     def forward(
@@ -129,11 +132,17 @@ class DraftHead(DraftModel):
         self.feature_size = decoder.hidden_size
         self.window = config.window
         self.embedding = torch.empty(decoder.vocab_size, decoder.hidden_size, dtype=dtype, device=device)
-        self.output = Linear(decoder.hidden_size, self.vocab_size, False, dtype, device)
+        self.output = Linear(decoder.hidden_size, config.output_rows(self.vocab_size), False, dtype, device)
         self._linears: dict[str, Linear] = {OUTPUT.removesuffix(".weight"): self.output}
         self._norms: dict[str, RMSNorm] = {}
         self.rotary = Rotary(decoder.rope, decoder.weight_head_dim, device, decoder.head_dim)
         self.layers: list[DecoderLayer] = []
+
+    def join(self, exchange: Exchange) -> None:
+        """Compute as one of several ranks; before `finish_loading`. `config` is what `cut_head` makes for so many."""
+        self.exchange = exchange
+        for layer in self.layers:
+            layer.join(exchange)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of the checkpoint belongs, by its name as `head_name` gives it."""
@@ -155,7 +164,10 @@ class DraftHead(DraftModel):
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """See DraftModel."""
-        return self.output.to_float32(rows)
+        logits = self.output.to_float32(rows)
+        if self.exchange is None or self.output.num_out == self.vocab_size:
+            return logits
+        return self.exchange.join(logits)
 
     def project(self, features: Tensor) -> Tensor:
         """See DraftModel."""

@@ -55,6 +55,12 @@ class HeadConfig:
     block: BlockConfig | None = None
     """Of a head that guesses a block of tokens in one forward."""
     window: ContextWindow = ALL_SEEN
+    num_ranks: int = 1
+    """Of which each has what `decoder` describes, and its rows of the output matrix."""
+
+    def output_rows(self, vocab_size: int) -> int:
+        """Rows of the output matrix that a rank has, of as many as the head guesses tokens."""
+        return vocab_size if vocab_size % self.num_ranks else vocab_size // self.num_ranks
 
     def block_bytes(self, item_bytes: int) -> int:
         """Memory of what the block of one request says, rows of `item_bytes` a number and float32 logits; 0 without."""

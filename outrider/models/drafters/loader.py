@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,12 +11,15 @@ from torch import Tensor
 
 from outrider.config.draft import DraftOptions
 from outrider.device import choose_device, choose_dtype
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, InternalError
+from outrider.layers.exchange import Exchange
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig
+from outrider.models.cuts import spans
 from outrider.models.drafters.base import DraftHead, DraftModel
 from outrider.models.drafters.block import BlockHead
 from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig
+from outrider.models.drafters.cuts import cut_head
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
     BLOCK_ALGORITHMS,
@@ -48,10 +52,11 @@ def load_draft_model(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
+    exchange: Exchange | None = None,
 ) -> DraftModel:
     """Load the one draft model that `options.speculative_algorithm` names beside NGRAM.
 
-    Without `device` and `dtype` the options say or choose them.
+    Without `device` and `dtype` the options say or choose them. `exchange`: of a head that `is_cut`, among its ranks.
     Names and shapes are checked before memory is taken for weights. A head that lacks embedding or output matrix takes
     them from `options.target_model_path`. `progress(done_bytes, total_bytes)` is called from this thread.
 
@@ -65,7 +70,7 @@ def load_draft_model(
     dtype = dtype or choose_dtype(options.dtype, device, _stated_dtype(folder))
     if dtype not in SUPPORTED_DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
-    place = WeightPlacement(device, dtype, progress)
+    place = WeightPlacement(device, dtype, progress, exchange)
     if algorithm == "STANDALONE":
         draft = _load_standalone(options, folder, place)
         draft.window = asked_window(options, draft.window)
@@ -79,13 +84,24 @@ def load_draft_model(
     return head
 
 
+def is_cut(options: DraftOptions, world: int, dtype: torch.dtype) -> bool:
+    """Whether so many ranks each have a part of the one draft model that the options name. Raises ConfigError."""
+    algorithm = model_algorithm(options.speculative_algorithm)
+    if algorithm == "STANDALONE":
+        return False
+    target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
+    _, config = _describe_head(options, algorithm, draft_folder(options, algorithm), target)
+    return cut_head(config, world, dtype.itemsize) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class WeightPlacement:
-    """Where weights go, and who is told of it."""
+    """Where weights go, who is told of it, and among which ranks they are divided, if they are."""
 
     device: torch.device
     dtype: torch.dtype
     progress: Progress | None
+    exchange: Exchange | None = None
 
 
 def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement) -> StandaloneDraft:
@@ -104,12 +120,18 @@ def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement
     return StandaloneDraft(model, hash_tokenizer(folder), _on(allowed, place.device))
 
 
+def _describe_head(
+    options: DraftOptions, algorithm: str, folder: Path, target: Path | None
+) -> tuple[dict[str, StoredTensor], HeadConfig]:
+    stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
+    config = head_config(algorithm, folder, stored, target)
+    return stored, replace(config, window=asked_window(options, config.window))
+
+
 def _load_head(
     options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: WeightPlacement
 ) -> DraftHead:
-    stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
-    config = head_config(algorithm, folder, stored, target)
-    config = replace(config, window=asked_window(options, config.window))
+    stored, config = _describe_head(options, algorithm, folder, target)
     if place.device.type == "cuda":
         config = replace(config, decoder=config.decoder.with_padded_heads())
     stored = _with_shared(stored, config, target, folder)
@@ -119,14 +141,27 @@ def _load_head(
     # The meta device gives names and shapes without memory.
     check_tensors(stored, build(config, place.dtype, torch.device("meta")).checkpoint_tensors(), folder, CONFIG)
     rows, ids = cut_output(ids, config.decoder.vocab_size, allowed)
+    exchange = place.exchange
+    rank, world = (0, 1) if exchange is None else (exchange.rank, exchange.world)
+    part = config if exchange is None else cut_head(config, world, place.dtype.itemsize)
+    if part is None:
+        raise InternalError(f"{folder}: a head that is not cut was to be divided")
     with torch.inference_mode():
-        head = build(config, place.dtype, place.device, _on(ids, place.device))
+        head = build(part, place.dtype, place.device, _on(ids, place.device))
+        if exchange is not None:
+            head.join(exchange)
+        targets = head.checkpoint_tensors()
 
         def read(name: str) -> Tensor:
-            values = stored[name].read()
-            return values if rows is None or name not in (OUTPUT, MARKOV_OUTPUT) else values[rows]
+            tensor, wanted = stored[name], targets[name].shape
+            if rows is not None and name in (OUTPUT, MARKOV_OUTPUT):
+                parts: Sequence[Tensor] = tensor.read()[rows].split(wanted[0])
+                return parts[rank % len(parts)]
+            if tensor.shape == tuple(wanted):
+                return tensor.read()
+            return tensor.read(spans(name, tensor.shape, wanted, config.decoder, rank, world))
 
-        fill(head.checkpoint_tensors(), read, place.progress)
+        fill(targets, read, place.progress)
         head.finish_loading()
     return head
 
