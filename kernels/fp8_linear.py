@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import supports_pdl, use_triton
+from kernels.launch import use_triton
 from kernels.quant_weight import QuantWeight
 from kernels.reference import linear as reference
 
@@ -18,10 +18,13 @@ MAX_FP8_ROWS = 512
 
 
 def fits_fp8_linear(weight: QuantWeight, dtype: torch.dtype) -> bool:
-    """Whether `fp8_linear` takes the weight, with rows of `dtype`: on Hopper and later, with one scale a row."""
+    """Whether `fp8_linear` takes the weight, with rows of `dtype`: on Hopper, with one scale a row."""
     if weight.kind != "fp8" or weight.group != weight.size or weight.span > 1 or dtype != torch.bfloat16:
         return False
-    return supports_pdl(weight.codes) and weight.size % 16 == 0 and weight.num_out % 16 == 0
+    if weight.size % 16 or weight.num_out % 16 or not weight.codes.is_cuda:
+        return False
+    # Some later GPUs refuse products with a scale a row (pytorch issue 192707).
+    return torch.cuda.get_device_capability(weight.codes.device) == (9, 0)
 
 
 def fp8_linear(
