@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,6 +34,11 @@ class ConsoleProgress:
         self._stream = sys.stderr if stream is None else stream
         self._bars: RichProgress | None = None
         if self._stream.isatty():
+            # An engine starts without a terminal, and sooner without this.
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
+
             self._bars = RichProgress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verify_service.speculation import budget as budget_module
 from verify_service.speculation.budget import WIDTHS, Budget, ContextCost, CostModel
 
 
@@ -37,6 +38,19 @@ def test_times_are_measured_until_others_have_let_go_of_the_cores(num_spoiled: i
     cost = CostModel.measured(measure)
     assert cost.table() == pytest.approx({width: 0.02 + 1e-4 * width for width in WIDTHS})
     assert calls.count(1) == 2 and len(calls) == 2 + (len(WIDTHS) - 1) * (num_spoiled + 2)
+
+
+def test_a_start_that_takes_long_is_not_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = 0.0, 0
+
+    def measure(width: int) -> float:
+        nonlocal now, calls
+        now, calls = now + 1.0, calls + 1
+        return 1.0 / calls
+
+    monkeypatch.setattr(budget_module, "monotonic", lambda: now)
+    CostModel.measured(measure)
+    assert calls == 2 * len(WIDTHS)
 
 
 def test_behind_long_contexts_more_nodes_pay() -> None:

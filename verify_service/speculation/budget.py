@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice, pairwise
 from math import exp
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 _MAX_SWEEPS = 6
 """Over the widths at start."""
+_SWEEP_SECONDS = 6.0
+"""After so long no third sweep begins: services that started beside this one have let go of the cores."""
 _SETTLED = 0.85
 """Of the lowest time of a width so far: one that stays above it is not measured again."""
 _LEARN_RATE = 0.05
@@ -97,9 +100,12 @@ class CostModel:
 
         Other services start meanwhile on the same cores, and a width whose time is spoiled is not tried while serving.
         """
+        start = monotonic()
         best = {width: measure(width) for width in widths}
         unsettled = list(widths)
-        for _ in range(_MAX_SWEEPS - 1):
+        for sweep in range(1, _MAX_SWEEPS):
+            if sweep > 1 and monotonic() - start > _SWEEP_SECONDS:
+                break
             again = {width: measure(width) for width in unsettled}
             unsettled = [width for width, new in again.items() if new <= _SETTLED * best[width]]
             best |= {width: min(new, best[width]) for width, new in again.items()}
