@@ -251,7 +251,7 @@ def test_both_runners_agree(model: DraftModel) -> None:
         np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-4)
 
 
-@pytest.mark.parametrize("steps", [[2, 1, 2], [1, 1, 1, 1], [4, 4]])
+@pytest.mark.parametrize("steps", [[2, 1, 2], [4, 4]])
 def test_a_burst_that_goes_on_is_one_of_all_its_steps(model: DraftModel, steps: list[int]) -> None:
     results = []
     for in_parts in (False, True):
@@ -271,7 +271,7 @@ def test_a_burst_that_goes_on_is_one_of_all_its_steps(model: DraftModel, steps: 
 
 
 @pytest.mark.parametrize("which", ["run", "unrun"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_burst_that_goes_on_past_a_commit_runs_what_survives_it(model: DraftModel, which: str, seed: int) -> None:
     """The best below the new root first, also in slots of nodes that died; what follows finds all of it as it was."""
     if which == "unrun" and model.feature_size:

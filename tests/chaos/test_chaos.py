@@ -23,7 +23,6 @@ QUICK = {
     "messages_hostile",
     "proxy_cut",
 }
-LINKABLE = Link.possible()
 
 
 def parameters() -> list[object]:
@@ -31,7 +30,7 @@ def parameters() -> list[object]:
     for name, case in CASES.items():
         marks = [] if name in QUICK else [pytest.mark.slow]
         if case.world == "linked":
-            marks.append(pytest.mark.skipif(not LINKABLE, reason="needs Linux, root and /dev/net/tun"))
+            marks.append(pytest.mark.skipif("not Link.possible()", reason="needs Linux, root and /dev/net/tun"))
         made.append(pytest.param(case.world, name, id=name, marks=marks))
     return made
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.names import can_have_own_names
 from benchmarks.chaos.rollout import LOST, Phase
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +38,7 @@ def test_only_what_was_lost_with_a_verify_may_fail_and_must_say_so() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not can_have_own_names(), reason="needs Linux and namespaces")
+@pytest.mark.skipif("not can_have_own_names()", reason="needs Linux and namespaces")
 def test_replicas_are_replaced_one_by_one_under_load_and_no_request_fails(tmp_path: Path) -> None:
     out = tmp_path / "rollout.json"
     command = [

@@ -81,7 +81,7 @@ def test_secrets_are_read_where_they_lie_and_options_come_from_their_files(tmp_p
     assert {one.env["OUTRIDER_REFLECTION"] for one in services.values()} == {"true"}
 
 
-@pytest.mark.skipif(not compose_command(), reason="docker compose is not installed")
+@pytest.mark.skipif("not compose_command()", reason="docker compose is not installed")
 @pytest.mark.parametrize("profile", ["cpu", "gpu1", "gpu2"])
 def test_what_is_read_is_what_compose_itself_reads(profile: str, tmp_path: Path) -> None:
     files = [ROOT / "compose.yaml", ROOT / SECRETS]

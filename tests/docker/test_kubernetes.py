@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from exported import asked, exported
-from kustomized import Manifest, Manifests, documents, kustomized, named
+from kustomized import LOADER, Manifest, Manifests, documents, kustomized, named
 
 from outrider.cli.cluster import OPTION_TYPES
 from outrider.config.base import parse_options
@@ -95,7 +95,7 @@ def test_kustomize_makes_of_it_what_these_tests_look_at(profile: str, tmp_path: 
     command = ["kubectl", "kustomize", str(mine)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
-    made = {named(one): one for one in yaml.safe_load_all(result.stdout)}
+    made = {named(one): one for one in yaml.load_all(result.stdout, LOADER)}
     assert sorted_lists(made) == sorted_lists(everything(profile))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,10 @@ async def test_two_services_answer_with_accepted_draft_tokens(
     )
     assert cluster.services == ["verify", "gateway"] and cluster.drafters == ("EAGLE3", "NGRAM")
     with cluster:
-        plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=24))
-        drafted = await generate(cluster, chat(COPY_PROMPT, max_tokens=24))
+        plain, drafted = await asyncio.gather(
+            generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=24)),
+            generate(cluster, chat(COPY_PROMPT, max_tokens=24)),
+        )
     assert drafted.token_ids == plain.token_ids
     assert drafted.usage is not None and drafted.usage.num_accepted_tokens > 0
     assert not any("switched off" in line for line in lines)

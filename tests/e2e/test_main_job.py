@@ -48,8 +48,10 @@ def test_greedy_text_is_that_of_transformers(cluster: Cluster, model_path: Path)
 @pytest.mark.parametrize("kind", SAMPLED)
 async def test_speculation_changes_no_token(cluster: Cluster, kind: str) -> None:
     sampling = SAMPLED[kind]
-    plain = await generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=20, **sampling))
-    drafted = await generate(cluster, chat(COPY_PROMPT, max_tokens=20, **sampling))
+    plain, drafted = await asyncio.gather(
+        generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=20, **sampling)),
+        generate(cluster, chat(COPY_PROMPT, max_tokens=20, **sampling)),
+    )
     assert drafted.token_ids == plain.token_ids and drafted.text == plain.text
     assert len(drafted.origins) == len(drafted.token_ids) == 20
     assert set(plain.origins) == {common_pb2.TOKEN_ORIGIN_PLAIN}

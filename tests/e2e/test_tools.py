@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -40,28 +41,31 @@ def test_a_forced_call_is_valid_and_the_same_with_and_without_speculation(cluste
             ("required", 0.9),
             ({"type": "function", "function": {"name": "weather"}}, 0.0),
         ]
-        for choice, temperature in choices:
-            found = []
-            for speculation in ("on", "off"):
-                completion = client.chat.completions.create(
-                    model="smollm2",
-                    messages=ASK,
-                    tools=TOOLS,
-                    tool_choice=choice,
-                    temperature=temperature,
-                    seed=11,
-                    max_tokens=160,
-                    extra_body={"speculation": speculation},
-                )
-                answer = completion.choices[0]
-                assert answer.finish_reason == "tool_calls" and answer.message.content is None
-                (call,) = answer.message.tool_calls or []
-                found.append((call.function.name, call.function.arguments))
-            assert found[0] == found[1]
-            name, arguments = found[0]
-            if choice == "required":
-                assert asyncio.run(grpc_call(cluster, temperature)) == (name, arguments)
-            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+        def ask(choice: Any, temperature: float, speculation: str) -> tuple[str, str]:
+            completion = client.chat.completions.create(
+                model="smollm2",
+                messages=ASK,
+                tools=TOOLS,
+                tool_choice=choice,
+                temperature=temperature,
+                seed=11,
+                max_tokens=160,
+                extra_body={"speculation": speculation},
+            )
+            answer = completion.choices[0]
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None
+            (call,) = answer.message.tool_calls or []
+            return call.function.name, call.function.arguments
+
+        with ThreadPoolExecutor() as pool:
+            over_grpc = pool.submit(lambda: asyncio.run(grpc_call(cluster, choices[0][1])))
+            calls = [[pool.submit(ask, *choice, speculation) for speculation in ("on", "off")] for choice in choices]
+            for drafted, plain in calls:
+                name, arguments = drafted.result()
+                assert plain.result() == (name, arguments)
+                jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+            assert over_grpc.result() == calls[0][0].result()
 
 
 async def grpc_call(cluster: Cluster, temperature: float) -> tuple[str, str]:
@@ -80,9 +84,9 @@ def test_a_call_that_the_model_chooses_fits_a_strict_schema(cluster: Cluster) ->
     wrong = '{"name": "weather", "arguments": {"city": "Rome", "unit": "kelvin", "days": [1, 2, 3, 4, 5]}}'
     ask: Any = [{"role": "user", "content": f"Repeat this line and nothing else:\n{wrong}"}]
     strict: list[Any] = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
-    found = []
     with openai.OpenAI(base_url=f"{cluster.rest_url}/v1", api_key="none", max_retries=0) as client:
-        for tools, speculation in ((TOOLS, "on"), (strict, "on"), (strict, "off")):
+
+        def arguments(tools: list[Any], speculation: str) -> Any:
             answer = client.chat.completions.create(
                 model="smollm2",
                 messages=ask,
@@ -93,8 +97,10 @@ def test_a_call_that_the_model_chooses_fits_a_strict_schema(cluster: Cluster) ->
             ).choices[0]
             (call,) = answer.message.tool_calls or []
             assert call.function.name == "weather" and answer.finish_reason == "tool_calls"
-            found.append(json.loads(call.function.arguments))
-    free, held, plain = found
+            return json.loads(call.function.arguments)
+
+        with ThreadPoolExecutor() as pool:
+            free, held, plain = pool.map(arguments, (TOOLS, strict, strict), ("on", "on", "off"))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(free, PLACE)
     jsonschema.validate(held, PLACE)

@@ -78,8 +78,10 @@ def check(logits: Tensor, rows: list[int], branching: int, **options: object) ->
 
 
 @pytest.mark.parametrize("branching", [1, 4, 5, 16])
-@pytest.mark.parametrize("vocab_size", [16, GROUP, 1000, 3077])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(16, torch.float16), (GROUP, torch.float32), (1000, torch.float16), (3077, torch.float32)],
+)
 def test_equals_reference(dtype: torch.dtype, vocab_size: int, branching: int, device: str) -> None:
     logits = (torch.randn(6, vocab_size) * 3).to(dtype).to(device)
     tokens, _ = check(logits, [0, 1, 2, -1, 3, 1], branching)

@@ -51,8 +51,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("num_rows", "split_k"), [(5, 1), (5, 0), (1, 1), (1, 0)])
+@pytest.mark.parametrize(("num_rows", "split_k", "gated"), [(5, 1, False), (5, 0, True), (1, 1, True), (1, 0, False)])
 def test_it_is_the_product_with_the_dequantized_matrix(
     device: str, name: str, gated: bool, num_rows: int, split_k: int
 ) -> None:

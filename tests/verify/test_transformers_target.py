@@ -55,8 +55,7 @@ def test_plain_greedy_text_is_that_of_transformers(
         assert ids[len(prompt) :] == answer.token_ids
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("num_pages", [256, 24])
+@pytest.mark.parametrize(("num_pages", "paged"), [(256, True), (24, False)])
 def test_texts_are_the_same_with_trees_chunks_and_prefix_hits(
     model: LanguageModel, truth: list[Answer], engines: list[ThreadedEngine], num_pages: int, paged: bool
 ) -> None:
