@@ -16,6 +16,7 @@ from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.device_exchange import PeerExchange, device_exchange
 from outrider.layers.exchange import Exchange, HostExchange
+from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut
@@ -30,6 +31,8 @@ from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
 from verify_service.executors.device import check_model, out_of_memory
 from verify_service.executors.round_drafts import DraftingOptions
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
         exchange = None
         if rank:
             return None
+    elif not rank:
+        log.info("each of %d ranks has its part of the draft model", exchange.world)
     with ConsoleProgress() as progress, out_of_memory("the draft model's weights", "choose a smaller one"):
         report = None if rank else partial(progress, "loading draft weights")
         model = load_draft_model(told, target.device, target.dtype, report, exchange)
