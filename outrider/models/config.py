@@ -16,8 +16,6 @@ from outrider.models.quantization import Quantization, Scheme, read_quantization
 from outrider.models.rope import RopeConfig, read_ropes, rotary_dim
 
 DTYPES = ("float32", "bfloat16", "float16")
-MODEL_IMPLS = ("auto", "outrider", "transformers")
-"""Values of --model-impl."""
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 MAX_EXPERTS = 1024
 MAX_HEAD_DIM = 256

@@ -9,7 +9,6 @@ from browser_help import Open, alter, picture
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
-CODE = "class Point:\n    def __init__(self, x, y):\n        self.x, self.y = x, y"
 MARKDOWN = """# Points
 
 A **point** has `x` and *y*; see [the docs](https://example.org/points) or [this](javascript:alert(1)).

@@ -16,7 +16,6 @@ from verify_service.frames import DraftStatus, Snapshot
 
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 _NAME = re.compile(r"\b(?:vllm:|outrider_|process_)\w+")
-OF_PROMETHEUS = {"up"}
 
 
 def exported() -> set[str]:
