@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, distributed
@@ -10,12 +11,13 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from kernels.exchange import join_columns, sum_rows, sum_rows_normed
+from kernels.exchange_state import TIMEOUT_SECONDS, Mailboxes, empty, mailbox_bytes
+from outrider.cuda_ipc import ExportedMemory, ImportedMemory
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.exchange import Exchange, OrderedExchange, add_up
 from outrider.layers.norm import RMSNorm
 from outrider.logs import get_logger
-from outrider.peer_mailboxes import PeerMailboxes
 
 log = get_logger(__name__)
 
@@ -26,6 +28,57 @@ _JOINED_ROWS = 32
 _MAX_PIECE, _MIN_PIECE, _PADDED_PIECE = 4096, 256, 1024
 _START_SECONDS = 60.0
 _SHARED_WIDTH, _SHARED_ROWS = 256, 32
+
+Trade = Callable[[bytes], Sequence[bytes]]
+"""Gives a rank's bytes to all ranks and returns those of all, in the order of ranks; it waits for them."""
+
+
+class PeerMailboxes:
+    """A rank's mailboxes, and those of the other ranks as its device reaches them.
+
+    All ranks make the same ones in the same order. What a rank has shared is never freed while it lives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        max_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trade: Trade,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Raises DriverError where devices cannot reach each other's memory."""
+        num_bytes = mailbox_bytes(world, max_rows, width, dtype)
+        own = ExportedMemory(num_bytes, device)
+        empty(own.rows, dtype)
+        # Others may write as soon as they have the handle.
+        torch.cuda.synchronize(device)
+        handles = trade(own.handle)
+        self._peers = {
+            other: ImportedMemory(handle, num_bytes, device) for other, handle in enumerate(handles) if other != rank
+        }
+        addresses = [own.rows.data_ptr() if other == rank else self._peers[other].address for other in range(world)]
+        self.boxes = Mailboxes(
+            rank,
+            world,
+            max_rows,
+            width,
+            dtype,
+            table=torch.tensor(addresses, dtype=torch.int64, device=device),
+            turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
+            failed=torch.zeros(1, dtype=torch.int32, device=device),
+            report=torch.zeros(1, dtype=torch.int32).pin_memory(),
+            timeout_seconds=timeout_seconds,
+        )
+        """For the functions of kernels.exchange."""
+
+    def close(self) -> None:
+        """Unmap what others share. Nothing that uses it may be under way or launched again."""
+        for memory in self._peers.values():
+            memory.close()
 
 
 class PeerExchange(Exchange):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend, ForwardBatch, TokenBatch
+from outrider.attention.base import AttentionBackend, ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.kv import KVCache
 from outrider.errors import InternalError
@@ -16,10 +16,11 @@ from outrider.host.rank_memory import RankMemory
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
-from verify_service.ranks.batches import pack_batch, unpack_batch
 
 NEW_KV, FORWARD, LOGITS, CLEAR, MOVE = range(1, 6)
 """Kinds of messages."""
+_CAUSAL = -1
+"""In the place of a mask's width."""
 
 
 def lead(model: LanguageModel, memory: RankMemory) -> LanguageModel:
@@ -51,7 +52,7 @@ class LeadingModel(LanguageModel):
         """See LanguageModel. The residual stream is the same on all ranks, and so are features."""
         if not isinstance(batch, ForwardBatch):
             raise ValueError("ranks on a CPU need a batch of segments")
-        self._memory.send(FORWARD, pack_batch(batch))
+        self._memory.send(FORWARD, _pack_batch(batch))
         return self._model.forward_with_features(batch, kv, attention, feature_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def follow(model: CausalLM, memory: RankMemory) -> None:
         elif kv is None:
             raise InternalError(f"rank 0 sent {kind} before there is a KV cache")
         elif kind == FORWARD:
-            model.forward(unpack_batch(body), kv, attention)
+            model.forward(_unpack_batch(body), kv, attention)
         elif kind == CLEAR:
             kv.clear(_slots(body))
         elif kind == MOVE:
@@ -112,3 +113,42 @@ def _to_bytes(slots: Tensor | Sequence[int]) -> bytes:
 
 def _slots(body: bytes) -> Tensor:
     return torch.frombuffer(bytearray(body), dtype=torch.int64)
+
+
+def _pack_batch(batch: ForwardBatch) -> bytes:
+    """int32 words of tokens, positions and segments, and behind them the masks' bytes."""
+    words = [len(batch.token_ids), len(batch.segments)]
+    masks = []
+    for segment in batch.segments:
+        width = _CAUSAL
+        if segment.mask is not None:
+            width = segment.mask.shape[1]
+            masks.append(segment.mask.contiguous().numpy().tobytes())
+        words += [segment.num_queries, len(segment.kv_slots), segment.num_spare, width]
+    arrays = [batch.token_ids, batch.positions, *(segment.kv_slots for segment in batch.segments)]
+    parts = [np.array(words, np.int32), *(array.numpy().astype(np.int32) for array in arrays)]
+    return b"".join([np.concatenate(parts).tobytes(), *masks])
+
+
+def _unpack_batch(data: bytes) -> ForwardBatch:
+    """What `_pack_batch` was given."""
+    num_tokens, num_segments = np.frombuffer(data, np.int32, 2).tolist()
+    heads = np.frombuffer(data, np.int32, 4 * num_segments, 8).reshape(-1, 4).tolist()
+    at = 4 * (2 + 4 * num_segments)
+
+    def ints(count: int) -> torch.Tensor:
+        nonlocal at
+        found = torch.from_numpy(np.frombuffer(data, np.int32, count, at).astype(np.int64))
+        at += 4 * count
+        return found
+
+    token_ids, positions = ints(num_tokens), ints(num_tokens)
+    slots = [ints(length) for _, length, _, _ in heads]
+    segments = []
+    for (queries, _, spare, width), own in zip(heads, slots, strict=True):
+        mask = None
+        if width != _CAUSAL:
+            mask = torch.from_numpy(np.frombuffer(data, np.bool_, queries * width, at).reshape(queries, width).copy())
+            at += queries * width
+        segments.append(Segment(queries, own, mask, spare))
+    return ForwardBatch(token_ids, positions, segments)
