@@ -227,8 +227,7 @@ def test_what_top_p_keeps_does_not_follow_from_ids_tied_at_the_border_of_top_k(
     check(trial, row.to(device).expand(len(trial.tokens.rows), -1).contiguous(), candidates)
 
 
-@pytest.mark.parametrize("candidates", [16, 2048])
-@pytest.mark.parametrize("logit", [0.0, 20.0])
+@pytest.mark.parametrize(("candidates", "logit"), [(16, 0.0), (2048, 20.0)])
 def test_the_likeliest_token_stays_whatever_the_filters(device: str, candidates: int, logit: float) -> None:
     """The smallest top_p there is, the largest min_p, and as few allowed tokens as can be."""
     params = [
