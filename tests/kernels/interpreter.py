@@ -5,8 +5,9 @@ int of an array of one element. It changes nothing on a GPU.
 
 What an operation costs here is its types, not its numbers. So a type of a block is made once for each shape and element
 type, and a constant, too; a tuple gets its type when somebody asks, numbers of one type are not asked which one they
-share, and the language is patched once a launch, not once for every function that a kernel calls. Sums of integers are
-not computed a second time to see whether they overflow.
+share, and the language is patched once a launch, not once for every function that a kernel calls. What meets a number
+or block of another shape is spread at once, without a type for each step. Sums of integers are not computed a second
+time to see whether they overflow, and hints to a compiler are not kept.
 
 Products of float32 and less are summed in float64.
 """
@@ -26,6 +27,8 @@ from triton.runtime import interpreter
 _patch_lang_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
 _get_np_dtype = interpreter._get_np_dtype
+_make_tensor = TritonSemantic.to_tensor
+_CHECKED = core.builtin(len).__code__
 _broadcast = TritonSemantic.broadcast_impl_value
 _operands = TritonSemantic.binary_op_type_checking_impl
 _equals = core.dtype.__eq__
@@ -83,6 +86,13 @@ class _BlockType(core.block_type, metaclass=_BlockTypes):
     tensor_shape: core.tuple
     tensor_numel: core.constexpr
 
+    def with_element_ty(self, scalar_ty: core.dtype) -> Any:
+        return _block_type(scalar_ty, self.sizes)
+
+
+def _block_type(scalar: core.dtype, sizes: tuple[int, ...]) -> Any:
+    return _BlockType.made.get((scalar.name, sizes)) or _BlockType(scalar, list(sizes))
+
 
 _NO_SHAPE, _ONE = core.tuple([]), core.constexpr(1)
 
@@ -110,9 +120,50 @@ def _set_tuple_type(self: Any, type: core.tuple_type) -> None:
 
 def _broadcast_others(self: TritonSemantic, lhs: Any, rhs: Any) -> tuple[Any, Any]:
     """What is of one shape stays as it is."""
-    if getattr(lhs.type, "sizes", None) == getattr(rhs.type, "sizes", None):
+    left, right = getattr(lhs.type, "sizes", None), getattr(rhs.type, "sizes", None)
+    if left == right:
         return lhs, rhs
+    if left is None:
+        return _spread(lhs, right), rhs
+    if right is None:
+        return lhs, _spread(rhs, left)
+    if len(left) == len(right):
+        sizes = tuple(other if size == 1 else size for size, other in zip(left, right, strict=True))
+        if all(size in (1, most) for size, most in zip(right, sizes, strict=True)):
+            return lhs if left == sizes else _spread(lhs, sizes), rhs if right == sizes else _spread(rhs, sizes)
     return _broadcast(self, lhs, rhs)
+
+
+def _spread(value: Any, sizes: tuple[int, ...] | None) -> Any:
+    """A number or block as a block of these sizes."""
+    assert sizes is not None
+    old = value.handle
+    data = np.empty(sizes, old.data.dtype)
+    data[...] = old.data
+    return core.tensor(interpreter.TensorHandle(data, old.dtype.scalar), _block_type(value.dtype, sizes))
+
+
+_whole_numbers: dict[int, Any] = {}
+
+
+def _to_tensor(self: TritonSemantic, value: Any, check_type: bool = True) -> Any:
+    if type(value) is core.tensor:
+        return value
+    if type(value) is not int:
+        return _make_tensor(self, value, check_type)
+    found = _whole_numbers.get(value)
+    if found is None:
+        found = _whole_numbers[value] = _make_tensor(self, value, check_type)
+        found.handle.data.flags.writeable = False
+    return found
+
+
+def _init_handle(self: Any, data: Any, dtype: Any) -> None:
+    self.data, self.dtype = data, dtype
+
+
+def _forget_hint(self: Any, key: str, value: Any) -> None:
+    return
 
 
 _FLOATS, _INTEGERS = frozenset(("fp32", "fp64")), frozenset(("int32", "int64"))
@@ -159,6 +210,8 @@ def _plain_operands(
 
 def _patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     semantic = TritonSemantic(builder)
+    if getattr(member, "__code__", None) is _CHECKED:
+        member = member.__wrapped__  # what looks whether it is given a `_semantic`
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = semantic
@@ -201,7 +254,8 @@ interpreter.InterpreterBuilder.create_dot = _dot
 interpreter._patch_lang_tensor = _with_index
 interpreter._patch_lang = _Patches().add
 interpreter._patch_attr = _patch_attr
-interpreter.TensorHandle.__post_init__ = lambda self: None
+interpreter.TensorHandle.__init__ = _init_handle
+interpreter.TensorHandle.set_attr = _forget_hint
 interpreter._get_np_dtype = _np_dtype
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 core.block_type = language.block_type = _BlockType
@@ -211,4 +265,5 @@ core.tuple.type = property(_tuple_type, _set_tuple_type)
 core.dtype.__eq__ = _is_same
 core._unwrap_if_constexpr = _unwrap
 TritonSemantic.broadcast_impl_value = _broadcast_others
+TritonSemantic.to_tensor = _to_tensor
 TritonSemantic.binary_op_type_checking_impl = _plain_operands
