@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from draft_service.frames import (
     AskProjection,
     FeaturesFromDoor,
@@ -110,7 +112,8 @@ class FeatureReceiver:
     def take_on_line(self, session: int, features: Sequence[Features]) -> None:
         """Features that a line told of, past the door; those of a stream that has ended are of no use."""
         if (stream := self._streams.get(session)) is not None:
-            self._read(stream, features)
+            begin = stream.up.begin
+            self._read(stream, [replace(one, dtype=begin.dtype, projected=begin.projected) for one in features])
 
     def _take(self, frame: FeaturePieces) -> None:
         self._read(self._streams[frame.session], frame.features)

@@ -12,7 +12,7 @@ import torch
 from draft_door import Door, Stream
 from msgspec.structs import replace
 from shared_file import MappedFile, SharedFile
-from test_feature_stream import ROW, TARGET, FeaturesEnd, NotingDrafter, greet, opened
+from test_feature_stream import ROW, TARGET, FeaturesEnd, NotingDrafter, OfferingDrafter, greet, opened
 
 from outrider.drafting.model.features import map_ring
 from outrider.host.line import DraftBatch, FeatureBatch, Line, dial, host_id
@@ -124,6 +124,25 @@ async def test_a_line_tells_of_features_in_the_ring_and_hears_of_releases(serve:
             told += [one for batch in line.receive() for one in batch.messages]
             await asyncio.sleep(0)
     assert len(drafter.features) == 1 and not line.closed
+    line.close()
+
+
+async def test_features_on_a_line_are_products_where_their_stream_began_with_products(
+    serve: Serve, tmp_path: Path
+) -> None:
+    _, ring = make_ring(tmp_path)
+    drafter = OfferingDrafter()
+    door = await serve(drafter, mapper=Mapper())
+    stream, token, offer = await greet_with_line(door)
+    await opened(stream, 1)
+    end = FeaturesEnd(door)
+    assert (await end.begin(token, ring=ring, width=4, projected=True)).uses_ring
+    line = call(offer)
+    line.send(FeatureBatch([Features(1, 0, 2, True, b"", "float32", 7, ring_offset=256)]))
+    async with asyncio.timeout(20):
+        while 7 not in [batch.released for batch in line.receive()]:
+            await asyncio.sleep(0)
+    assert [(part.projected, part.dtype) for _, part in drafter.features] == [(True, "float32")]
     line.close()
 
 
