@@ -103,6 +103,33 @@ def served_table() -> str:
     return f"{one.source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
 
 
+def head_table() -> str:
+    """An EAGLE-3 head inside the rounds of two ranks: rank 0's alone, and cut."""
+    whole, cut = report("ranks_eagle3_alone_h200x2"), report("ranks_eagle3_cut_h200x2")
+    lines, gains = [], []
+    for batch in (1, 16):
+        plain, head = (f"llama-8b {how} tp2 peer b{batch} bf16 greedy" for how in ("plain", "eagle3"))
+        over = whole(head, "round_ms") / cut(head, "round_ms")
+        gains.append((f"{batch}", over))
+        cells = [cut.cell(plain, "tokens_per_second", ",.0f")]
+        cells += [one.cell(head, "tokens_per_second", ",.0f") for one in (whole, cut)]
+        cells += [one.cell(head, name) for name in ("accept_length", "round_ms") for one in (whole, cut)]
+        lines.append((f"{batch}", *cells, f"{over:.2f}"))
+    head_line = (
+        "requests",
+        "plain, tokens/s",
+        "head on rank 0 alone",
+        "cut",
+        "accept length, alone",
+        "cut",
+        "round, ms, alone",
+        "cut",
+        "alone over cut",
+    )
+    aims = [("round on rank 0 alone over cut", "at least", 1.0, gains)]
+    return f"{whole.source()}\n\n{cut.source()}\n\n{table(head_line, lines)}\n\n{targets(aims)}"
+
+
 def large_table() -> str:
     """A 70B target on two and four ranks, plain and with the 135M draft inside its rounds."""
     lines, drafted, read = [], [], []

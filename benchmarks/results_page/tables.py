@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from benchmarks.engine.cost import Point, round_times
 from benchmarks.results_page import long_runs, quantized
-from benchmarks.results_page.ranks import cut_table, exchange_table, large_table, served_table
+from benchmarks.results_page.ranks import cut_table, exchange_table, head_table, large_table, served_table
 from benchmarks.results_page.reports import ROOT, Cells, ResultFile, report, table, targets
 from benchmarks.results_page.split_tables import (
     ACCEPT_COLUMNS,
@@ -302,13 +302,13 @@ def deterministic_table() -> str:
 def drafts_table() -> str:
     """Accept lengths of the shipped head and of the noisy copy, offline."""
     lines = []
-    for name, title in (("evaluate_eagle3_h200", "shipped EAGLE-3 head"), ("evaluate_noisy_h200", "135M noisy copy")):
+    for name, title in (("evaluate_eagle3_h100", "shipped EAGLE-3 head"), ("evaluate_noisy_h200", "135M noisy copy")):
         for one in report(name).data["evaluation"]:
             all_of = one["all"]
             rates = (f"{all_of['rates'][depth - 1]:.2f}" for depth in (1, 6, 10))
             lengths = (f"{all_of[kind]['accept_length']:.2f}" for kind in ("tree", "chain"))
             lines.append((title, f"{one['temperature']:g}", *lengths, *rates))
-    one = report("evaluate_eagle3_h200")
+    one = report("evaluate_eagle3_h100")
     head = ("draft", "temperature", "tree", "chain", "accept rate at depth 1", "6", "10")
     by_heat = [answers["all"]["tree"]["accept_length"] for answers in one.data["evaluation"]]
     deep = one.data["evaluation"][0]["all"]["deep_over_first"]
@@ -408,6 +408,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "model_impl": model_impl_table,
     "exchange": exchange_table,
     "ranks": served_table,
+    "ranks_head": head_table,
     "ranks_large": large_table,
     "cut": cut_table,
     "deterministic": deterministic_table,
