@@ -22,7 +22,7 @@ from benchmarks.results_page.split_tables import (
     SPLIT_16,
     STEP_NODES,
 )
-from benchmarks.results_page.tables import ENGINE, KINDS, MT_BENCH, MT_DEFAULT, MT_PLAIN
+from benchmarks.results_page.tables import ENGINE, KINDS, MT_BENCH, MT_INSIDE, MT_PLAIN
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -60,7 +60,7 @@ def plot_mt_bench() -> Figure:
     """The default model on a CPU by kinds of questions."""
     one = report(MT_BENCH)
     figure, (axes,) = _figure(8.4, 1)
-    for shift, case, label in ((-0.2, MT_PLAIN, "plain"), (0.2, MT_DEFAULT, "EAGLE-3 and n-grams")):
+    for shift, case, label in ((-0.2, MT_PLAIN, "plain"), (0.2, MT_INSIDE, "EAGLE-3 and n-grams")):
         places = [index + shift for index in range(len(KINDS))]
         axes.bar(places, [one(f"{case} {kind}") for kind in KINDS], 0.4, label=label)
     axes.set_xticks(range(len(KINDS)), KINDS)
