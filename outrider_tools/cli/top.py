@@ -123,7 +123,8 @@ def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[T
     used, pages = now.total(f"{_VERIFY}kv_pages_used"), now.total(f"{_VERIFY}kv_pages")
     yield TopFigure("pages", f"{used:.0f} of {pages:.0f}", alarm=pages > 0 and used > 0.95 * pages)
     healthy = now.total(f"{_VERIFY}healthy_drafts")
-    known = len(list(now.labelled(f"{_VERIFY}draft_connected")))
+    # Drafters in verify's own process are healthy, and need no connection.
+    known = max(len(list(now.labelled(f"{_VERIFY}draft_connected"))), int(healthy))
     yield TopFigure("drafts", f"{healthy:.0f} of {known}", alarm=healthy < known)
     for address, answer in now.labelled(f"{_VERIFY}draft_answer_seconds"):
         yield TopFigure(f"answer of {_short(address)}", f"{answer * 1e3:.2f} ms")
@@ -194,6 +195,7 @@ _MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[TopFigur
 
 
 DEFAULT_PAGES = ("127.0.0.1:8000", "127.0.0.1:9102", "127.0.0.1:9103")
+"""Of gateway, verify and draft."""
 
 READ_SECONDS = 5.0
 
@@ -203,10 +205,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pages",
         nargs="*",
-        default=list(DEFAULT_PAGES),
+        default=[],
         metavar="PAGE",
         help="Metrics pages of gateways, verify and draft services, host:port or URL. "
-        f"Default: {' '.join(DEFAULT_PAGES)}.",
+        f"Default: {' '.join(DEFAULT_PAGES)}, the last one if there is a draft service.",
     )
     parser.add_argument(
         "--interval", type=number(0.05, 3600), default=2.0, help="Seconds between two readings. Default: 2."
@@ -222,8 +224,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 class Watch:
     """Reads pages again and again, and tells what came in between."""
 
-    def __init__(self, pages: Sequence[str], token: str = "", tls: ssl.SSLContext | None = None) -> None:
-        self._urls = [page_url(page) for page in pages]
+    def __init__(
+        self, pages: Sequence[str], token: str = "", tls: ssl.SSLContext | None = None, optional: Sequence[str] = ()
+    ) -> None:
+        """`optional`: pages that are left out until they have been read once."""
+        self._urls = [page_url(page) for page in (*pages, *optional)]
+        self._awaited = {page_url(page) for page in optional}
         self._token = token
         self._tls = tls
         self._former: dict[str, tuple[float, MetricsPage]] = {}
@@ -232,7 +238,9 @@ class Watch:
     def read(self) -> list[PageView]:
         """All pages, side by side; one that cannot be read is a view with an error."""
         with ThreadPoolExecutor(max_workers=len(self._urls)) as pool:
-            return list(pool.map(self._one, self._urls))
+            views = list(zip(self._urls, pool.map(self._one, self._urls), strict=True))
+        self._awaited -= {url for url, view in views if not view.error}
+        return [view for url, view in views if url not in self._awaited]
 
     def _one(self, url: str) -> PageView:
         source = urlsplit(url).netloc
@@ -273,7 +281,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Watch until interrupted; with --once, exit code 1 if no page could be read."""
     token = read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
     tls = ssl.create_default_context(cafile=str(Path(arguments.tls_ca).expanduser())) if arguments.tls_ca else None
-    watch = Watch(arguments.pages, token, tls)
+    pages, optional = (arguments.pages, ()) if arguments.pages else (DEFAULT_PAGES[:-1], DEFAULT_PAGES[-1:])
+    watch = Watch(pages, token, tls, optional)
     console = make_console(color=not arguments.no_color)
     count = 1 if arguments.once else arguments.count
     try:

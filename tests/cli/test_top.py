@@ -173,6 +173,17 @@ def test_the_key_goes_to_pages_alone_that_ask_for_one(door: tuple[str, type[Aski
         assert "401" in Watch([address]).read()[0].error
 
 
+def test_an_optional_page_is_left_out_until_it_was_read(door: tuple[str, type[Asking]]) -> None:
+    address, handler = door
+    handler.key = "Bearer nobody's"
+    watch = Watch([address], optional=[f"http://{address}/draft"])
+    assert [bool(view.error) for view in watch.read()] == [True]
+    handler.key = ""
+    assert [view.error for view in watch.read()] == ["", ""]
+    handler.key = "Bearer nobody's"
+    assert [bool(view.error) for view in watch.read()] == [True, True]
+
+
 def test_pages_are_named_by_address_or_url() -> None:
     assert page_url("host:1") == "http://host:1/metrics" == page_url("http://host:1/")
     assert page_url("https://host:1/other") == "https://host:1/other"
