@@ -14,7 +14,8 @@ from kernels.quant_weight import QuantWeight
 from kernels.reference import linear as reference
 
 MAX_FP8_ROWS = 512
-"""Rows up to which it is expected to pay: beyond, computing twice costs more than making the weights wide."""
+"""Rows up to which it pays: of so many a layer's products at 8B shape take an H200 383 us so, and 477 with the weights
+made wide; of 1,024 759 and 755."""
 
 
 def fits_fp8_linear(weight: QuantWeight, dtype: torch.dtype) -> bool:

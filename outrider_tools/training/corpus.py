@@ -102,7 +102,6 @@ class Corpus:
         Raises:
             ConfigError: there are no questions at all.
         """
-        made_of = Beginnings(self._form, self._options.beginnings)
         wanted = {**asdict(self._options), "temperatures": list(self._options.temperatures), "given": len(given)}
         is_made = StoredTexts.are_in(self._folder) and StoredTexts.load(self._folder).options == wanted
         # The first rank's view counts, and none goes on to write before all have looked.
@@ -115,7 +114,8 @@ class Corpus:
                 texts = texts.without(ending for question in held_out for ending in endings(self._form, question))
                 if not len(texts):
                     raise ConfigError("there are no questions to train on; give a file, or let the target invent more")
-                StoredTexts(texts, held_out, wanted, made_of.counts(texts)).save(self._folder)
+                counts = Beginnings(self._form, self._options.beginnings).counts(texts)
+                StoredTexts(texts, held_out, wanted, counts).save(self._folder)
                 for part in parts:
                     part.unlink()
             self._ranks.barrier()
