@@ -126,9 +126,8 @@ def test_products_are_the_references(
     for count in (num_tokens, num_tokens * num_active):
         rows = torch.randn(count, size, device=device).to(dtype)
         result = expert_linear(rows, weight, routes, bias=bias, gating=gating, interleaved=interleaved)
-        wide = (part if part is None else part.float() for part in (rows, weight, bias))
-        wide_rows, wide_weight, wide_bias = wide
-        expected = reference.expert_linear(wide_rows, wide_weight, routes, wide_bias, gating, interleaved)
+        wide_bias = None if bias is None else bias.float()
+        expected = reference.expert_linear(rows.float(), weight.float(), routes, wide_bias, gating, interleaved)
         # Sums and gates are float32; what is written is rounded once.
         rtol = torch.finfo(dtype).eps / 2 if dtype == HALF else 1e-4
         torch.testing.assert_close(result[real].float(), expected[real], rtol=rtol, atol=1e-4)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_quant_gemm import made
+from test_quant_gemm import exact_product, made
 from torch import Tensor
-from torch.nn import functional
 
 from kernels.fp8_linear import fits_fp8_linear, fp8_linear
 from kernels.jit import fp8_linear as jit
@@ -54,14 +53,9 @@ def test_it_is_the_product_with_the_dequantized_matrix(device: str, gated: bool,
     count, num_out = 70, 48
     weight = made("fp8", num_out * (2 if gated else 1), SIZE, 0, device)
     rows = random_rows(count, 4, device)
-    expected = rows.double() @ weight.dequantized(torch.float64).T
     bias = torch.randn(weight.num_out, device=device) if around else None
     residual = torch.randn(count, num_out, device=device) if around else None
-    if bias is not None:
-        expected += bias.double()
-    if gated:
-        gate, up = expected.chunk(2, 1)
-        expected = functional.silu(gate) * up
+    expected = exact_product(rows, weight, bias, gated)
     if residual is not None:
         expected += residual.double()
     found = fp8_linear(rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32)

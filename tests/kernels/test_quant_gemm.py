@@ -38,6 +38,17 @@ def made(kind: str, num_out: int, size: int, group: int, device: str = "cpu", sp
     return QuantWeight(name, codes.to(device), scales.to(HALF).to(device), group, piece, zeros=zeros)
 
 
+def exact_product(rows: Tensor, weight: QuantWeight, bias: Tensor | None, gated: bool) -> Tensor:
+    """What products are held against, without a residual: float64."""
+    product = rows.double() @ weight.dequantized(torch.float64).T
+    if bias is not None:
+        product += bias.double()
+    if not gated:
+        return product
+    gate, up = product.chunk(2, 1)
+    return functional.silu(gate) * up
+
+
 WEIGHTS = {
     "fp8, a scale a row": ("fp8", 0, 1),
     "fp8, blocks": ("fp8", 128, 16),
@@ -60,10 +71,7 @@ def test_it_is_the_product_with_the_dequantized_matrix(
     weight = made(kind, num_out * (2 if gated else 1), size, group, device, span)
     rows = torch.randn(num_rows, size, device=device).to(HALF)
     bias, residual = torch.randn(weight.num_out, device=device), torch.randn(num_rows, num_out, device=device)
-    expected = rows.double() @ weight.dequantized(torch.float64).T + bias.double()
-    if gated:
-        gate, up = expected.chunk(2, 1)
-        expected = functional.silu(gate) * up
+    expected = exact_product(rows, weight, bias, gated)
     config = GemmConfig(block_n=32, block_k=weight.piece, stages=2, split_k=split_k)
     result = stream_linear(
         rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32, config=config
@@ -87,10 +95,7 @@ def test_many_rows_are_multiplied_as_few_are(device: str, name: str, gated: bool
     weight = made(kind, num_out * (2 if gated else 1), size, group, device, span)
     rows = torch.randn(count, size, device=device).to(HALF)
     bias, residual = torch.randn(weight.num_out, device=device), torch.randn(count, num_out, device=device)
-    expected = rows.double() @ weight.dequantized(torch.float64).T + bias.double()
-    if gated:
-        gate, up = expected.chunk(2, 1)
-        expected = functional.silu(gate) * up
+    expected = exact_product(rows, weight, bias, gated)
 
     def product(rows: Tensor, residual: Tensor) -> Tensor:
         return stream_linear(rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuda_harness import jobs, make_paged_engine, small_model
+from cuda_harness import RANKS_VOCAB, jobs, make_paged_engine, small_model
 from harness import Answer, make_engine, run_all
 from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
@@ -35,6 +35,14 @@ def small_truth(small: CausalLM) -> list[Answer]:
 def model(small: CausalLM) -> CausalLM:
     """What tests of a file are about; files have other ones."""
     return small
+
+
+@pytest.fixture(scope="session")
+def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that 2 and 4 ranks divide; nothing is written to it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    small_model(folder, vocab_size=RANKS_VOCAB)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,8 @@ from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.speculation.budget import CostModel
 
 VOCAB = 61
+RANKS_VOCAB = 62
+"""Ranks have the same number of rows of the output matrix."""
 
 KINDS = [
     SamplingParams(temperature=0.0),

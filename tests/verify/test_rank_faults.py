@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cuda_harness import jobs, small_model
+from cuda_harness import RANKS_VOCAB, jobs
 from harness import Answer, make_engine, make_request
 from rank_threads import RankEnd, linked, ranked
 from threaded_engine import ThreadedEngine
@@ -16,7 +16,6 @@ from torch import Tensor
 from outrider.host.rank_memory import RankError
 from outrider.models.decoder import CausalLM
 
-VOCAB_SIZE = 62
 Phase = Callable[[ThreadedEngine, list[Answer], int], bool]
 PHASES: dict[str, Phase] = {
     "the first round": lambda engine, answers, num_tokens: True,
@@ -32,10 +31,8 @@ PHASES: dict[str, Phase] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    small_model(folder, vocab_size=VOCAB_SIZE)
-    return folder
+def folder(ranks_folder: Path) -> Path:
+    return ranks_folder
 
 
 @pytest.mark.parametrize("is_linked", [False, True])
@@ -68,7 +65,7 @@ def test_all_requests_hear_which_rank_has_ended(
             engine = make_engine(stack.enter_context(ranked(folder, 2, prepare=prepare)), 24, chunk_size=16)
         engines.append(engine)
         for answer, (prompt, params) in zip(answers, jobs(), strict=False):
-            engine.submit(make_request(answer, prompt, params, VOCAB_SIZE, 24))
+            engine.submit(make_request(answer, prompt, params, RANKS_VOCAB, 24))
         engine.start()
         for answer in answers:
             assert answer.done.wait(60)

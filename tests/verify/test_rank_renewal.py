@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_harness import jobs, small_model, texts
+from cuda_harness import RANKS_VOCAB, jobs, texts
 from feature_draft import FeatureDraft
 from harness import Answer, run_all, tokens
 from local_draft import oracle
@@ -20,8 +20,6 @@ from outrider.graphs import GraphPool
 from outrider.host.rank_memory import RankError
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_decoder
-
-VOCAB_SIZE = 62
 
 
 class Graph:
@@ -42,10 +40,8 @@ class Stream:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("renewal")
-    small_model(folder, vocab_size=VOCAB_SIZE)
-    return folder
+def folder(ranks_folder: Path) -> Path:
+    return ranks_folder
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +75,7 @@ def draft_without_memory(engine: ThreadedEngine, truth: list[Answer], part: str)
             return work(*arguments)
 
         setattr(pool, part, act)
-    draft = FeatureDraft(engine, VOCAB_SIZE, oracle(texts(truth), VOCAB_SIZE), (0, 1, 3))
+    draft = FeatureDraft(engine, RANKS_VOCAB, oracle(texts(truth), RANKS_VOCAB), (0, 1, 3))
     engine.start()
     draft.connect()
     return draft

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_harness import jobs, make_paged_engine, save_random_head, small_model
+from cuda_harness import RANKS_VOCAB, jobs, make_paged_engine, save_random_head
 from harness import Answer, run_all, tokens
 from rank_threads import linked
 from test_rank_renewal import Graph, Stream
@@ -38,15 +38,12 @@ from verify_service.executors import ranked_drafter
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.ranked_drafter import pack_chunks, unpack_chunks
 
-VOCAB_SIZE = 62
 GROWTH = Growth(3, 16)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    small_model(folder, vocab_size=VOCAB_SIZE)
-    return folder
+def folder(ranks_folder: Path) -> Path:
+    return ranks_folder
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +70,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random EAGLE-3 head for the target: it knows little, and what it says hangs on features."""
     folder = tmp_path_factory.mktemp("head")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"max_position_embeddings": 256, "vocab_size": VOCAB_SIZE, "draft_vocab_size": 40}
+    sizes |= {"max_position_embeddings": 256, "vocab_size": RANKS_VOCAB, "draft_vocab_size": 40}
     save_random_head(folder, sizes)
     return folder
 

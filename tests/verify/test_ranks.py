@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from cuda_harness import jobs, make_paged_engine, small_model, texts
+from cuda_harness import RANKS_VOCAB, jobs, make_paged_engine, small_model, texts
 from feature_draft import FeatureDraft
 from harness import Answer, make_engine, run_all, tokens
 from local_draft import LocalDraft, noise, oracle
@@ -39,15 +39,13 @@ from outrider.sampling.params import SamplingParams
 from verify_service import main
 from verify_service.engine.round import Growth
 
-VOCAB_SIZE = 62
-"""Ranks have the same number of rows of the output matrix."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    small_model(folder, vocab_size=VOCAB_SIZE)
+    small_model(folder, vocab_size=RANKS_VOCAB)
     words = {f"word{number}": number for number in range(61)}
     Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
     return folder
@@ -78,8 +76,8 @@ def test_the_text_is_that_of_one_rank(
     engine = make_engine(two, num_pages, chunk_size=16)
     engines.append(engine)
     if name != "none":
-        guess = oracle(texts(truth), VOCAB_SIZE) if name == "oracle" else noise(9, VOCAB_SIZE)
-        engine.draft_connected(LocalDraft(engine, VOCAB_SIZE, guess))
+        guess = oracle(texts(truth), RANKS_VOCAB) if name == "oracle" else noise(9, RANKS_VOCAB)
+        engine.draft_connected(LocalDraft(engine, RANKS_VOCAB, guess))
     engine.start()
     answers = run_all(engine, jobs(), 4)
     engine.stop()
@@ -97,7 +95,7 @@ def test_features_come_from_rank_0(
 ) -> None:
     engine = make_engine(two, chunk_size=16)
     engines.append(engine)
-    draft = FeatureDraft(engine, VOCAB_SIZE, oracle(texts(truth), VOCAB_SIZE), (0, 1, 3))
+    draft = FeatureDraft(engine, RANKS_VOCAB, oracle(texts(truth), RANKS_VOCAB), (0, 1, 3))
     draft.connect()
     engine.start()
     answers = run_all(engine, jobs(), 4)
@@ -115,7 +113,7 @@ def test_ranks_that_replay_rounds_give_the_text_of_one(
 ) -> None:
     with linked(folder, 2, num_pages=num_pages, deterministic=deterministic) as engine:
         if name == "oracle":
-            engine.draft_connected(LocalDraft(engine, VOCAB_SIZE, oracle(texts(truth), VOCAB_SIZE)))
+            engine.draft_connected(LocalDraft(engine, RANKS_VOCAB, oracle(texts(truth), RANKS_VOCAB)))
         engine.start()
         answers = run_all(engine, jobs(), 4)
         engine.stop()
@@ -159,7 +157,7 @@ def test_of_equal_logits_on_two_ranks_the_lowest_id_is_first(
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
-    half = VOCAB_SIZE // 2
+    half = RANKS_VOCAB // 2
     tensors["lm_head.weight"][half:] = tensors["lm_head.weight"][:half]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     given = [(prompt, SamplingParams(temperature=0.0, num_logprobs=4)) for prompt, _ in jobs()]
