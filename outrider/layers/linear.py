@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
-from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear
+from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear, fp8_linear_pays
 from kernels.launch import use_triton
 from kernels.linear import dequantize, norm_linear, stream_linear
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
@@ -46,8 +46,8 @@ class Linear:
     multiplied: on a GPU in half precision `library`, where the scheme allows it and the library takes the matrix, or
     `quantized`, which stays in its few bits, and is made wide for many rows alone; elsewhere `weight`, dequantized
     once. Activations keep their dtype, whatever the checkpoint has scales for: rounded to fp8 they cost SmolLM2-135M
-    0.4 to 1.1 % of perplexity more than fp8 weights do. Where fp8 weights meet more rows than a launch of ours takes,
-    two fp8 products hold all bits of the rows (kernels.fp8_linear).
+    0.4 to 1.1 % of perplexity more than fp8 weights do. Where fp8 weights meet many rows, two fp8 products hold all
+    bits of the rows (kernels.fp8_linear).
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Linear:
     ) -> Tensor:
         """The product where `_streams`: the weights are read as they are."""
         weight = self.quantized or self.weight
-        if self._in_fp8 and isinstance(weight, QuantWeight) and rows.shape[0] > max_rows(quantized=False):
+        if self._in_fp8 and isinstance(weight, QuantWeight) and fp8_linear_pays(rows.shape[0], weight):
             return fp8_linear(rows, weight, bias=self.bias, residual=residual, gated=gated, out_dtype=out_dtype)
         return stream_linear(rows, weight, bias=self.bias, residual=residual, gated=gated, out_dtype=out_dtype)
 

@@ -55,20 +55,21 @@ def norm_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("library", [True, False])
-@pytest.mark.parametrize("count", [64, 65, 130, 192, 193, 512, 513])
-def test_products_of_many_rows_are_those_of_the_dequantized_matrix(library: bool, count: int) -> None:
+@pytest.mark.parametrize("count", [32, 33, 64, 65, 130, 192, 193, 512, 513])
+@pytest.mark.parametrize("num_out", [96, 1056])
+def test_products_of_many_rows_are_those_of_the_dequantized_matrix(library: bool, count: int, num_out: int) -> None:
     """By each of the ways that fp8 weights are multiplied; rounded to fp8, rows would be off by 2.6 %."""
     device = torch.device("cuda")
-    linear = Linear(256, 96, True, torch.bfloat16, device, Scheme("fp8", "fp8", library=library))
+    linear = Linear(256, num_out, True, torch.bfloat16, device, Scheme("fp8", "fp8", library=library))
     stored = linear.tensors("it")
-    stored["it.weight"].copy_(torch.randn(96, 256, device=device))
-    stored["it.weight_scale"].copy_(torch.rand(96, 1, device=device) + 0.5).mul_(1 / 16)
-    stored["it.bias"].copy_(torch.randn(96, device=device))
+    stored["it.weight"].copy_(torch.randn(num_out, 256, device=device))
+    stored["it.weight_scale"].copy_(torch.rand(num_out, 1, device=device) + 0.5).mul_(1 / 16)
+    stored["it.bias"].copy_(torch.randn(num_out, device=device))
     matrix = stored["it.weight"].double() * stored["it.weight_scale"].double()
     bias = stored["it.bias"].double()
     linear.pack()
     rows = torch.randn(count, 256, device=device).bfloat16()
-    residual = torch.randn(count, 96, device=device).bfloat16()
+    residual = torch.randn(count, num_out, device=device).bfloat16()
     exact = rows.double() @ matrix.T + bias
     gate, up = exact.chunk(2, 1)
     assert norm_error(linear(rows), exact) < 2**-8
