@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import use_triton
+from kernels.launch import ceil_div, use_triton
 from kernels.linear_configs import MAX_ROWS
 from kernels.quant_weight import QuantWeight
 from kernels.reference import linear as reference
@@ -17,6 +17,9 @@ from kernels.reference import linear as reference
 MAX_FP8_ROWS = 512
 """Rows up to which it pays: of so many a layer's products at 8B shape take an H200 383 us so, and 477 with the weights
 made wide; of 1,024 759 and 755."""
+PARTS_TILE = 128
+"""The library is given a multiple of so many parts; what those without a row hold is multiplied and never read. Of 130,
+192 and 256 parts gate and up of an 8B model take an H200 82, 68 and 55 us, of 258 and 384 107 and 80."""
 
 
 def fp8_linear_pays(num_rows: int, weight: QuantWeight) -> bool:
@@ -67,8 +70,9 @@ def fp8_linear(
         return reference.stream_linear(rows, weight, bias, residual, gated, dtype)
     from kernels.jit import fp8_linear as jit
 
-    parts = rows.new_empty(2 * rows.shape[0], weight.size, dtype=torch.float8_e4m3fn)
-    scales = rows.new_empty(2 * rows.shape[0], 1, dtype=torch.float32)
+    num_parts = ceil_div(2 * rows.shape[0], PARTS_TILE) * PARTS_TILE
+    parts = rows.new_empty(num_parts, weight.size, dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty(num_parts, 1, dtype=torch.float32)
     jit.split(rows, weight.piece, parts, scales)
     codes = weight.codes.view(torch.float8_e4m3fn)
     products = torch._scaled_mm(parts, codes.T, scale_a=scales, scale_b=weight.scales, out_dtype=torch.bfloat16)
