@@ -34,6 +34,16 @@ SIX = {
 ALL_80_EAGLE3 = "llama-8b eagle3 colocated b1 n80 bf16 greedy"
 COLOCATED_EAGLE3 = "llama-8b eagle3 colocated b1 bf16 greedy"
 COLOCATED_STANDALONE = "llama-8b standalone colocated b1 bf16 greedy"
+HEADS = {
+    PLAIN: "plain, 6 questions",
+    COLOCATED_EAGLE3: "the head that ships, 6",
+    "llama-8b eagle3@old colocated b1 bf16 greedy": "the head before it, 6",
+    "llama-8b plain b1 n80 bf16 greedy": "plain, 80 questions",
+    ALL_80_EAGLE3: "the head that ships, 80",
+    "llama-8b eagle3@old colocated b1 n80 bf16 greedy": "the head before it, 80",
+    "llama-8b eagle3 colocated b16 n80 bf16 greedy": "the head that ships, 80, 16 requests",
+    "llama-8b eagle3@old colocated b16 n80 bf16 greedy": "the head before it, 80, 16 requests",
+}
 COLOCATED = {
     PLAIN: "plain",
     COLOCATED_EAGLE3: "EAGLE-3",
@@ -204,6 +214,7 @@ def colocated_targets() -> str:
     start, line, equal = report("start_colocated_h100"), report("timeline_h200"), report("split_accept_h200")
     always = [case for case in PLACEMENT if "colocated lockstep" in case]
     useless, long = report("split_useless_h100"), report("split_long_h100")
+    heads = report("split_heads_inside_h200")
     ratio = "speedup_over_plain"
 
     def named(source: ResultFile, metric: str, **cases: str) -> list[tuple[str, float]]:
@@ -215,7 +226,10 @@ def colocated_targets() -> str:
                 "tokens/s, EAGLE-3 (1.4 times SGLang's 420)",
                 "at least",
                 590,
-                named(one, "tokens_per_second", six_questions=COLOCATED_EAGLE3, eighty=ALL_80_EAGLE3),
+                [
+                    *named(one, "tokens_per_second", six_questions=COLOCATED_EAGLE3, eighty=ALL_80_EAGLE3),
+                    *named(heads, "tokens_per_second", six_since=COLOCATED_EAGLE3, eighty_since=ALL_80_EAGLE3),
+                ],
             ),
             ("tokens/s, 135M draft", "at least", 620, named(one, "tokens_per_second", six=COLOCATED_STANDALONE)),
             ("from round to round, EAGLE-3, 5 steps, ms", "at most", 6.0, [("", placed(always[0], "round_wall_ms"))]),

@@ -19,6 +19,7 @@ from benchmarks.results_page.split_tables import (
     COLOCATED_STANDALONE,
     COPIES,
     EQUAL_TEXTS,
+    HEADS,
     JSON,
     LARGE_SPLIT,
     LOCKSTEP,
@@ -357,7 +358,7 @@ def kinds_table() -> str:
 def readme_table() -> str:
     """One line a configuration."""
     cpu, two, one = report(MT_BENCH), report("split_now_all_h200x2"), report("live_h200")
-    inside = report("split_colocated_h200")
+    inside, heads = report("split_colocated_h200"), report("split_heads_inside_h200")
 
     def line(what: str, source: ResultFile, plain: str, drafted: str) -> Cells:
         before, after = source(plain), source(drafted)
@@ -371,7 +372,7 @@ def readme_table() -> str:
         line("8B shape, 135M draft, one request", two, PLAIN, SPLIT),
         line("the same in lockstep: draft and verify in turn", two, PLAIN, LOCKSTEP),
         line("8B shape, 135M draft, 16 requests", two, PLAIN_16, SPLIT_16),
-        line("8B shape, EAGLE-3 inside the round, one request", inside, PLAIN, COLOCATED_EAGLE3),
+        line("8B shape, EAGLE-3 inside the round, one request", heads, PLAIN, COLOCATED_EAGLE3),
         line("8B shape, 135M draft inside the round, one request", inside, PLAIN, COLOCATED_STANDALONE),
         line("8B shape, n-grams, one request", one, live.format("plain", 1), live.format("ngram", 1)),
         line("8B shape, n-grams, 32 requests", one, live.format("plain", 32), live.format("ngram", 32)),
@@ -393,6 +394,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "split_70b": lambda: split_table("split_70b_fp8_tp2_h100x4", LARGE_SPLIT, PAIR_COLUMNS),
     "split_h100": lambda: split_table("split_h100x2", PAIR, PAIR_COLUMNS),
     "colocated": lambda: split_table("split_colocated_h200", COLOCATED, COLOCATED_COLUMNS),
+    "colocated_heads": lambda: split_table("split_heads_inside_h200", HEADS, COLOCATED_COLUMNS),
     "equal_texts": lambda: split_table("split_accept_h200", EQUAL_TEXTS, PLACEMENT_COLUMNS),
     "copies": lambda: split_table("split_copy_h200", COPIES, PLACEMENT_COLUMNS),
     "accept_ngram": lambda: split_table("accept_ngram_cpu", ACCEPT_NGRAM, ACCEPT_COLUMNS),
