@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -77,7 +76,7 @@ class ServedCheckout:
 
     def close(self) -> None:
         """End the services."""
-        self._process.send_signal(signal.SIGINT)
+        self._process.terminate()
         self._process.wait()
 
     def cpu_seconds(self) -> float:
