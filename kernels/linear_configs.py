@@ -144,19 +144,22 @@ def _quantized_config(
 ) -> GemmConfig:
     """Weights are converted in registers: several programs a processor hide that from each other.
 
-    Two with three steps in flight read a gated fp8 product of 64 rows in 54 us where one with four takes 66, and three
-    read one of 32 rows in 24 us where two take 28 (an H200).
+    So there is rather a step less in flight than a program less: two with three steps read a gated fp8 product of 64
+    rows in 54 us where one with four takes 66. Three read one of 32 rows in 24 us where two take 28 (an H200).
     """
     rows = tile_rows(num_rows)
     tuned = TUNED_QUANTIZED.get((kind, num_out, size, gated, rows))
     if tuned is not None and itemsize == 2:
         return tuned
-    bits = 8 if kind == "fp8" else 4
-    per_sm = 4 if bits == 4 and rows <= 16 else 3 if bits == 8 and rows == 32 and not gated else 2
-    stages = 3 if itemsize > 2 or (bits == 8 and rows == 64 and gated) else 4
-    config = GemmConfig(64, piece, split_k=0, per_sm=per_sm, stages=stages, prefetch=4)
+    bits, per_sm = 8 if kind == "fp8" else 4, 2
+    if bits == 4 and rows <= 16:
+        per_sm = 4
+    elif bits == 8 and rows == 32 and not gated:
+        per_sm = 3
+    config = GemmConfig(64, piece, split_k=0, per_sm=per_sm, stages=3 if itemsize > 2 else 4, prefetch=4)
     while config.per_sm > 1 and config.shared_bytes(rows, itemsize, gated, bits) * config.per_sm > SHARED_MEMORY:
-        config = replace(config, per_sm=config.per_sm - 1)
+        fewer_steps, fewer_programs = replace(config, stages=3), replace(config, per_sm=config.per_sm - 1)
+        config = fewer_steps if config.stages > 3 else fewer_programs
     return _fitting(config, rows, itemsize, gated, bits)
 
 
