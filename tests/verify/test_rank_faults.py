@@ -30,15 +30,10 @@ PHASES: dict[str, Phase] = {
 """Whether it is now, by the tokens of the forward under way."""
 
 
-@pytest.fixture(scope="module")
-def folder(ranks_folder: Path) -> Path:
-    return ranks_folder
-
-
 @pytest.mark.parametrize("is_linked", [False, True])
 @pytest.mark.parametrize("phase", PHASES)
 def test_all_requests_hear_which_rank_has_ended(
-    folder: Path, engines: list[ThreadedEngine], phase: str, is_linked: bool
+    ranks_folder: Path, engines: list[ThreadedEngine], phase: str, is_linked: bool
 ) -> None:
     answers = [Answer() for _ in range(4)]
     num_sums = 0
@@ -60,9 +55,9 @@ def test_all_requests_hear_which_rank_has_ended(
 
     with ExitStack() as stack:
         if is_linked:
-            engine = stack.enter_context(linked(folder, 2, prepare=prepare, num_pages=24))
+            engine = stack.enter_context(linked(ranks_folder, 2, prepare=prepare, num_pages=24))
         else:
-            engine = make_engine(stack.enter_context(ranked(folder, 2, prepare=prepare)), 24, chunk_size=16)
+            engine = make_engine(stack.enter_context(ranked(ranks_folder, 2, prepare=prepare)), 24, chunk_size=16)
         engines.append(engine)
         for answer, (prompt, params) in zip(answers, jobs(), strict=False):
             engine.submit(make_request(answer, prompt, params, RANKS_VOCAB, 24))

@@ -40,14 +40,9 @@ class Stream:
 
 
 @pytest.fixture(scope="module")
-def folder(ranks_folder: Path) -> Path:
-    return ranks_folder
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
+def model(ranks_folder: Path) -> CausalLM:
     """The one of `truth`, too."""
-    return load_decoder(folder)
+    return load_decoder(ranks_folder)
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +76,8 @@ def draft_without_memory(engine: ThreadedEngine, truth: list[Answer], part: str)
     return draft
 
 
-def test_a_rank_without_memory_for_graphs_keeps_step(folder: Path, model: CausalLM, truth: list[Answer]) -> None:
-    with linked(folder, 2) as engine:
+def test_a_rank_without_memory_for_graphs_keeps_step(ranks_folder: Path, model: CausalLM, truth: list[Answer]) -> None:
+    with linked(ranks_folder, 2) as engine:
         num_graphs = len(engine._executor.buckets.all())  # type: ignore[attr-defined]
         draft = draft_without_memory(engine, truth, "_record")
         meanwhile = run_all(engine, jobs(), 4)
@@ -94,8 +89,8 @@ def test_a_rank_without_memory_for_graphs_keeps_step(folder: Path, model: Causal
     assert draft.check(model) > 100
 
 
-def test_memory_that_ends_amid_a_run_ends_the_engine(folder: Path, truth: list[Answer]) -> None:
-    with linked(folder, 2) as engine:
+def test_memory_that_ends_amid_a_run_ends_the_engine(ranks_folder: Path, truth: list[Answer]) -> None:
+    with linked(ranks_folder, 2) as engine:
         draft_without_memory(engine, truth, "_run_once")
         (answer,) = run_all(engine, jobs()[:1])
         engine.stop()

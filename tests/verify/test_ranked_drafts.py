@@ -42,14 +42,9 @@ GROWTH = Growth(3, 16)
 
 
 @pytest.fixture(scope="module")
-def folder(ranks_folder: Path) -> Path:
-    return ranks_folder
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
+def model(ranks_folder: Path) -> CausalLM:
     """The one of `truth`, too."""
-    return load_decoder(folder)
+    return load_decoder(ranks_folder)
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +91,13 @@ def same_state(leader: Any, follower: Any) -> None:
     [(256, False, 0, 2), (24, True, 0, 2), (256, False, 16, 2), (256, False, 0, 4)],
 )
 def test_trees_of_all_ranks_give_the_text_of_one(
-    folder: Path, truth: list[Answer], num_pages: int, deterministic: bool, window: int, world: int
+    ranks_folder: Path, truth: list[Answer], num_pages: int, deterministic: bool, window: int, world: int
 ) -> None:
     followers: list[CudaExecutor] = []
     options: dict[str, Any] = {"growth": GROWTH, "num_pages": num_pages, "deterministic": deterministic}
-    with linked(folder, world, part_of_draft=lambda part: itself(part, window), followers=followers, **options) as one:
+    with linked(
+        ranks_folder, world, part_of_draft=lambda part: itself(part, window), followers=followers, **options
+    ) as one:
         one.start()
         answers = run_all(one, jobs(), 4)
         one.stop()
@@ -115,7 +112,7 @@ def test_trees_of_all_ranks_give_the_text_of_one(
 
 
 def test_a_cut_head_grows_the_trees_of_a_whole_one(
-    folder: Path, head: Path, model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine]
+    ranks_folder: Path, head: Path, model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine]
 ) -> None:
     told = DraftOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(head))
 
@@ -128,7 +125,7 @@ def test_a_cut_head_grows_the_trees_of_a_whole_one(
     whole.start()
     expected = run_all(whole, jobs()[:6], 1)
     followers: list[CudaExecutor] = []
-    with linked(folder, 2, part_of_draft=load, growth=GROWTH, followers=followers) as engine:
+    with linked(ranks_folder, 2, part_of_draft=load, growth=GROWTH, followers=followers) as engine:
         engine.start()
         found = run_all(engine, jobs()[:6], 1)
         engine.stop()
@@ -141,10 +138,10 @@ def test_a_cut_head_grows_the_trees_of_a_whole_one(
 
 
 def test_a_drafter_that_fails_on_rank_0_ends_the_engine(
-    folder: Path, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
+    ranks_folder: Path, truth: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are a step ahead of it, or wait for it."""
-    with linked(folder, 2, part_of_draft=itself, growth=GROWTH) as engine:
+    with linked(ranks_folder, 2, part_of_draft=itself, growth=GROWTH) as engine:
         executor: Any = engine._executor
 
         def fail(shape: object) -> None:
@@ -172,9 +169,9 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranked_drafter, "compile_aside", nullcontext)
 
 
-def test_ranks_capture_and_replay_in_step(folder: Path, truth: list[Answer], no_device: None) -> None:
+def test_ranks_capture_and_replay_in_step(ranks_folder: Path, truth: list[Answer], no_device: None) -> None:
     followers: list[CudaExecutor] = []
-    with linked(folder, 2, part_of_draft=itself, growth=GROWTH, followers=followers) as engine:
+    with linked(ranks_folder, 2, part_of_draft=itself, growth=GROWTH, followers=followers) as engine:
         leader: Any = engine._executor
         shapes = [RoundShape(4 * rows, rows) for rows in (1, 2, 4)]
         with torch.inference_mode():
@@ -194,7 +191,7 @@ def test_ranks_capture_and_replay_in_step(folder: Path, truth: list[Answer], no_
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_rank_loads_its_part_or_rank_0_the_whole(
-    folder: Path, head: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch, rank: int, is_cut: bool
+    ranks_folder: Path, head: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch, rank: int, is_cut: bool
 ) -> None:
     asked: list[Exchange | None] = []
 
@@ -210,7 +207,7 @@ def test_a_rank_loads_its_part_or_rank_0_the_whole(
     target = CausalLM(model.config, torch.float32, torch.device("meta"))
     target.device, target.exchange = torch.device("cuda"), exchange
     options = VerifyOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(head))
-    found = loading.load_draft(options, folder, target)
+    found = loading.load_draft(options, ranks_folder, target)
     assert asked == ([exchange] if is_cut else [] if rank else [None])
     assert (found is None) == (not asked)
 
