@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cuda_harness import RANKS_VOCAB, jobs, texts
-from feature_draft import FeatureDraft
-from harness import Answer, run_all, tokens
+from feature_draft import FeatureDraft, wait_for
+from harness import Answer, make_request, run_all, tokens
 from local_draft import oracle
 from rank_threads import linked
 from threaded_engine import ThreadedEngine
@@ -71,7 +71,6 @@ def draft_without_memory(engine: ThreadedEngine, truth: list[Answer], part: str)
 
         setattr(pool, part, act)
     draft = FeatureDraft(engine, RANKS_VOCAB, oracle(texts(truth), RANKS_VOCAB), (0, 1, 3))
-    engine.start()
     draft.connect()
     return draft
 
@@ -80,6 +79,7 @@ def test_a_rank_without_memory_for_graphs_keeps_step(ranks_folder: Path, model: 
     with linked(ranks_folder, 2) as engine:
         num_graphs = len(engine._executor.buckets.all())  # type: ignore[attr-defined]
         draft = draft_without_memory(engine, truth, "_record")
+        engine.start()
         meanwhile = run_all(engine, jobs(), 4)
         draft.wait()
         afterwards = run_all(engine, jobs(), 4)
@@ -92,7 +92,12 @@ def test_a_rank_without_memory_for_graphs_keeps_step(ranks_folder: Path, model: 
 def test_memory_that_ends_amid_a_run_ends_the_engine(ranks_folder: Path, truth: list[Answer]) -> None:
     with linked(ranks_folder, 2) as engine:
         draft_without_memory(engine, truth, "_run_once")
-        (answer,) = run_all(engine, jobs()[:1])
+        ((prompt, params),) = jobs()[:1]
+        answer = Answer()
+        # Before the engine starts: it takes no request after its end, which is as soon as it captures.
+        engine.submit(make_request(answer, prompt, params, RANKS_VOCAB))
+        engine.start()
+        wait_for([answer])
         engine.stop()
     error = answer.updates[-1].error
     assert isinstance(error, RankError) and "no memory on rank 0 for a round with features" in error.message
