@@ -37,8 +37,6 @@ class GrammarGuide:
     def __init__(self, author: TreeAuthor) -> None:
         self.state: GrammarState | None = None
         """None until it is compiled; all is allowed then."""
-        self.num_forbidden = 0
-        """Guesses that were kept back."""
         self._author = author
         self._root = (0, -1)
         self._known: dict[int, GrammarNode | None] = {}
@@ -48,15 +46,21 @@ class GrammarGuide:
         """See Guide."""
         if self.state is None or self.state.error is not None:
             return True
+        if self._is_end(self.state, parent):
+            return False
         node = self._find(self.state, parent)
-        allowed = node is not None and (node.mask is None or node.allows(token))
-        self.num_forbidden += not allowed
-        return allowed
+        return node is not None and (node.mask is None or node.allows(token))
 
     def forced(self, parent: int) -> int | None:
         """See Guide."""
-        node = None if self.state is None else self._find(self.state, parent)
+        if self.state is None or self._is_end(self.state, parent):
+            return None
+        node = self._find(self.state, parent)
         return None if node is None or node.mask is None else only_token(node.mask)
+
+    def _is_end(self, state: GrammarState, node: int) -> bool:
+        """Whether an answer ends with this node: no token is committed behind it."""
+        return node != self._author.root and self._author.node(node).token in state.compiled.vocabulary.end_ids
 
     def _find(self, state: GrammarState, parent: int) -> GrammarNode | None:
         known = self._followed(state)

@@ -117,7 +117,7 @@ class GrowthQueue:
                 self._queue(node_id)
 
     def restart(self) -> None:
-        """After a miss: begin at the root."""
+        """After a miss, or where the drafter knows more than before: begin at the root."""
         self._heap = []
         self._deferred_leaves = []
         self._put_off = []
@@ -172,6 +172,8 @@ class NodeGrowth(Grower):
         """Begin to grow a tree; the drafter may fail at that."""
         self._drafter.open(tree)
         self._queues[tree.handle] = GrowthQueue(tree, self.limits)
+        # What requests before it asked since their last commit must not keep it without guesses until its first.
+        self._may_ask()
         self.changed(tree)
 
     def close(self, tree: Tree) -> None:
@@ -192,7 +194,7 @@ class NodeGrowth(Grower):
             queue.reroot()
 
     def _may_ask(self) -> None:
-        """A tree was committed to: its share of nodes to ask about is there again."""
+        """A tree was opened or committed to: its share of nodes to ask about is there again."""
         count = len(self._queues)
         most, share = (_MAX_ASKS, max(_MAX_ASKS // count, 1)) if count > 1 else (_MAX_LONE_ASKS, _MAX_LONE_ASKS)
         self._asks_left, self._is_spent = min(self._asks_left + share, most), False
@@ -225,11 +227,12 @@ class NodeGrowth(Grower):
         return self._drafter.has_work
 
     def work(self, deadline: float) -> None:
-        """Let the drafter do what could wait; roots that it knows more of are asked about again."""
+        """Let the drafter do what could wait; trees that it knows more of are asked about again."""
         for handle in self._drafter.work(deadline):
             queue = self._queues.get(handle)
             if queue is not None:
-                queue.ask_root()
+                # Nodes that it was asked about before it knew the prompt have no guesses, their children no context.
+                queue.restart()
                 self.changed(queue.tree)
 
     def forget_target(self) -> None:
@@ -259,6 +262,7 @@ class NodeGrowth(Grower):
             tree = self._queues[frontier[0].request].tree
             _logger.error("request %d: the drafter failed", tree.author.request, exc_info=error)
             self.growth.refuse(self, tree, Refusal(DeclineReason.UNSPECIFIED, "the drafter failed"))
+            self._growable.pop(tree.handle, None)
             return [[]]
 
     def _collect(self) -> list[FrontierNode]:

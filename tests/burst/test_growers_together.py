@@ -66,6 +66,33 @@ def test_the_n_grams_go_on_below_what_the_model_found() -> None:
     assert found[prompt[0], 33] == 1
 
 
+def test_n_grams_that_know_the_prompt_late_go_on_below_what_the_model_found(caplog: pytest.LogCaptureFixture) -> None:
+    rig, prompt = together(), REPEATING * 8
+    request = rig.open(1, prompt, credit=128)
+    for _ in range(3):
+        rig.turn()
+    assert rig.requests.growth.has_work and set(request.held_sources()) == {0}
+    finish(rig)
+    mirror = request.mirror
+    _, best = mirror.below[mirror.root][0]
+    rig.commit(1, [mirror.token_ids[best]], credit=256)
+    finish(rig)
+    assert 1 in request.held_sources()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_request_has_n_grams_at_once_whatever_the_one_before_asked() -> None:
+    rig = together()
+    grower = next(grower for grower in rig.requests.growth.growers if hasattr(grower, "_asks_left"))
+    rig.open(1, REPEATING)
+    finish(rig)
+    rig.close(1)
+    grower._asks_left = 0
+    request = rig.open(2, REPEATING)
+    finish(rig)
+    assert 1 in request.held_sources()
+
+
 def test_a_node_that_both_find_is_there_once() -> None:
     rig = together()
     request = rig.open(1, REPEATING)

@@ -79,6 +79,14 @@ def test_only_what_the_grammar_allows_is_sent(folder: Path) -> None:
     assert held == {"yes", "yes.", "yes,", "yes, ", "n", "no", "no.", "ab", "abb", "abba", "a"}
 
 
+def test_nothing_is_sent_behind_an_end(folder: Path) -> None:
+    service = Service(folder)
+    service.held()
+    mirror = service.mirror
+    ends = [slot for slot in mirror.descend() if mirror.token_ids[slot] == END]
+    assert ends and not any(mirror.below[slot] for slot in ends)
+
+
 def test_the_grammar_follows_commits_hits_and_misses(folder: Path) -> None:
     service = Service(folder)
     service.held()
