@@ -97,7 +97,7 @@ def measure(model: DraftModel, num_rows: int, context: int, steps: list[int], no
     for row in range(num_rows):
         drafter.admit(row, SamplingParams(temperature=0.0))
         places = torch.arange(row * pages, (row + 1) * pages, dtype=torch.int32)
-        drafter.page_tables[row, :pages] = places.to(model.device)
+        drafter.memory.plan.page_tables[row, :pages] = places.to(model.device)
     if model.device.type == "cuda":
         drafter.capture([round_shape], [ChoiceShape(nodes, num_rows)])
     found = []
@@ -110,7 +110,7 @@ def measure(model: DraftModel, num_rows: int, context: int, steps: list[int], no
 
 
 def _time(drafter: RoundDrafter, shape: RoundShape, num_steps: int, num_nodes: int) -> float:
-    if drafter.page_tables.is_cuda:
+    if drafter.memory.plan.page_tables.is_cuda:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         drafter.grow(shape, num_steps, num_nodes)

@@ -363,6 +363,6 @@ class Cluster:
             try:
                 self.restart(name)
                 self._on_event(f"{name} serves again")
-            except ServiceFailedError as error:
+            except (ServiceFailedError, OSError) as error:
                 if not self._closing.is_set():
-                    self._on_event(error.message)
+                    self._on_event(str(error))

@@ -140,7 +140,7 @@ def load_material(files: TlsFiles) -> TlsMaterial:
     if files.ca:
         _attempt(
             f"{files.flag('ca')}: {files.ca} holds no certificates as PEM",
-            lambda: context.load_verify_locations(cadata=content["ca"].decode("ascii")),
+            lambda: context.load_verify_locations(cadata=content["ca"].decode("ascii", "ignore")),
         )
         context.verify_mode = ssl.CERT_REQUIRED
     return TlsMaterial(**content, context=context)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.fields import read_json
+from outrider.models.weights import save_tensors
 from outrider_tools.training.block import TrainableBlockHead
 from outrider_tools.training.eagle import TrainableEagleHead
 from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head, default_feature_layers
@@ -164,7 +164,7 @@ def export_drafter(
         if (target_folder / name).is_file():
             shutil.copyfile(target_folder / name, folder / name)
     path, part = folder / "model.safetensors", folder / "model.safetensors.part"
-    save_file(tensors, part, metadata={"format": "pt"})
+    save_tensors(tensors, part)
     os.replace(part, path)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
     return path.stat().st_size

@@ -13,7 +13,7 @@ from gateway_world import until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.server import Connections, HttpServer
+from gateway.http.server import Connections, HttpServer, bind
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
 
@@ -214,6 +214,11 @@ async def test_a_proxy_is_many_clients() -> None:
 def test_clients_are_told_apart_by_what_they_cannot_choose(one: str, another: str, same: bool) -> None:
     connections = Connections(GatewayOptions())
     assert (connections.client_of(one) == connections.client_of(another) != "") is same
+
+
+def test_a_host_that_is_no_name_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"--rest-address: a\.\.b:0: .*use an address of this machine"):
+        bind("a..b", 0, "a..b:0", "--rest-address")
 
 
 @pytest.mark.parametrize("proxy", ["proxy.example", "10.0.0.1/8", "10.0.0.0/99", ""])

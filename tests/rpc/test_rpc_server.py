@@ -12,8 +12,10 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from outrider.errors import ConfigError
+from outrider.metrics import MetricsServer
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.transport import KEEPALIVE_SECONDS, channel_options, check_address, server_options, split_host_port
@@ -154,6 +156,12 @@ async def test_reflection_is_there_only_when_asked_for(start: Any, tmp_path: Pat
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_metrics_address_whose_host_is_no_name_is_refused() -> None:
+    server = MetricsServer("a..b:9102", CollectorRegistry())
+    with pytest.raises(ConfigError, match=r"--metrics-address: cannot bind a\.\.b:9102"), server:
+        pass
 
 
 def test_a_clients_pings_never_come_faster_than_the_server_allows() -> None:

@@ -48,6 +48,14 @@ async def test_only_who_trusts_the_server_and_speaks_tls_gets_in(tmp_path: Path)
         assert await refused(running.address, TlsSource(changed(trusting, name="elsewhere.example")))
 
 
+async def test_words_above_certificates_may_be_in_any_script(tmp_path: Path) -> None:
+    ours = Authority(tmp_path / "ours")
+    files = ours.files("server")
+    replace(files.ca, "# Autorità di prova\n".encode() + Path(files.ca).read_bytes())
+    async with run_server(ANY, tls=TlsSource(files)) as running:
+        assert await ask(running.address, TlsSource(changed(ours.files("client"), ca=files.ca))) == 7
+
+
 async def test_with_a_ca_each_client_needs_a_certificate_that_it_signed(tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     async with run_server(ANY, tls=TlsSource(ours.files("server"))) as running:

@@ -63,6 +63,8 @@ def test_exported_head_has_public_names_and_gives_the_same_logits(
     target: TargetModel, head: TrainableEagle3Head, tmp_path: Path
 ) -> None:
     export_drafter(head, target.folder, tmp_path, torch.float32)
+    modes = [(tmp_path / name).stat().st_mode for name in ("model.safetensors", "config.json")]
+    assert modes[0] == modes[1], "another user may run the services"
     assert set(load_file(tmp_path / "model.safetensors")) == {
         "d2t", "t2d", "fc.weight", "norm.weight", "lm_head.weight",
         *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),

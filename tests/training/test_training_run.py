@@ -228,6 +228,12 @@ def test_damaged_questions_are_named(tmp_path: Path) -> None:
         read_questions(path)
 
 
+def test_a_line_of_questions_ends_with_a_newline_alone(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"prompt": "one\u2028two\u0085three"}\r\n{"prompt": "b"}\n', "utf-8")
+    assert len(read_questions(path)) == 2
+
+
 def test_vocabulary_holds_the_most_frequent_tokens_of_answers() -> None:
     texts = Texts.join([[1, 1, 1, 1], [1]], [[7, 7, 9, 9, 9, 4], [9]])
     chosen = choose_vocabulary(texts, 12, 4, always=[2])
