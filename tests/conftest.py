@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -63,6 +64,9 @@ class GroupedIds:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that runs this in the background has it ignore SIGINT, and services that tests start would, too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "loadgroup", False):  # a process that tests run in
         config.pluginmanager.register(GroupedIds())
 

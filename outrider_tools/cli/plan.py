@@ -166,8 +166,11 @@ def plan_target(
     budget = memory * options.mem_fraction_static
     outside = memory - budget
     # Features are stored when a draft asks for them, in what is left outside of the budget.
-    room = max(0.0, memory - CONTEXT_BYTES - other_bytes - weights - outside - scratch) if memory else 0.0
+    left = memory - CONTEXT_BYTES - other_bytes - weights - scratch
+    room = max(0.0, left - outside) if memory else 0.0
     tokens = options.max_total_tokens or int(room // (per_token + beside))
+    if memory and options.max_total_tokens * (per_token + beside) > left:
+        tokens = 0  # the service takes the number as it is, whatever --mem-fraction-static says
     pages = tokens // options.page_size
     tokens = pages * options.page_size
     longest = max(0, min(config.max_positions, tokens - options.max_draft_tokens - options.page_size))
@@ -391,7 +394,9 @@ def _warnings(plan: Capacity, drafter: DraftPlan | None) -> list[str]:
     """What would go wrong, and what to do."""
     found = []
     if plan.memory and not plan.kv_tokens:
-        found.append("weights and KV do not fit; choose a larger GPU, a smaller model or a half format")
+        found.append(
+            "weights and KV do not fit; choose a larger GPU, a smaller model, a half format or fewer --max-total-tokens"
+        )
         return found
     if not plan.memory:
         return found

@@ -292,6 +292,12 @@ def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
     assert "warning: weights and KV do not fit" in capsys.readouterr().out
 
 
+def test_more_tokens_than_a_gpu_holds_do_not_fit(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = plan(capsys, f"--model={llama_8b}", "--gpu=L4", "--max-total-tokens=10000000")
+    assert code == 1 and not told["fits"] and "--max-total-tokens" in told["warnings"][0]
+    assert plan(capsys, f"--model={llama_8b}", "--gpu=L4", "--max-total-tokens=4096")[0] == 0
+
+
 def test_a_draft_on_the_same_gpu_takes_room_from_the_cache(
     model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
