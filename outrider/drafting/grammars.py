@@ -46,27 +46,21 @@ class GrammarGuide:
         """See Guide."""
         if self.state is None or self.state.error is not None:
             return True
-        if self._is_end(self.state, parent):
-            return False
         node = self._find(self.state, parent)
         return node is not None and (node.mask is None or node.allows(token))
 
     def forced(self, parent: int) -> int | None:
         """See Guide."""
-        if self.state is None or self._is_end(self.state, parent):
-            return None
-        node = self._find(self.state, parent)
+        node = None if self.state is None else self._find(self.state, parent)
         return None if node is None or node.mask is None else only_token(node.mask)
 
-    def _is_end(self, state: GrammarState, node: int) -> bool:
-        """Whether an answer ends with this node: no token is committed behind it."""
-        return node != self._author.root and self._author.node(node).token in state.compiled.vocabulary.end_ids
-
     def _find(self, state: GrammarState, parent: int) -> GrammarNode | None:
+        """The state behind a node; None where nothing is committed behind it: it is not legal, or ends the answer."""
         known = self._followed(state)
         if parent not in known:
             path = self._path(parent)
-            node = state.find(path)
+            ends = path[-1:] and path[-1] in state.compiled.vocabulary.end_ids
+            node = None if ends else state.find(path)
             if node is not None:
                 state.mask(node, path)
             known[parent] = node
