@@ -39,10 +39,9 @@ class MetricsServer:
         host, port = split_host_port(self._address, "--metrics-address")
         try:
             self._server, self._thread = start_http_server(port, host.strip("[]"), self._registry)
-        except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", None) or error
+        except OSError as error:
             raise ConfigError(
-                f"--metrics-address: cannot bind {self._address}: {why}; use another port, 0 for a free one"
+                f"--metrics-address: cannot bind {self._address}: {error.strerror}; use another port, 0 for a free one"
             ) from error
         return f"{host}:{self._server.server_port}"
 

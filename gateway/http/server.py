@@ -314,9 +314,8 @@ def bind(host: str, port: int, address: str, option: str) -> socket.socket:
         # With the protocol named, asyncio turns Nagle's algorithm off; otherwise each answer would wait 40 ms for an
         # acknowledgement between its head and its body.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{option}: {address}: {why}; use an address of this machine") from None
+    except OSError as error:
+        raise ConfigError(f"{option}: {address}: {error.strerror or error}; use an address of this machine") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)

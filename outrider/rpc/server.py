@@ -271,7 +271,7 @@ def check_free(address: str, option: str = "--address") -> None:
     reason, bindable = "", False
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
+    except OSError as error:
         raise ConfigError(
             f"{option}: cannot resolve the host {host}: {error}; use an address of this machine"
         ) from error

@@ -105,4 +105,10 @@ def split_host_port(address: str, option: str) -> tuple[str, int]:
         )
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ConfigError(f"{option}: {address!r} is not an address; put an IPv6 host in brackets, like [::1]:50051")
+    try:
+        host.encode("idna")  # as a lookup does, which would raise this
+    except UnicodeError as error:
+        raise ConfigError(
+            f"{option}: {address!r} is not an address: {error.__cause__ or error}; use a host's name or number"
+        ) from None
     return host, int(port_text)

@@ -13,7 +13,7 @@ from gateway_world import until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.server import Connections, HttpServer, bind
+from gateway.http.server import Connections, HttpServer
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
 
@@ -217,8 +217,8 @@ def test_clients_are_told_apart_by_what_they_cannot_choose(one: str, another: st
 
 
 def test_a_host_that_is_no_name_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"--rest-address: a\.\.b:0: .*use an address of this machine"):
-        bind("a..b", 0, "a..b:0", "--rest-address")
+    with pytest.raises(ConfigError, match=r"--rest-address: 'a\.\.b:0' is not an address: .*; use a host's name"):
+        HttpServer(Application(), "a..b:0", option="--rest-address", options=GatewayOptions())
 
 
 @pytest.mark.parametrize("proxy", ["proxy.example", "10.0.0.1/8", "10.0.0.0/99", ""])
