@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -35,6 +34,7 @@ from outrider.models.shipped import choose_drafters
 from outrider.rpc.channel import open_channel
 from outrider.v1 import gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report
+from outrider_tools.files import json_objects
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"
 RUNS = ("plain", "default", "colocated", "ngram", "transformers")
@@ -65,7 +65,7 @@ class CategoryTally:
 
 def read_questions(path: Path) -> list[UserTurn]:
     """Questions of a JSONL file, in its order."""
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    lines = [line for _, line in json_objects(path, str(path))]
     return [
         UserTurn(line.get("category", line.get("kind", "any")), line["turns"][0] if "turns" in line else line["prompt"])
         for line in lines

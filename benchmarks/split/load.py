@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from outrider.errors import ConfigError
 from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from outrider_tools.files import json_objects
 
 WARM_PROMPTS = ("Say hello to everyone in the room.", "Explain how a bicycle stays upright.")
 
@@ -49,7 +49,7 @@ _SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["tit
 
 def read_prompts(path: Path) -> list[str]:
     """First turns of a file of questions: a JSON object with "turns" or "prompt" a line."""
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    lines = [line for _, line in json_objects(path, str(path))]
     return [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
 
 
