@@ -92,7 +92,7 @@ def test_a_rank_without_memory_for_graphs_keeps_step(ranks_folder: Path, model: 
 def test_memory_that_ends_amid_a_run_ends_the_engine(ranks_folder: Path, truth: list[Answer]) -> None:
     with linked(ranks_folder, 2) as engine:
         draft_without_memory(engine, truth, "_run_once")
-        ((prompt, params),) = jobs()[:1]
+        prompt, params = jobs()[0]
         answer = Answer()
         # Before the engine starts: it takes no request after its end, which is as soon as it captures.
         engine.submit(make_request(answer, prompt, params, RANKS_VOCAB))

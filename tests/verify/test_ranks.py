@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models
 
 from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
-from outrider.errors import InternalError
+from outrider.errors import ConfigError, InternalError
 from outrider.host.rank_memory import RankError
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import CausalLM
@@ -286,6 +286,15 @@ def test_a_rank_that_ends_at_the_start_ends_a_busy_rank_0(folder: Path, end: str
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == code, done.stderr
     assert "rank 1" in done.stderr and words in done.stderr
+
+
+async def test_a_model_that_cannot_be_divided_is_refused_at_the_start(folder: Path) -> None:
+    process, _ = await main.start_engine(options_for(folder, tensor_parallel_size=3), lambda report: None)
+    try:
+        with pytest.raises(ConfigError, match="num_attention_heads 4 cannot be divided among 3 ranks"):
+            await process.ready(asyncio.Event())
+    finally:
+        await process.close()
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp-size", "--tp", "-tp"])
