@@ -5,7 +5,8 @@ an equal stretch of it. A tile that several programs share is added up, in the o
 them to get there.
 
 Weights of eight and four bits (kernels.quant_weight) become those of the rows' dtype in registers, where they are the
-left operand of the product; scales are applied to each step's product as it is added.
+left operand of the product; scales are applied to each step's product as it is added, or, where a row has but one, to
+its sum.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _write(acc, acc_up, bias, residual, out, first, num_rows, num_out, GATED: tl
 @triton.jit(do_not_specialize=["num_rows", "steps", "base", "extra"])
 def _stream(
     rows, weight, weight_start, scales, zeros, bias, residual, out, partials, counters, num_rows, num_out, size,
-    num_scales, steps, base, extra,
+    num_scales, steps, base, extra, one,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, SHARED: tl.constexpr,
     PREFETCH: tl.constexpr, BULK: tl.constexpr, PDL: tl.constexpr,
@@ -179,14 +180,20 @@ def _stream(
                 words = _load(weight, first, last, column // PARTS, stored, BLOCK_N, STORED_K, True, TMA)
                 factors = _load_rows(rows, num_rows, column, size, BLOCK_M, BLOCK_K, True, TMA)
                 of_row = tl.minimum(first + tl.arange(0, BLOCK_N), last) // SPAN
-                acc = add_words(acc, words, factors, scales, zeros, of_row, column, num_scales, KIND, GROUP, ASM)
+                acc = add_words(acc, words, factors, scales, zeros, of_row, column, num_scales, KIND, GROUP, ASM, one)
                 if GATED:
                     up = num_out + first
                     words = _load(weight, up, last, column // PARTS, stored, BLOCK_N, STORED_K, True, TMA)
                     of_row = tl.minimum(up + tl.arange(0, BLOCK_N), last) // SPAN
                     acc_up = add_words(
-                        acc_up, words, factors, scales, zeros, of_row, column, num_scales, KIND, GROUP, ASM
+                        acc_up, words, factors, scales, zeros, of_row, column, num_scales, KIND, GROUP, ASM, one
                     )  # fmt: skip
+        if one is not None:
+            of_row = tl.minimum(first + tl.arange(0, BLOCK_N), NUM_WEIGHT_ROWS - 1) // SPAN
+            acc *= of_group(scales, 0, of_row, num_scales, GROUP)[:, None]
+            if GATED:
+                of_row = tl.minimum(num_out + first + tl.arange(0, BLOCK_N), NUM_WEIGHT_ROWS - 1) // SPAN
+                acc_up *= of_group(scales, 0, of_row, num_scales, GROUP)[:, None]
         mine = tile >= 0
         if SHARED:
             first_program = _owner(tile * steps, base, extra)
@@ -267,10 +274,11 @@ def stream_linear(
     slot = block_m * block_n * 2
     partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, total // steps)
     pdl = supports_pdl(rows)
-    scales, zeros, kind, group, span, per_word = None, None, None, 0, 1, 1
+    scales, zeros, kind, group, span, per_word, one = None, None, None, 0, 1, 1, None
     if isinstance(weight, QuantWeight):
         scales, zeros, kind, group, span = weight.scales, weight.zeros, weight.kind, weight.group, weight.span
         codes, per_word = weight.codes, weight.per_word
+        one = 1.0 if group == size and zeros is None else None
     else:
         codes = weight
     stored = codes.shape[1]
@@ -281,7 +289,7 @@ def stream_linear(
         TensorDescriptor(rows, [num_rows, size], [size, 1], [block_m, block_k]) if tma else rows,
         TensorDescriptor(codes, list(codes.shape), [stored, 1], [block_n, block_k // per_word]) if tma else codes,
         codes, scales, zeros, bias, residual, out, partials, counters, num_rows, num_out, size,
-        0 if scales is None else scales.shape[1], steps, base, extra,
+        0 if scales is None else scales.shape[1], steps, base, extra, one,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=config.stages, EVEN=size % block_k == 0,
         GATED=gated, SWAP=config.swap, TMA=tma, SHARED=shared,
         PREFETCH=config.prefetch if pdl else 0, BULK=bulk, PDL=pdl, KIND=kind, GROUP=group, SPAN=span,

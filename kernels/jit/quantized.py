@@ -146,17 +146,20 @@ def of_group(table, column, rows_of_scales, num_scales, GROUP: tl.constexpr):
 @triton.jit
 def add_words(
     acc, words, factors, scales, zeros, of_row, column, num_scales,
-    KIND: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr, one=None,
 ):  # fmt: skip
     """acc [weight rows, rows] plus the product of a piece of columns, from `column` on.
 
     `words` [weight rows, depth] and `factors` [rows, piece] are those of the piece; `of_row` [weight rows] is where
-    rows have their scales.
+    rows have their scales. `one`, where rows have a single scale each, is 1.0 that the compiler does not know: scales
+    are left to who has the whole sum.
     """
     zero = tl.full([words.shape[0], 1], 8.0 if KIND == "int4" else 0.0, tl.float32)
     if zeros is not None:
         zero = of_group(zeros, column, of_row, num_scales, GROUP)[:, None]
     weights = _decode(words, zero, factors, KIND, ASM)
-    # Scaled, and so not added up within the product: there its instructions would wait for each other.
+    # Multiplied, and so not added up within the product: there its instructions would wait for each other.
     part = tl.dot(weights, tl.trans(factors), input_precision="ieee")
+    if one is not None:
+        return acc + part * one
     return acc + part * of_group(scales, column, of_row, num_scales, GROUP)[:, None]
