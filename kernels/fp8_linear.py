@@ -10,25 +10,15 @@ import torch
 from torch import Tensor
 
 from kernels.launch import ceil_div, use_triton
-from kernels.linear_configs import MAX_ROWS
 from kernels.quant_weight import QuantWeight
 from kernels.reference import linear as reference
 
 MAX_FP8_ROWS = 512
-"""Rows up to which it pays: of so many a layer's products at 8B shape take an H200 383 us so, and 477 with the weights
-made wide; of 1,024 759 and 755."""
+"""Rows up to which it pays, from more than one launch of kernels.linear.stream_linear takes: of so many a layer's
+products at 8B shape take an H200 383 us so, and 477 with the weights made wide; of 1,024 759 and 755."""
 PARTS_TILE = 128
 """The library is given a multiple of so many parts; what those without a row hold is multiplied and never read. Of 130,
 192 and 256 parts gate and up of an 8B model take an H200 82, 68 and 55 us, of 258 and 384 107 and 80."""
-
-
-def fp8_linear_pays(num_rows: int, weight: QuantWeight) -> bool:
-    """Whether `fp8_linear` is faster than kernels.linear.stream_linear for so many rows.
-
-    The latter takes them 64 at a time. Of 33 to 64 rows weights with many rows are faster in two fp8 products: gate and
-    up of an 8B model take an H200 41 us for 54, other weights 17 for 18 down to 43 for 30.
-    """
-    return num_rows > MAX_ROWS
 
 
 def fits_fp8_linear(weight: QuantWeight, dtype: torch.dtype) -> bool:

@@ -66,24 +66,24 @@ def tile_rows(num_rows: int) -> int:
     return size
 
 
-# The fastest cuts on an H200 (benchmarks/results/kernels_gemm_h200.json), by (num_out, size, gated, rows of a tile),
-# for two-byte weights.
+# The fastest cuts on an H200 (benchmarks/results/kernels_gemm_h200.json; those of an 8B model among its other products,
+# benchmarks/results/product_chains_h200.json), by (num_out, size, gated, rows of a tile), for two-byte weights.
 # cuBLAS reads 3.07 TB/s against our 2.82 for (6144, 4096) at 64 rows, and 2.87 against 2.70 for (4096, 4096) there;
 # for (6144, 4096) and the gated product at up to 32 rows the two are within 3 % of each other. With rows on the left 64
 # rows were up to a tenth faster, but Triton 3.6 cannot compile that for every kind of output.
 _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
     (6144, 4096, False, 16): GemmConfig(64, 128, split_k=0, stages=7, prefetch=4),
-    (6144, 4096, False, 32): GemmConfig(64, 128, split_k=0, stages=7, prefetch=4, tma=True),
+    (6144, 4096, False, 32): GemmConfig(64, 128, split_k=0, stages=6, prefetch=4, tma=True),
     (6144, 4096, False, 64): GemmConfig(64, 128, split_k=0, stages=6, prefetch=4),
     (4096, 4096, False, 16): GemmConfig(64, 128, stages=8, prefetch=4, tma=True),
-    (4096, 4096, False, 32): GemmConfig(64, 128, stages=8, prefetch=4, tma=True),
+    (4096, 4096, False, 32): GemmConfig(64, 128, stages=6, prefetch=4, tma=True),
     (4096, 4096, False, 64): GemmConfig(64, 128, split_k=2, stages=6, prefetch=4, tma=True),
     (14336, 4096, True, 16): GemmConfig(64, 64, stages=7, prefetch=4),
-    (14336, 4096, True, 32): GemmConfig(64, 128, stages=5, prefetch=2, tma=True),
-    (14336, 4096, True, 64): GemmConfig(64, 128, stages=4, tma=True),
-    (4096, 14336, False, 16): GemmConfig(64, 128, stages=8, prefetch=4),
-    (4096, 14336, False, 32): GemmConfig(64, 128, stages=8, prefetch=4),
-    (4096, 14336, False, 64): GemmConfig(64, 128, split_k=2, stages=6, prefetch=4),
+    (14336, 4096, True, 32): GemmConfig(128, 64, stages=4, prefetch=4, tma=True),
+    (14336, 4096, True, 64): GemmConfig(128, 64, stages=4, prefetch=2, tma=True),
+    (4096, 14336, False, 16): GemmConfig(64, 128, split_k=2, stages=6, prefetch=2),
+    (4096, 14336, False, 32): GemmConfig(64, 128, split_k=2, stages=5, prefetch=2, tma=True),
+    (4096, 14336, False, 64): GemmConfig(64, 64, split_k=2, stages=8, prefetch=2),
     (49152, 4096, False, 16): GemmConfig(64, 64, stages=8, prefetch=4, bulk=False),
     (49152, 4096, False, 32): GemmConfig(128, 64, stages=3, tma=True),
     (49152, 4096, False, 64): GemmConfig(128, 128, stages=4),
@@ -101,12 +101,6 @@ _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
     (576, 1536, False, 32): GemmConfig(16, 128, stages=8, swap=False, prefetch=8, bulk=False),
     (576, 1536, False, 64): GemmConfig(16, 256, stages=3, swap=False, prefetch=8, bulk=False),
 }
-
-
-_PROGRAMS = 2
-"""Programs of a quantized product that a processor runs at once."""
-TUNED_QUANTIZED: dict[tuple[str, int, int, bool, int], GemmConfig] = {}
-"""The same for quantized weights, by kind, num_out, size, gated and rows of a tile."""
 
 
 def choose_config(
@@ -144,25 +138,31 @@ def choose_config(
 def _quantized_config(
     num_out: int, size: int, num_rows: int, gated: bool, itemsize: int, processors: int, kind: str, piece: int
 ) -> GemmConfig:
-    """Weights are converted in registers: two programs a processor hide that from each other.
+    """Weights are converted in registers: several programs a processor hide that from each other.
 
-    All programs run at once, and a program has one stretch of one tile: while it goes from a tile to the next it has
-    nothing in flight. One after the other, as a model has them, an 8B model's products of one row take an H200 2.47 ms
-    so and 3.10 in equal stretches that cross tiles; of 64 rows, by the copy engine, 3.12 and 3.91.
+    Where it divides well, two programs a processor run at once, each with one stretch of one tile: a program that goes
+    on to another tile has nothing in flight meanwhile. One after the other, as a model has them, an 8B model's fp8
+    products of one row take an H200 2.43 ms so for 3.07 in equal stretches across tiles, of 64 rows, by the copy
+    engine, 3.07 for 3.92. Few rows and four bits, and short pieces, want more programs than that.
     """
     rows = tile_rows(num_rows)
-    tuned = TUNED_QUANTIZED.get((kind, num_out, size, gated, rows))
-    if tuned is not None and itemsize == 2:
-        return tuned
-    bits = 8 if kind == "fp8" else 4
-    at_once = _PROGRAMS * processors
-    tiles = ceil_div(num_out, 64)
+    bits, per_sm, long = 8 if kind == "fp8" else 4, 2, piece >= 128
+    config = GemmConfig(64, piece, split_k=0, per_sm=2, stages=8, prefetch=2, tma=long and rows > 16)
+    tiles, at_once = ceil_div(num_out, config.block_n), 2 * processors
     split = max(1, min(at_once // tiles, size // piece // 4))
-    if not 0.7 * at_once <= tiles * split <= at_once:
-        split = 0
-    config = GemmConfig(64, piece, split_k=split, per_sm=_PROGRAMS, stages=8, prefetch=2, tma=rows >= 32)
-    while config.stages > 4 and config.shared_bytes(rows, itemsize, gated, bits) * _PROGRAMS > SHARED_MEMORY:
-        config = replace(config, stages=config.stages - 1)
+    if long and (bits == 8 or rows > 16) and 0.7 * at_once <= tiles * split <= at_once:
+        config = replace(config, split_k=split)
+        while config.stages > 4 and config.shared_bytes(rows, itemsize, gated, bits) * 2 > SHARED_MEMORY:
+            config = replace(config, stages=config.stages - 1)
+        return _fitting(config, rows, itemsize, gated, bits)
+    if bits == 4 and rows <= 16:
+        per_sm = 4
+    elif bits == 8 and rows == 32 and not gated:
+        per_sm = 3
+    config = replace(config, per_sm=per_sm, stages=3 if itemsize > 2 else 4, prefetch=4)
+    while config.per_sm > 1 and config.shared_bytes(rows, itemsize, gated, bits) * config.per_sm > SHARED_MEMORY:
+        fewer_steps, fewer_programs = replace(config, stages=3), replace(config, per_sm=config.per_sm - 1)
+        config = fewer_steps if config.stages > 3 else fewer_programs
     return _fitting(config, rows, itemsize, gated, bits)
 
 

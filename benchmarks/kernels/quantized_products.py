@@ -2,18 +2,15 @@
 
 Each time is that of a launch within a CUDA graph over copies of the weight that together are larger than L2.
 `chosen` is our product of few rows, `wide` one with the weight made wide before, `fp8` the one of rows in two fp8
-parts, and `scaled_mm` that of rows rounded to fp8. `--sweep` tries cuts of ours too, and prints the fastest of each
-shape.
+parts, and `scaled_mm` that of rows rounded to fp8. Other cuts of ours: benchmarks.kernels.product_chains.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.compiling import allow_threads
 from kernels.elementwise import silu_mul
 from kernels.fp8_linear import fits_fp8_linear, fp8_linear
 from kernels.launch import num_processors
@@ -29,8 +25,6 @@ from kernels.linear import dequantize, stream_linear
 from kernels.linear_configs import (
     MAX_QUANTIZED_ROWS,
     MAX_ROWS,
-    SHARED_MARGIN,
-    SHARED_MEMORY,
     GemmConfig,
     choose_config,
 )
@@ -114,20 +108,6 @@ def made(kind: str, num_out: int, size: int) -> QuantWeight:
     return QuantWeight(name, packed(codes, name, piece), scales, group, piece).for_streaming()
 
 
-def cuts(case: Case) -> Iterator[GemmConfig]:
-    """What the sweep tries."""
-    weight, count = case.weights[0], case.rows.shape[0]
-    bits, room = 16 // weight.per_word, SHARED_MEMORY - SHARED_MARGIN
-    cuts = itertools.product(((64, 4), (128, 4), (128, 8), (256, 8)), (3, 4, 6), (False, True), (1, 2, 3, 4))
-    for (block_n, warps), stages, tma, per_sm in cuts:
-        config = GemmConfig(
-            block_n, weight.piece, stages=stages, prefetch=4, warps=warps, split_k=0, per_sm=per_sm, tma=tma
-        )
-        used = config.shared_bytes(count, 2, case.gated, bits)
-        if room // 4 < used * per_sm <= room and not (case.gated and block_n == 256) and (block_n < 256 or count > 16):
-            yield config
-
-
 def graph_us(product: Product, copies: int) -> float:
     """Microseconds of a call in a graph, the best of three replays."""
     calls = [number % copies for number in range(max(copies, 24))]
@@ -201,18 +181,13 @@ def own_times(case: Case, copies: int) -> dict[str, float]:
 def run(options: argparse.Namespace) -> list[Row]:
     """All cases."""
     found: list[Row] = []
-    fastest: list[Any] = []
-    allow_threads()
     for kind, shape in itertools.product(options.kinds, options.shapes):
         num_out, size = SHAPES[shape]
         first = made(kind, num_out, size)
-        copies = 1 if options.compile else max(2, min(16, COPIES_BYTES // first.num_bytes))
+        copies = max(2, min(16, COPIES_BYTES // first.num_bytes))
         weights = [first, *(made(kind, num_out, size) for _ in range(copies - 1))]
         for count in options.rows:
             case = Case(kind, shape, torch.randn(count, size, device="cuda").bfloat16(), weights)
-            if options.compile:
-                usable(case, [case.chosen(), *(cuts(case) if options.sweep else ())])
-                continue
             wide = [torch.randn(num_out, size, device="cuda").bfloat16() for _ in range(max(2, copies // 2))]
             bound = first.num_bytes / 4.2e6
             line = f"{kind:6s}{shape:8s} m{count:<4d}{bound:7.1f} us at 4.2 TB/s"
@@ -221,9 +196,6 @@ def run(options: argparse.Namespace) -> list[Row]:
             worst = case.error(case.chosen()) if "chosen" in times else 0.0
             if "fp8" in times:
                 found.append(Row(f"{kind} {shape} m{count} fp8", "relative_error", case.off(case.fp8(0)), ""))
-            if options.sweep:
-                best, times["best"], worst = sweep(case, copies, worst)
-                fastest.append([kind, num_out // (2 if case.gated else 1), size, case.gated, count, asdict(best)])
             for name, make in {"humming": humming, "scaled_mm": scaled_mm}.items():
                 if name not in options.libraries:
                     continue
@@ -236,50 +208,9 @@ def run(options: argparse.Namespace) -> list[Row]:
             found += [Row(f"{row_case} {name}", "product_us", time, "us") for name, time in times.items()]
             found.append(Row(row_case, "relative_error", worst, ""))
             shown = "  ".join(f"{name} {time:6.1f}" for name, time in times.items())
-            print(f"{line}  {shown}  error {worst:.1e}{'  ' + brief(best) if options.sweep else ''}", flush=True)
+            print(f"{line}  {shown}  error {worst:.1e}", flush=True)
             del wide
-            if options.cuts:
-                options.cuts.write_text(json.dumps(fastest))
     return found
-
-
-def usable(case: Case, tried: list[GemmConfig]) -> list[GemmConfig]:
-    """Those that can be launched, compiled."""
-
-    def compiled(config: GemmConfig) -> bool:
-        try:
-            case.ours(config)(0)
-        except Exception as error:
-            print(f"  {case.kind} {case.shape} m{case.rows.shape[0]} {brief(config)}: {str(error)[:120]}", flush=True)
-            return False
-        return True
-
-    # One launch after another: compiling is what takes time, and threads may do that together.
-    with ThreadPoolExecutor(16) as pool:
-        found = [config for config, good in zip(tried, pool.map(compiled, tried), strict=True) if good]
-    torch.cuda.synchronize()
-    return found
-
-
-def sweep(case: Case, copies: int, worst: float) -> tuple[GemmConfig, float, float]:
-    """The fastest cut that is right, its time, and the largest error of any."""
-    timed = []
-    for config in usable(case, list(cuts(case))):
-        error = case.error(config)
-        if error > 0.01:
-            print(f"  WRONG {case.kind} {case.shape} {brief(config)} by {error:.2e}", flush=True)
-            continue
-        worst = max(worst, error)
-        timed.append((graph_us(case.ours(config), copies), config))
-    if not timed:
-        return case.chosen(), float("inf"), worst
-    time, best = min(timed, key=lambda pair: pair[0])
-    return best, time, worst
-
-
-def brief(config: GemmConfig) -> str:
-    """A cut in a few letters."""
-    return f"n{config.block_n} k{config.block_k} p{config.per_sm} s{config.stages} w{config.warps} t{config.tma:d}"
 
 
 def main() -> None:
@@ -289,9 +220,6 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--libraries", nargs="*", choices=["humming", "scaled_mm"], default=["scaled_mm"])
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="nothing but compile, beside other such processes")
-    parser.add_argument("--cuts", type=Path, help="JSON file for the fastest cuts of --sweep")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
-from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear, fp8_linear_pays
+from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear
 from kernels.launch import use_triton
 from kernels.linear import dequantize, norm_linear, stream_linear
+from kernels.linear_configs import MAX_ROWS as MAX_STREAM_ROWS
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
 from kernels.quant_weight import QuantWeight, joined, reordered
 from outrider.layers.formats import decode, weight_tensors
@@ -219,7 +220,7 @@ class Linear:
     ) -> Tensor:
         """The product where `_streams`: the weights are read as they are."""
         weight = self.quantized or self.weight
-        if self._in_fp8 and isinstance(weight, QuantWeight) and fp8_linear_pays(rows.shape[0], weight):
+        if self._in_fp8 and isinstance(weight, QuantWeight) and rows.shape[0] > MAX_STREAM_ROWS:
             return fp8_linear(rows, weight, bias=self.bias, residual=residual, gated=gated, out_dtype=out_dtype)
         return stream_linear(rows, weight, bias=self.bias, residual=residual, gated=gated, out_dtype=out_dtype)
 

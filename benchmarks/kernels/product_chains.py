@@ -1,0 +1,238 @@
+"""Cuts of products with few rows, each measured among all other products of a model, in their order.
+
+    python -m benchmarks.kernels.product_chains --model /models/llama-8b-fp8 --rows 1 32 64 --out FILE.json
+
+A product alone, launch after launch, hides what its start and end cost: how soon the next kernel's weights are asked
+for, and how unevenly its programs end. So the four matrices of a layer are cut one after the other, the others as they
+were found to be best so far, and what is timed is a CUDA graph of all products of a forward. For dense models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import kernels.linear
+from benchmarks.engine.quantized import bare_products
+from kernels.compile_workers import compile_aside
+from kernels.compiling import allow_threads, tell_launches
+from kernels.launch import ceil_div
+from kernels.linear import stream_linear
+from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig, choose_config
+from kernels.quant_weight import QuantWeight
+from outrider.layers.linear import Linear
+from outrider.models.decoder import CausalLM, GatedMlp
+from outrider.models.loader import load_decoder
+from outrider_tools.bench.report import Row, write_report
+
+Shape = tuple[int, int, bool]
+"""num_out, size and gated, as kernels.linear_configs has them."""
+TILES = ((64, 4), (128, 4), (128, 8))
+"""Weight rows of a tile, and warps."""
+STAGES = (3, 4, 5, 6, 8, 10)
+MAX_WAVES = 2.4
+"""Programs, over processors, that tiles are cut into at most."""
+WORST = 0.01
+"""Largest difference to the exact product, over the largest value, that a cut may have."""
+
+
+class Chain:
+    """A model's products for some rows, and the cuts that they are computed in."""
+
+    def __init__(self, model: CausalLM, num_rows: int) -> None:
+        self.model, self.num_rows = model, num_rows
+        self.cuts: dict[Shape, GemmConfig] = {}
+        layer = model.layers[len(model.layers) // 2]
+        if not isinstance(layer.mlp, GatedMlp):
+            raise TypeError("for dense models alone")
+        self.matrices: dict[str, Linear] = {
+            "down": layer.mlp.down.linear,
+            "gate_up": layer.mlp.gate_up,
+            "qkv": layer.attention.qkv,
+            "o": layer.attention.output.linear,
+        }
+        self._processors = torch.cuda.get_device_properties(model.device).multi_processor_count
+        sizes = {self.shape(name)[1] for name in self.matrices}
+        self._rows = {size: torch.randn(num_rows, size, device=model.device).to(model.dtype) for size in sizes}
+        setattr(kernels.linear, "choose_config", self._choose)  # noqa: B010
+
+    def _choose(self, num_out: int, size: int, num_rows: int, gated: bool, *rest: object) -> GemmConfig:
+        found = self.cuts.get((num_out, size, gated))
+        return found or choose_config(num_out, size, num_rows, gated, *rest)  # type: ignore[arg-type]
+
+    def weight(self, name: str) -> Tensor | QuantWeight:
+        """A matrix as kernels take it."""
+        linear = self.matrices[name]
+        return linear.quantized or linear.weight
+
+    def shape(self, name: str) -> Shape:
+        """Its shape."""
+        weight = self.weight(name)
+        rows, size = (weight.num_out, weight.size) if isinstance(weight, QuantWeight) else weight.shape
+        return rows // (2 if name == "gate_up" else 1), size, name == "gate_up"
+
+    def as_chosen(self, name: str) -> GemmConfig:
+        """The cut that the engine takes."""
+        weight, (num_out, size, gated) = self.weight(name), self.shape(name)
+        kind, piece = (weight.kind, weight.piece) if isinstance(weight, QuantWeight) else (None, 0)
+        itemsize = self.model.dtype.itemsize
+        return choose_config(num_out, size, self.num_rows, gated, itemsize, self._processors, kind, piece)
+
+    def product(self, name: str, cut: GemmConfig) -> Tensor:
+        """A matrix's product in that cut."""
+        _, size, gated = self.shape(name)
+        return stream_linear(self._rows[size], self.weight(name), gated=gated, config=cut)
+
+    def is_right(self, name: str, cut: GemmConfig) -> bool:
+        """Whether a cut computes what the matrix made wide does, twice."""
+        _, size, gated = self.shape(name)
+        weight = self.weight(name)
+        wide = weight.dequantized(torch.float32) if isinstance(weight, QuantWeight) else weight.float()
+        exact = self._rows[size].float() @ wide.T
+        if gated:
+            gate, up = exact.chunk(2, 1)
+            exact = torch.nn.functional.silu(gate) * up
+        off = max(float((self.product(name, cut).float() - exact).abs().max()) for _ in range(2))
+        return off <= WORST * float(exact.abs().max())
+
+    def ms(self, repeats: int = 5) -> float:
+        """Milliseconds of all products, the median."""
+        work = bare_products(self.model, self.num_rows)
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        times = []
+        for _ in range(repeats + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return float(statistics.median(times[2:]))
+
+    def candidates(self, name: str) -> list[GemmConfig]:
+        """The engine's cut, and all others that fit a processor."""
+        num_out, _, gated = self.shape(name)
+        chosen, weight = self.as_chosen(name), self.weight(name)
+        depths = (chosen.block_k,) if isinstance(weight, QuantWeight) else (64, 128)
+        bits = None if not isinstance(weight, QuantWeight) else 16 // weight.per_word
+        found = {chosen: None}
+        for (tile, warps), depth, stages, tma in itertools.product(TILES, depths, STAGES, (False, True)):
+            base = replace(chosen, block_n=tile, block_k=depth, warps=warps, stages=stages, tma=tma, prefetch=2)
+            tiles, most = ceil_div(num_out, tile), MAX_WAVES * self._processors
+            splits = [split for split in (1, 2, 3, 4, 6, 8) if split == 1 or tiles * split <= most]
+            for cut in (
+                *(replace(base, split_k=0, per_sm=programs) for programs in (1, 2, 3, 4)),
+                *(replace(base, split_k=split) for split in splits),
+            ):
+                used = cut.shared_bytes(self.num_rows, self.model.dtype.itemsize, gated, bits)
+                programs = cut.per_sm if cut.split_k == 0 else 1
+                if used <= SHARED_MEMORY - SHARED_MARGIN and used * programs <= SHARED_MEMORY:
+                    found[cut] = None
+        return list(found)
+
+    def around(self, cut: GemmConfig) -> Iterator[GemmConfig]:
+        """A good cut, a little otherwise."""
+        for prefetch, stages in itertools.product((0, 2, 4), (cut.stages - 1, cut.stages, cut.stages + 1)):
+            yield replace(cut, prefetch=prefetch, stages=stages)
+
+    def usable(self, tried: Iterable[tuple[str, GemmConfig]]) -> dict[str, list[GemmConfig]]:
+        """Those that compile and are right."""
+        jobs = list(tried)
+
+        def compiled(job: tuple[str, GemmConfig]) -> bool:
+            with torch.inference_mode():
+                try:
+                    self.product(*job)
+                except Exception as error:
+                    print(f"  {job[0]} {brief(job[1])}: {str(error)[:120]}", flush=True)
+                    return False
+                return True
+
+        with compile_aside():
+            with tell_launches():
+                for job in jobs:
+                    self.product(*job)
+            # One launch after another: compiling is what takes time. A thread needs the device's context first.
+            with ThreadPoolExecutor(16, initializer=torch.cuda.synchronize) as pool:
+                good = list(pool.map(compiled, jobs))
+        found: dict[str, list[GemmConfig]] = {name: [] for name in self.matrices}
+        for (name, cut), fine in zip(jobs, good, strict=True):
+            if fine and self.is_right(name, cut):
+                found[name].append(cut)
+            elif fine:
+                print(f"  WRONG {name} {brief(cut)}", flush=True)
+        return found
+
+    def descend(self, usable: dict[str, list[GemmConfig]]) -> dict[str, list[tuple[float, GemmConfig]]]:
+        """Each matrix in each of its cuts, the fastest first; `cuts` holds the fastest afterwards."""
+        found = {}
+        for name, cuts in usable.items():
+            timed = []
+            for cut in cuts:
+                self.cuts[self.shape(name)] = cut
+                timed.append((self.ms(), cut))
+            timed.sort(key=lambda pair: pair[0])
+            self.cuts[self.shape(name)] = timed[0][1]
+            found[name] = timed
+            for ms, cut in timed[:6]:
+                print(f"  {name:8s}{ms:8.3f} ms  {brief(cut)}", flush=True)
+        return found
+
+
+def brief(cut: GemmConfig) -> str:
+    """A cut in a few letters."""
+    programs = f"split {cut.split_k}" if cut.split_k else f"even {cut.per_sm}"
+    return (
+        f"{cut.block_n} x {cut.block_k} {programs} stages {cut.stages} warps {cut.warps}"
+        f"{' tma' if cut.tma else ''} prefetch {cut.prefetch}"
+    )
+
+
+def run(model: CausalLM, label: str, num_rows: int) -> list[Row]:
+    """The cuts that were found for so many rows, and their time beside that of the engine's."""
+    chain, case = Chain(model, num_rows), f"{label} m{num_rows}"
+    before = chain.ms(15)
+    print(f"{case}: {before:.3f} ms as the engine cuts them", flush=True)
+    first = chain.descend(chain.usable((name, cut) for name in chain.matrices for cut in chain.candidates(name)))
+    near = {(name, cut): None for name, timed in first.items() for _, best in timed[:3] for cut in chain.around(best)}
+    timed = chain.descend(chain.usable(near))
+    after = chain.ms(15)
+    print(f"{case}: {after:.3f} ms in these cuts", flush=True)
+    rows = [Row(case, "chosen_ms", before, "ms"), Row(case, "found_ms", after, "ms")]
+    for name, found in timed.items():
+        rows.append(Row(f"{case} {name} {brief(found[0][1])}", "chain_ms", found[0][0], "ms"))
+    return rows
+
+
+def main() -> None:
+    """Parse options, measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of a dense model, quantized or not")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 32, 64])
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    allow_threads()
+    rows: list[Row] = []
+    with torch.inference_mode():
+        model = load_decoder(options.model, torch.bfloat16, torch.device("cuda"), own_products=True)
+        for num_rows in options.rows:
+            rows += run(model, options.model.name, num_rows)
+            if options.out:
+                write_report(options.out, "product_chains", torch.cuda.get_device_name(), rows, ("torch", "triton"))
+
+
+if __name__ == "__main__":
+    main()
