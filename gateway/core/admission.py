@@ -28,6 +28,9 @@ from outrider.sampling.params import SamplingParams
 _INLINE_CHARACTERS = 4096
 """Texts up to here are rendered and tokenized in the event loop (well under a millisecond), longer ones in a thread."""
 
+_WIDE_SPACE = "\N{EM SPACE}"
+"""What no template writes behind a message, and each takes away that strips messages."""
+
 
 async def admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames | None = None) -> Job:
     """The request in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
@@ -158,29 +161,27 @@ def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
     messages, tools = chat_messages(chat, template)
+    mark = ""
+    if chat.continue_final_message:
+        mark = secrets.token_hex(16) + _WIDE_SPACE
+        messages[-1]["content"] += mark
+    is_open = not mark and chat.add_generation_prompt is not False
     try:
-        if chat.continue_final_message:
-            text = template.render(messages, chat.template_values, add_generation_prompt=False, tools=tools)
-            return _within_last_message(text, messages, field)
-        is_open = chat.add_generation_prompt is not False
-        return template.render(messages, chat.template_values, add_generation_prompt=is_open, tools=tools)
+        text = template.render(messages, chat.template_values, add_generation_prompt=is_open, tools=tools)
     except ChatTemplateError as error:
         raise InvalidRequestError(
             field, f"the model's chat template refuses them: {error}", "check the roles and their order"
         ) from None
-
-
-def _within_last_message(text: str, messages: Sequence[Mapping[str, Any]], field: str) -> str:
-    """A rendered conversation without what the template writes behind the last message's text."""
-    last = str(messages[-1]["content"])
-    for content in (last, last.strip()):  # many templates strip it
-        if content.strip() and (at := text.rfind(content)) >= 0:
-            return text[: at + len(content)]
-    raise InvalidRequestError(
-        f"{field}[{len(messages) - 1}].content",
-        "cannot be continued: it is empty, or the model's chat template changes it",
-        "send text, or leave out continue_final_message",
-    )
+    if not mark:
+        return text
+    before, found, after = text.rpartition(mark.strip())
+    if not found or not chat.messages[-1].content.strip():
+        raise InvalidRequestError(
+            f"{field}[{len(chat.messages) - 1}].content",
+            "cannot be continued: it is empty, or the model's chat template changes it",
+            "send text, or leave out continue_final_message",
+        )
+    return before if after.startswith(_WIDE_SPACE) else before.rstrip()
 
 
 def _check_size(text: str, model: GatewayModel, field: str) -> None:
