@@ -43,6 +43,7 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
 
 async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames) -> Job:
     arrived = time.monotonic()
+    await asyncio.sleep(0)  # others wait no longer than for one of thousands of prompts
     model.check_name(request.model)
     sampling = request.sampling
     check_ids(sampling.logit_bias or (), model.vocab_size, "sampling.logit_bias")
@@ -55,6 +56,8 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
     # A grammar holds from the first token on: what it allows is the answer, unless it is for calls within any text.
     is_free = grammar is None or (calls is not None and not calls.forced)
     splits = request.separate_reasoning and request.chat is not None and is_free
+    marks = {model.reasoning.begin, model.reasoning.end} if model.reasoning else set()
+    shown_tokens = (calls.form.shown_tokens if calls else frozenset()) | marks
     known = _given(GenerationRequest, request) | {
         "sampling": _sampling(request, model, grammar),
         "max_tokens": max_tokens,
@@ -70,6 +73,7 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
         stop=tuple(request.stop or ()),
         arrived=arrived,
         keeps_stop=bool(request.include_stop_str_in_output),
+        shown_tokens=shown_tokens,
         skips_special=request.skip_special_tokens is not False,
         grammar_field=names.get("grammar", "") if grammar is request.grammar else names.get("chat.tools", "chat.tools"),
         prompt_only=request.prompt_only,
@@ -149,8 +153,7 @@ async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls 
 
 
 async def _conversation(chat: Chat, model: GatewayModel, field: str) -> str:
-    is_short = sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS
-    if is_short and not chat.tools and not any(message.tool_calls for message in chat.messages):
+    if chat.size <= _INLINE_CHARACTERS and not chat.tools and not any(message.tool_calls for message in chat.messages):
         return render_chat(chat, model, field)
     return await asyncio.to_thread(render_chat, chat, model, field)
 
