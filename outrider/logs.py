@@ -123,7 +123,8 @@ def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | Non
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-    logging.getLogger("uvicorn.error").setLevel(quiet)
+    # It warns of what any client sends that is no HTTP, or asks to be another protocol: who likes could fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.DEBUG if level == "DEBUG" else logging.ERROR)
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -133,7 +133,9 @@ class MetricsPage:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             request = urllib.request.Request(url, headers=headers)
-            with urllib.request.urlopen(request, timeout=timeout, context=tls) as answer:
+            # Without a proxy, as all else goes to services.
+            handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+            with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
                 return cls.parse(answer.read(MAX_PAGE_BYTES).decode())
         except urllib.error.HTTPError as error:
             code = WANTS_KEY if error.code == 401 else None

@@ -28,6 +28,9 @@ from outrider.sampling.params import SamplingParams
 _INLINE_CHARACTERS = 4096
 """Texts up to here are rendered and tokenized in the event loop (well under a millisecond), longer ones in a thread."""
 
+_WIDE_SPACE = "\N{EM SPACE}"
+"""What no template writes behind a message, and each takes away that strips messages."""
+
 
 async def admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames | None = None) -> Job:
     """The request in token ids. Raises NotFoundError, ContextLengthError or InvalidRequestError."""
@@ -40,6 +43,7 @@ async def admit(request: ClientRequest, model: GatewayModel, request_id: str, na
 
 async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, names: FieldNames) -> Job:
     arrived = time.monotonic()
+    await asyncio.sleep(0)  # others wait no longer than for one of thousands of prompts
     model.check_name(request.model)
     sampling = request.sampling
     check_ids(sampling.logit_bias or (), model.vocab_size, "sampling.logit_bias")
@@ -52,6 +56,8 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
     # A grammar holds from the first token on: what it allows is the answer, unless it is for calls within any text.
     is_free = grammar is None or (calls is not None and not calls.forced)
     splits = request.separate_reasoning and request.chat is not None and is_free
+    marks = {model.reasoning.begin, model.reasoning.end} if model.reasoning else set()
+    shown_tokens = (calls.form.shown_tokens if calls else frozenset()) | marks
     known = _given(GenerationRequest, request) | {
         "sampling": _sampling(request, model, grammar),
         "max_tokens": max_tokens,
@@ -67,6 +73,7 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
         stop=tuple(request.stop or ()),
         arrived=arrived,
         keeps_stop=bool(request.include_stop_str_in_output),
+        shown_tokens=shown_tokens,
         skips_special=request.skip_special_tokens is not False,
         grammar_field=names.get("grammar", "") if grammar is request.grammar else names.get("chat.tools", "chat.tools"),
         prompt_only=request.prompt_only,
@@ -146,8 +153,7 @@ async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls 
 
 
 async def _conversation(chat: Chat, model: GatewayModel, field: str) -> str:
-    is_short = sum(len(message.content) for message in chat.messages) <= _INLINE_CHARACTERS
-    if is_short and not chat.tools and not any(message.tool_calls for message in chat.messages):
+    if chat.size <= _INLINE_CHARACTERS and not chat.tools and not any(message.tool_calls for message in chat.messages):
         return render_chat(chat, model, field)
     return await asyncio.to_thread(render_chat, chat, model, field)
 
@@ -158,29 +164,27 @@ def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
     messages, tools = chat_messages(chat, template)
+    mark = ""
+    if chat.continue_final_message:
+        mark = secrets.token_hex(16) + _WIDE_SPACE
+        messages[-1]["content"] += mark
+    is_open = not mark and chat.add_generation_prompt is not False
     try:
-        if chat.continue_final_message:
-            text = template.render(messages, chat.template_values, add_generation_prompt=False, tools=tools)
-            return _within_last_message(text, messages, field)
-        is_open = chat.add_generation_prompt is not False
-        return template.render(messages, chat.template_values, add_generation_prompt=is_open, tools=tools)
+        text = template.render(messages, chat.template_values, add_generation_prompt=is_open, tools=tools)
     except ChatTemplateError as error:
         raise InvalidRequestError(
             field, f"the model's chat template refuses them: {error}", "check the roles and their order"
         ) from None
-
-
-def _within_last_message(text: str, messages: Sequence[Mapping[str, Any]], field: str) -> str:
-    """A rendered conversation without what the template writes behind the last message's text."""
-    last = str(messages[-1]["content"])
-    for content in (last, last.strip()):  # many templates strip it
-        if content.strip() and (at := text.rfind(content)) >= 0:
-            return text[: at + len(content)]
-    raise InvalidRequestError(
-        f"{field}[{len(messages) - 1}].content",
-        "cannot be continued: it is empty, or the model's chat template changes it",
-        "send text, or leave out continue_final_message",
-    )
+    if not mark:
+        return text
+    before, found, after = text.rpartition(mark.strip())
+    if not found or not chat.messages[-1].content.strip():
+        raise InvalidRequestError(
+            f"{field}[{len(chat.messages) - 1}].content",
+            "cannot be continued: it is empty, or the model's chat template changes it",
+            "send text, or leave out continue_final_message",
+        )
+    return before if after.startswith(_WIDE_SPACE) else before.rstrip()
 
 
 def _check_size(text: str, model: GatewayModel, field: str) -> None:

@@ -55,9 +55,7 @@ class Answer:
         self._place = place
         calls = job.tool_calls
         self._calls = None if calls is None else ToolCallParser(calls)
-        self._detokenizer = tokenizer.detokenizer(
-            skip_special_tokens=job.skips_special, shown=frozenset() if calls is None else calls.form.shown_tokens
-        )
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=job.skips_special, shown=job.shown_tokens)
         self._stop = StopMatcher(job.stop, keep=job.keeps_stop)
         self._parts = ReasoningSplitter(job.reasoning)
         self._min_tokens = job.request.min_tokens

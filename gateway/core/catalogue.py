@@ -33,7 +33,7 @@ class GatewayModel:
     created: int
     """Unix time at which this gateway first served it."""
     fingerprint: str
-    """Changes with the model, its tokenizer or the release."""
+    """Changes with the model, its tokenizer, and the release of the replica that was the first to report it."""
     dtype: str = ""
     """What verify computes in: "float32", "bfloat16" or "float16"; empty where it does not say."""
     defaults: dict[str, float | int] = field(default_factory=dict)
@@ -111,8 +111,6 @@ class Catalogue:
                 defaults = await asyncio.to_thread(load_defaults, self._folder or Path(info.model_path))
             template = tokenizer.chat_template
             reasoning = find_markers(self._reasoning, None if template is None else template.source)
-            if reasoning is not None:
-                tokenizer.spell_out((reasoning.begin, reasoning.end))
             template = tokenizer.tool_template
             digest = hashlib.sha256("\n".join(map(str, (*identity.values(), info.version))).encode()).hexdigest()
             self._model = GatewayModel(

@@ -20,6 +20,8 @@ from outrider.errors import ConfigError
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_RENDERED_CHARACTERS = 1 << 24
+_OWN_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+"""What values that do not suit a template make it raise, beside errors of jinja's own."""
 
 
 class ChatTemplateError(Exception):
@@ -114,7 +116,7 @@ class ChatTemplate:
                         f"the rendered conversation is longer than {MAX_RENDERED_CHARACTERS} characters"
                     )
                 pieces.append(piece)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        except (jinja2.TemplateError, *_OWN_ERRORS) as error:
             raise ChatTemplateError(str(error)) from None
         return "".join(pieces)
 
@@ -149,6 +151,12 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    # As model authors' templates expect: plain JSON, nothing escaped for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # As transformers has it: plain JSON, nothing escaped for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

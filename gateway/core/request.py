@@ -337,6 +337,11 @@ class Chat(PromptEnd):
     """Whether an answer may hold several calls."""
 
     @property
+    def size(self) -> int:
+        """About how many characters a template makes of the messages."""
+        return sum(64 + len(message.content) + len(message.reasoning_content or "") for message in self.messages)
+
+    @property
     def offered(self) -> list[Tool]:
         """Tools that the answer may call."""
         if self.tool_choice == "none":
@@ -411,6 +416,8 @@ class Job:
     """The text ends with the stop string that ended it."""
     skips_special: bool = True
     """Special tokens are no part of the text."""
+    shown_tokens: frozenset[str] = frozenset()
+    """Special tokens that are part of the text all the same: marks of reasoning and of calls."""
     prompt_only: bool = False
     """The answer is not wanted: the one token that verify commits is dropped."""
     reasoning: ReasoningStart | None = None

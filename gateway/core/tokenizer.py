@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,6 @@ class Tokenizer:
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         marks = {self._special[mark]: mark for mark in shown & self._special.keys()} if skip_special_tokens else {}
         return WindowDetokenizer(decode, is_hidden=is_hidden, is_byte=self._is_byte, marks=marks)
-
-    def spell_out(self, tokens: Collection[str]) -> None:
-        """Makes special tokens part of the text, where the tokenizer works on bytes."""
-        if self._byte_level:
-            self._special = {token: token_id for token, token_id in self._special.items() if token not in tokens}
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, special tokens spelled out; empty for an id without a token."""

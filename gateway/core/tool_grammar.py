@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from gateway.core.request import Tool
 from gateway.core.tool_format import ToolFormat
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import Grammar, GrammarKind, check_grammar
+from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar
 
 
 def forced_grammar(tools: Sequence[Tool], form: ToolFormat, field: str) -> Grammar:
     """What an answer is that must be a call of one of these tools. Raises InvalidRequestError about `field`."""
+    _check_size(tools, field)
     definitions = {f"tool{index}": _held_schema(tool, f"tool{index}") for index, tool in enumerate(tools)}
     schema = _call_schema(tools, form)
     if form.is_list:
@@ -35,6 +37,7 @@ def strict_grammar(
     """
     if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
         return None
+    _check_size([tool for tool in tools if tool.strict], field)
     ids = dict(mark_ids or {})
     opener, closer = ids.pop(form.opener, None), ids.pop(form.closer, None)
     text = f"text: TEXT (({' | '.join(f'<[{mark}]>' for mark in ids.values())}) TEXT)*" if ids else "text: TEXT"
@@ -43,6 +46,17 @@ def strict_grammar(
     grammar = Grammar(GrammarKind.EBNF, source)
     check_grammar(grammar, field)
     return grammar
+
+
+def _check_size(tools: Sequence[Tool], field: str) -> None:
+    """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them."""
+    sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in tools)
+    if any(size > MAX_SOURCE_BYTES for size in sizes):
+        raise InvalidRequestError(
+            field,
+            f"the schemas that calls are held to are together over the limit of {MAX_SOURCE_BYTES} bytes",
+            "send fewer or shorter ones",
+        )
 
 
 _SPACE = r"[ \n\r\t]{1,40}"

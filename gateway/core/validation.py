@@ -37,7 +37,7 @@ _WANTED: Mapping[str, str] = {
 }
 
 _OWN_PARTS = frozenset(
-    {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@message", "@reasoning", "@word", "@named"}
+    {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@word", "@named"}
 )
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 

@@ -286,7 +286,7 @@ def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel) -> Prepared:
     ends = {name: getattr(request, name) for name in PromptEnd.model_fields}
     fields = {"messages": messages, "template_values": request.template_values()} | ends
     chat = validate(Chat, fields) if messages else None
-    size = len(request.prompt or "") + sum(len(message.content) for message in messages)
+    size = len(request.prompt or "") + (chat.size if chat else 0)
     return size, partial(_tokenize, model, request, chat)
 
 

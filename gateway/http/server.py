@@ -42,7 +42,7 @@ class Connections:
         self.header_seconds = options.header_seconds
         """That a client gets for the head of a request, and for the rest of a body that nobody reads."""
         self.stall_seconds = options.stall_seconds
-        """That it may take nothing of an answer that is complete."""
+        """That it may take nothing of an answer."""
         self.num_open = 0
         self.on_refused: Callable[[OutriderError], None] | None = None
         """Called with the error of each connection that is refused."""
@@ -67,7 +67,8 @@ class Connections:
         if not client_is_full and self.num_open <= self._max_open:
             return True
         for idle in self._idle:
-            if not client_is_full or idle.client_key == client:
+            # One whose client still takes an answer is not idle.
+            if not idle.transport.get_write_buffer_size() and (not client_is_full or idle.client_key == client):
                 idle.drop()
                 return True
         now = connection.loop.time()
@@ -119,7 +120,7 @@ class HttpConnection(H11Protocol):
     idle            between requests, or before the first: uvicorn's keep-alive, or until another one needs the place
     in a request    from its whole head to its whole answer: bounded by the application
     late            part of a head is here, or part of a body that nobody reads any more: `header_seconds`
-    unread          the answer is complete and the client does not take it: `stall_seconds` without progress
+    unread          the client does not take an answer that waits for it: `stall_seconds` without progress
     """
 
     def __init__(self, connections: Connections, **arguments: Any) -> None:
@@ -131,6 +132,8 @@ class HttpConnection(H11Protocol):
         self._refused = False
         self._late_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._unread = math.inf
+        """Bytes that the client had not taken when the timer was set."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See the base."""
@@ -167,6 +170,11 @@ class HttpConnection(H11Protocol):
                 timer.cancel()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+
+    def resume_writing(self) -> None:
+        """See the base."""
+        super().resume_writing()
+        self._unread = math.inf  # the client has taken some, however much is written now
 
     def timeout_keep_alive_handler(self) -> None:
         """See the base."""
@@ -208,19 +216,23 @@ class HttpConnection(H11Protocol):
         elif late and self._late_timer is None:
             self._late_timer = self.loop.call_later(self._connections.header_seconds, self.transport.abort)
         self._connections.set_idle(self, not (in_request or late or closing))
-        if not in_request and self._unread_timer is None:
-            self._watch_unread(math.inf)
+        if self._unread_timer is None:
+            self._watch_unread()
 
-    def _watch_unread(self, before: float) -> None:
-        """Ends a connection whose client has taken nothing since there were `before` bytes left."""
+    def _watch_unread(self) -> None:
+        """Ends a connection whose client has taken nothing since the last look."""
         self._unread_timer = None
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            return  # the application sees for itself whether this one is read
         left = self.transport.get_write_buffer_size()
-        if left >= before:
+        in_request = self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
+        if in_request and not self.flow.write_paused:  # the application may have written more than was taken
+            self._unread = math.inf
+        elif left >= self._unread:
             self.transport.abort()
-        elif left:
-            self._unread_timer = self.loop.call_later(self._connections.stall_seconds, self._watch_unread, left)
+            return
+        else:
+            self._unread = left or math.inf
+        if left or in_request:
+            self._unread_timer = self.loop.call_later(self._connections.stall_seconds, self._watch_unread)
 
 
 class HttpServer(uvicorn.Server):

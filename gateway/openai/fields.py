@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from gateway.core.request import (
@@ -35,7 +35,10 @@ EBNF = "A context-free grammar that derives the whole answer: Lark in llguidance
 Forms = list[tuple[str, Grammar]]
 """Fields that say what the answer must be, and the grammars that they stand for."""
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
-Schema = dict[str, Any] | Text
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag("@object")] | Annotated[Text, Tag("@text")],
+    Discriminator(lambda value: "@text" if isinstance(value, str) else "@object"),
+]
 """A JSON schema as an object, or as JSON in a string."""
 NamedRequests = list[tuple[ClientRequest, Mapping[str, str]]]
 """Requests, each with what the body calls its fields."""
@@ -67,7 +70,7 @@ class Only:
 
 
 class HarmlessFields(StrictModel):
-    """Fields of both routes that are taken and have no effect on the answer."""
+    """Fields of OpenAI's routes that are taken and have no effect on an answer's text."""
 
     user: Text | None = Field(
         None, description="Who this is for; under load, users of one API key take turns. Nothing else is done with it."

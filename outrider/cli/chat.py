@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -27,6 +28,7 @@ from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_con
 from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel
+from outrider.rpc.lifecycle import EXIT_INTERRUPTED
 from outrider.rpc.tls import TlsSource
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
@@ -51,6 +53,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the user has had enough."""
+    # Not as Ctrl-C, which ends no more than a line or an answer here; through the `with` blocks all the same.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(EXIT_INTERRUPTED))
     console = make_console(color=not arguments.no_color)
     sampling = Sampling(
         temperature=arguments.temperature,

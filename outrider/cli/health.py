@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles, read_secret
+from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.tls import TlsSource
 from outrider.rpc.transport import check_address, split_host_port, unix_path
@@ -50,6 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask once and print the answer: exit code 0 if it is SERVING, 1 if it is not or none comes."""
     address = reachable(arguments.address)
     files = TlsFiles(**{word: getattr(arguments, f"tls_{word}") for word in _TLS_WORDS})
+    if not files.ca and (given := [word for word in _TLS_WORDS if getattr(files, word)]):
+        raise ConfigError(
+            f"--tls-{given[0]}: --tls-ca is not set; name the certificates that the service is trusted by"
+        )
     token = read_secret("", arguments.token_file, "--token")
     answer, detail = asyncio.run(ask(address, arguments.service, arguments.timeout, token, files if files.ca else None))
     print(f"{address}: {answer}" + (f" ({detail})" if detail else ""))

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ def num_gpus() -> int:
     """GPUs that the services may use, without loading what could ask them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+        # CUDA takes no notice of what stands behind the first that is none.
+        return len(list(takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))))
     devices = Path("/dev")
     return sum(bool(re.fullmatch(r"nvidia\d+", entry.name)) for entry in devices.iterdir()) if devices.is_dir() else 0

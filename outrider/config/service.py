@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,9 @@ def read_secrets(value: str, file: str | Path | None, flag: str) -> tuple[str, .
     if value:
         raise ConfigError(f"{flag}-file: {flag} is set too; use one of them")
     try:
-        text = Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        # Not by Path, which has RuntimeError for a home that is not there.
+        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{flag}-file: {file} cannot be read: {reason}") from None
     lines = (line.strip() for line in text.splitlines())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import stat
 import threading
@@ -160,7 +161,7 @@ def _no_password() -> bytes:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()
+    return Path(os.path.expanduser(text))  # Path has RuntimeError for a home that is not there
 
 
 def _read(files: TlsFiles, word: str) -> bytes:

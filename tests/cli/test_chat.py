@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,6 +30,9 @@ class EchoGateway(gateway_pb2_grpc.GatewayServiceServicer):
         messages = request.chat.messages
         if messages[-1].content == "fail":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "verify is away")
+        if messages[-1].content == "wait":
+            yield gateway_pb2.GatewayServiceGenerateResponse(text="begun", token_ids=[1], origins=[1], text_lengths=[5])
+            await asyncio.Event().wait()
         answer = f"{len(messages)} {messages[-1].content}"
         for word, origin in ((answer[:2], common_pb2.TOKEN_ORIGIN_PLAIN), (answer[2:], 1)):
             yield gateway_pb2.GatewayServiceGenerateResponse(
@@ -57,6 +61,27 @@ async def chat(address: str, typed: str | bytes, *options: str) -> tuple[int | N
     )  # fmt: skip
     out, err = await process.communicate(typed.encode() if isinstance(typed, str) else typed)
     return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.parametrize("question", ["", "wait\n"], ids=["at the prompt", "while an answer comes"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_ends_it(gateway: tuple[EchoGateway, str], question: str, number: signal.Signals) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "outrider.cli", "chat", "--connect", gateway[1], stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    await process.stdout.readuntil(b"echo: ")
+    process.stdin.write(question.encode())
+    if question:
+        await process.stdout.readuntil(b"begun")
+    process.send_signal(number)
+    try:
+        async with asyncio.timeout(20):
+            assert await process.wait() == 130
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 async def test_a_conversation_is_remembered_until_reset(gateway: tuple[EchoGateway, str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.cli import placement
-from outrider.cli.placement import Placed, is_colocated, place_draft_model, place_drafts
+from outrider.cli.placement import Placed, is_colocated, num_gpus, place_draft_model, place_drafts
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
@@ -45,6 +45,14 @@ def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
     assert found.draft == DraftOptions(speculative_algorithm=("NGRAM",), branch_length=20)
     alone = placed(replace(HEAD, speculative_algorithm=("EAGLE3",)))
     assert alone.verify == found.verify and alone.draft is None
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("0,-1,1", 1), ("-1,0", 0), ("", 0), (" 1 ", 1)])
+def test_what_stands_behind_an_invalid_gpu_is_not_counted(
+    visible: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert num_gpus() == count
 
 
 def test_auto_takes_the_round_on_one_gpu_and_the_split_on_two() -> None:

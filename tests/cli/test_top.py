@@ -173,6 +173,14 @@ def test_the_key_goes_to_pages_alone_that_ask_for_one(door: tuple[str, type[Aski
         assert "401" in Watch([address]).read()[0].error
 
 
+def test_pages_are_read_without_a_proxy(door: tuple[str, type[Asking]], monkeypatch: pytest.MonkeyPatch) -> None:
+    address, _ = door
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert Watch([address], token="k1").read()[0].kind == "verify"
+
+
 def test_an_optional_page_is_left_out_until_it_was_read(door: tuple[str, type[Asking]]) -> None:
     address, handler = door
     handler.key = "Bearer nobody's"

@@ -132,7 +132,8 @@ def test_a_registered_secret_is_hidden_wherever_it_turns_up(lines: io.StringIO) 
 def test_noisy_libraries_are_heard_only_when_something_is_wrong(lines: io.StringIO) -> None:
     logging.getLogger("uvicorn.access").info("GET /")
     logging.getLogger("grpc._cython").info("noise")
-    logging.getLogger("uvicorn.error").warning("trouble")
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    logging.getLogger("uvicorn.error").error("trouble")
     [line] = lines.getvalue().splitlines()
     assert line.endswith("uvicorn.error trouble")
 

@@ -57,3 +57,5 @@ def test_a_token_to_send_is_one_line(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match="--x is set too"):
         read_secret("value", path, "--x")
     assert read_secret("", "", "--x") == ""
+    with pytest.raises(ConfigError, match="--x-file: ~nobody-here/x cannot be read: No such file"):
+        read_secret("", "~nobody-here/x", "--x")

@@ -20,9 +20,18 @@ def test_templates_see_messages_special_tokens_and_helpers() -> None:
     assert template.render(HELLO) == '<s>{"role": "user", "content": "<b>Hé</b>"}>4'
 
 
+def test_json_is_written_as_the_template_asks() -> None:
+    source = "{{ m | tojson(separators=(',', ':'), sort_keys=True, ensure_ascii=True) }}"
+    assert (
+        ChatTemplate("{% for m in messages %}" + source + "{% endfor %}").render([{"role": "user", "content": "é"}])
+        == r'{"content":"\u00e9","role":"user"}'
+    )
+
+
 @pytest.mark.parametrize(
     "source",
     [
+        "{{ [1] | dictsort }}",
         "{{ messages.__class__.__mro__[1] }}",
         "{{ ''.__class__.__base__.__subclasses__() }}",
         "{{ messages.append(1) }}",
@@ -36,7 +45,7 @@ def test_templates_see_messages_special_tokens_and_helpers() -> None:
         "{% for i in range(90000) %}{% for j in range(90000) %}xxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
     ],
 )
-def test_a_template_reaches_neither_python_nor_all_memory(source: str) -> None:
+def test_a_template_reaches_no_python_and_what_it_cannot_do_is_told(source: str) -> None:
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source).render(HELLO)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from gateway_world import until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.http.responses import ClientStalled, EventStream, run_while_connected
 from gateway.http.server import Connections, HttpServer
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
@@ -127,6 +129,44 @@ async def test_a_whole_answer_that_is_left_unread_is_dropped() -> None:
         await until(lambda: server.connections.num_open == 0)
 
 
+async def give_up(send: Send) -> None:
+    """Streams until the client has been deaf for too long."""
+    stream = EventStream(send, stall_seconds=0.1)
+    with contextlib.suppress(ClientStalled):
+        while True:
+            await stream.write(b"x" * 1_000_000)
+
+
+async def wait_on(send: Send) -> None:
+    """Streams without a limit of its own."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"x" * 30_000_000, "more_body": True})
+    await send({"type": "http.response.body", "body": b"y"})
+
+
+@pytest.mark.parametrize("stream", [give_up, wait_on])
+async def test_a_stream_that_is_left_unread_is_dropped(stream: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
+    quiet_may_end = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/quiet":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"o", "more_body": True})
+            await quiet_may_end.wait()
+            await send({"type": "http.response.body", "body": b"k"})
+        else:
+            await run_while_connected(receive, stream(send))
+
+    async with serving(app, stall_seconds=0.1) as server, client(server) as quiet, client(server) as deaf:
+        quiet.writer.write(GET.replace(b"/ ", b"/quiet "))
+        deaf.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        deaf.writer.write(GET)
+        await until(lambda: server.connections.num_open == 2)
+        await until(lambda: server.connections.num_open == 1)
+        quiet_may_end.set()  # it was sent nothing for as long, and has taken all
+        assert await quiet.answer() == (200, b"ok")
+
+
 async def test_when_there_are_too_many_an_idle_one_gives_way() -> None:
     app = Application()
     async with serving(app, max_connections=2) as server, client(server) as busy, client(server) as idle:
@@ -138,6 +178,16 @@ async def test_when_there_are_too_many_an_idle_one_gives_way() -> None:
             assert await idle.ended()
             app.open.set()
             assert await busy.answer() == (200, b"ok")
+
+
+async def test_one_whose_client_still_takes_its_answer_gives_no_way() -> None:
+    body = b"x" * 30_000_000
+    async with serving(Application(body), max_connections=1) as server, client(server) as slow:
+        slow.writer.write(GET)
+        await slow.reader.readexactly(1)
+        async with client(server) as new:
+            assert (await new.answer())[0] == 503
+        assert (await slow.answer())[1] == body
 
 
 async def test_when_all_are_in_use_a_new_one_is_told_so(caplog: pytest.LogCaptureFixture) -> None:

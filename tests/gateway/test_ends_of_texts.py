@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gateway_world import World
 from scripted_verify import EOS
 
+from gateway.core.admission import render_chat
+from gateway.core.chat_template import ChatTemplate
 from gateway.core.detokenizer import StopMatcher
+from gateway.core.request import Chat, RequestMessage
 from outrider.v1 import gateway_pb2
 
 
@@ -63,6 +67,26 @@ async def test_a_prompt_ends_where_it_is_told_to(world: World) -> None:
     ]
     assert texts[0].startswith(texts[1]) and texts[0] != texts[1]
     assert texts[1].startswith(texts[2]) and texts[1] != texts[2] and texts[2].endswith("The sky is")
+
+
+@pytest.mark.parametrize("content", ["|", "im", "<", "The sky ", "The sky is"])
+@pytest.mark.parametrize(
+    ("written", "strips"),
+    [
+        ("<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n", False),
+        ("<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n", True),
+        ("[{{ m.role }}] {{ m.content.strip() }} </s>", True),
+    ],
+)
+def test_a_message_is_continued_where_its_own_text_ends(content: str, written: str, strips: bool) -> None:
+    template = ChatTemplate(f"{{% for m in messages %}}{written}{{% endfor %}}")
+    model: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
+    messages = [RequestMessage(role="user", content="Hi"), RequestMessage(role="assistant", content=content)]
+    text = render_chat(Chat(messages=messages, continue_final_message=True), model, "messages")
+    assert text == template.render([m.model_dump() for m in messages[:1]], add_generation_prompt=False) + (
+        written.partition("{{ m.content")[0].replace("{{ m.role }}", "assistant")
+        + (content.strip() if strips else content)
+    )
 
 
 @pytest.mark.parametrize(

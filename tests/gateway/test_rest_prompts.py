@@ -16,6 +16,7 @@ from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
 from gateway.core.catalogue import GatewayModel
+from gateway.core.chat_template import ChatTemplate
 from gateway.core.gate import Allowance, Gate
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.service import Gateway
@@ -215,6 +216,51 @@ async def test_messages_are_tokenized_as_chat_would_read_them(world: World) -> N
     assert (await world.http.post("/tokenize", json={"messages": messages})).json()["tokens"] == read
     closed = await world.http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False})
     assert closed.json()["tokens"] == read[: closed.json()["count"]] and closed.json()["count"] < len(read)
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "x" * 5000}, {"content": "", "role": "assistant", "reasoning_content": "x" * 5000}, {}]
+)
+async def test_long_conversations_are_rendered_beside_the_event_loop(
+    world: World, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
+) -> None:
+    inline: list[bool] = []
+
+    def render(*_: Any, **__: Any) -> str:
+        inline.append(threading.current_thread() is threading.main_thread())
+        return "x"
+
+    world.verify.say("ok")
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    body = {"messages": [{"role": "user", "content": ""} | message] * (1 if message else 200)}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert (await world.http.post(path, json=body)).status_code == 200
+    short = {"messages": [{"role": "user", "content": "x"}]}
+    assert (await world.http.post("/tokenize", json=short)).status_code == 200
+    assert inline == [False, False, True]
+
+
+async def test_others_run_between_the_prompts_of_one_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, seen = 0, []
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    world.verify.say("ok")
+    encode = Tokenizer.encode
+
+    def counted(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+        seen.append(turns)
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    task = asyncio.create_task(other())
+    await complete(world, prompt=["x"] * 16)
+    task.cancel()
+    assert len(seen) == len(set(seen)) == 16
 
 
 async def test_the_tokenizers_configuration_is_told_with_special_tokens_as_text(world: World) -> None:

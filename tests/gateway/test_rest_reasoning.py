@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import openai
 import pytest
+import tokenizers
 from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
+from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 from outrider.v1 import gateway_pb2
 
@@ -139,8 +141,12 @@ async def test_without_a_parser_or_a_template_that_thinks_all_is_content(
         assert (await ask(none)).choices[0].message.content == ANSWER
 
 
-async def test_special_tokens_as_markers_are_seen(thinking_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
+async def test_special_tokens_as_markers_are_seen(
+    make: Callable[[], tokenizers.Tokenizer], thinking_folder: Path, tmp_path: Path
+) -> None:
     path = thinking_folder / "tokenizer.json"
+    make().save(str(path))
     tokenizer = json.loads(path.read_text())
     for number, text in enumerate(("[THINK]", "[/THINK]"), start=len(tokenizer["model"]["vocab"]) + 1):
         entry = dict(tokenizer["added_tokens"][0], id=number, content=text, special=True)

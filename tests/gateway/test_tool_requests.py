@@ -269,6 +269,10 @@ async def test_grpc_has_the_prompts_and_calls_that_rest_has(tmp_path: Path, form
         ({"tools": [{"name": "f", "parameters": "{"}]}, r"chat\.tools\[0\]\.parameters: is no JSON"),
         ({"tools": [{"name": "f", "parameters": "[]"}]}, r"chat\.tools\[0\]\.parameters: .*object"),
         ({"tools": [{"name": "f", "parameters": " " * 70000}]}, r"chat\.tools\[0\]\.parameters: .*limit of 65536"),
+        ({"tools": [{"name": f"f{i}", "parameters": json.dumps({"title": "x" * 40_000})} for i in range(2)],
+          "tool_choice": "required"}, r"chat\.tools: .*together.*limit of 65536"),
+        ({"tools": [{"name": f"f{i}", "parameters": json.dumps({"title": "x" * 40_000}), "strict": True}
+          for i in range(2)]}, r"chat\.tools: .*together.*limit of 65536"),
         ({"tools": [{"name": "f g"}]}, r"chat\.tools\[0\]\.name: holds more than letters"),
         ({"tools": [{"name": "f"}, {"name": "f"}]}, r"chat\.tools\[1\]\.name: 'f' is there twice"),
         ({"tools": [{}] * 129}, r"chat\.tools: 129 entries, over the limit of 128"),

@@ -54,6 +54,11 @@ async def test_the_exit_code_is_0_only_while_it_serves(server: GrpcServer) -> No
     assert code == 1 and "NOT_FOUND" in text
 
 
+async def test_a_certificate_without_what_turns_tls_on_is_refused(server: GrpcServer) -> None:
+    code, text = await health(server.address, "--tls-cert", "c.pem", "--tls-key", "k.pem")
+    assert code == 2 and "--tls-ca is not set" in text
+
+
 async def test_in_a_container_it_asks_the_service_that_binds_every_interface(server: GrpcServer) -> None:
     server.set_serving(True)
     port = server.address.rpartition(":")[2]

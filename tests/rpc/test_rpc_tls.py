@@ -139,6 +139,7 @@ def test_each_file_that_is_of_no_use_is_named_with_its_option(tmp_path: Path) ->
         (changed(good, key=other.key), "--tls-cert and --tls-key: .* are no pair"),
         (changed(good, ca=str(tmp_path / "text")), "--tls-ca: .*text holds no certificates"),
         (changed(good, cert=str(tmp_path / "large")), "--tls-cert: .*large is larger than"),
+        (changed(good, cert="~nobody-here/c.pem"), "--tls-cert: ~nobody-here/c.pem cannot be read: No such file"),
         (changed(good, key=str(tmp_path)), "--tls-key: .* cannot be read: Is a directory"),
     ):
         with pytest.raises(ConfigError, match=words):
