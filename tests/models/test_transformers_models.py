@@ -18,12 +18,11 @@ from outrider.errors import ConfigError
 from outrider.models import config as config_module
 from outrider.models.config import ModelShape, check_config, foreign_shape
 from outrider.models.decoder import CausalLM
+from outrider.models.elements import target_elements
 from outrider.models.fields import read_configs
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
-from outrider_tools.elements import target_elements
 from verify_service.engine.build import attention_backend
-from verify_service.executors.device import num_parameters
 
 WINDOW = "sliding_attention"
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -313,7 +312,7 @@ def test_config_json_alone_tells_what_transformers_does(family: str, changes: di
     shape = describe_model(tmp_path)
     told = foreign_shape(*read_configs(tmp_path))
     assert told == ModelShape(**{name: getattr(shape, name) for name in ModelShape.__slots__})
-    assert target_elements(told, tmp_path).total == num_parameters(shape)
+    assert target_elements(told, tmp_path).total == shape.num_parameters  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
