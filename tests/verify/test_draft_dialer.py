@@ -56,7 +56,9 @@ async def test_bytes_that_are_no_message_are_dropped_and_the_session_goes_on(tmp
         assert len(events.sessions) == 1
 
 
-async def test_a_session_that_cannot_write_ends_at_once_and_is_dialled_again(tmp_path: Path) -> None:
+async def test_a_session_that_cannot_write_ends_at_once_and_is_dialled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def behave(context: Context, number: int) -> None:
         await greet(context)
         await stay(context)
@@ -65,6 +67,8 @@ async def test_a_session_that_cannot_write_ends_at_once_and_is_dialled_again(tmp
         await events.until(lambda: len(events.sessions) == 1)
         events.sessions[0].send([Commit(1, 2, [0], 1, 2**32, None, 8)])
         await events.until(lambda: events.num_ended == 1 and len(events.sessions) == 2)
+    (fault,) = [record for record in caplog.records if record.exc_info]
+    assert "the session with draft" in fault.message and "4294967296" in caplog.text
 
 
 async def test_a_session_that_is_reset_is_dialled_again(tmp_path: Path) -> None:
