@@ -192,9 +192,10 @@ async def _end(writer: asyncio.Task[None]) -> None:
     """End what writes to a call. Raises what it failed of, unless that is the call's end, or this task's."""
     writer.cancel()
     (failure,) = await asyncio.gather(writer, return_exceptions=True)
-    if isinstance(failure, Exception) and not isinstance(failure, grpc.aio.AioRpcError | asyncio.InvalidStateError):
-        if (task := asyncio.current_task()) is not None and not task.cancelling():
-            raise failure
+    if not isinstance(failure, Exception) or isinstance(failure, grpc.aio.AioRpcError | asyncio.InvalidStateError):
+        return
+    if (task := asyncio.current_task()) is not None and not task.cancelling():
+        raise failure
 
 
 def _read(message: object) -> FeaturesResponse | None:
@@ -319,6 +320,8 @@ class DraftSession:
                 self._queue[place] = replace(message, length_before=earlier.length_before, token_ids=tokens)
                 return
             self._last_commit[message.request] = len(self._queue)
+        elif not isinstance(message, Hello):
+            self._last_commit.pop(message.request, None)
         self._queue.append(message)
 
 
