@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,12 +39,18 @@ class StoredTensor:
                 if not spans or not self.shape:
                     found: Tensor = shard.get_tensor(self.name)
                 else:
-                    stored = shard.get_slice(self.name)
-                    rest = tuple(slice(*pieces[0]) for pieces in spans[1:])
-                    found = torch.cat([stored[(slice(*piece), *rest)] for piece in spans[0]])
+                    found = _join(shard.get_slice(self.name), spans)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self.path}: cannot be read as safetensors: {error}") from None
         return found
+
+
+def _join(stored: Any, spans: Sequence[Sequence[tuple[int, int]]], index: tuple[slice, ...] = ()) -> Tensor:
+    if len(index) == len(spans):
+        piece: Tensor = stored[index]
+        return piece
+    pieces = [_join(stored, spans, (*index, slice(*span))) for span in spans[len(index)]]
+    return torch.cat(pieces, len(index)) if len(pieces) > 1 else pieces[0]
 
 
 def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> dict[str, StoredTensor]:
