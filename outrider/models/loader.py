@@ -99,6 +99,8 @@ def load_decoder(
             return found - found[0] if name.endswith(".g_idx") else found
 
         fill(targets, read, progress)
+        # What was read of mapped files counts as this process's memory.
+        stored.clear()
         model.finish_loading()
     return model
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class StoredTensor:
     path: Path
     name: str
     shape: tuple[int, ...]
+    opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Files that were opened for this tensor, or others that share this: opening one reads what it says of all."""
 
     def read(self, spans: Sequence[Sequence[tuple[int, int]]] = ()) -> Tensor:
         """The tensor on the CPU, in its own dtype; of each dimension only the `spans`, one behind another, if given.
@@ -35,11 +37,13 @@ class StoredTensor:
         Raises ConfigError where the file cannot be read.
         """
         try:
-            with safe_open(self.path, framework="pt", device="cpu") as shard:
-                if not spans or not self.shape:
-                    found: Tensor = shard.get_tensor(self.name)
-                else:
-                    found = _join(shard.get_slice(self.name), spans)
+            if self.path not in self.opened:
+                self.opened[self.path] = safe_open(self.path, framework="pt", device="cpu")
+            shard = self.opened[self.path]
+            if not spans or not self.shape:
+                found: Tensor = shard.get_tensor(self.name)
+            else:
+                found = _join(shard.get_slice(self.name), spans)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self.path}: cannot be read as safetensors: {error}") from None
         return found
@@ -54,11 +58,12 @@ def _join(stored: Any, spans: Sequence[Sequence[tuple[int, int]]], index: tuple[
 
 
 def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> dict[str, StoredTensor]:
-    """All tensors that `rename` names.
+    """All tensors that `rename` names. Files that are read stay mapped while any of them lives.
 
     Raises ConfigError: the folder has no safetensors, or two tensors of one name.
     """
     found: dict[str, StoredTensor] = {}
+    opened: dict[Path, Any] = {}
     for path in shard_paths(folder):
         for name, shape in tensor_shapes(path).items():
             ours = rename(name)
@@ -66,7 +71,7 @@ def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> d
                 continue
             if ours in found:
                 raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
-            found[ours] = StoredTensor(path, name, shape)
+            found[ours] = StoredTensor(path, name, shape, opened)
     return found
 
 
