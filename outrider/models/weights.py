@@ -84,7 +84,7 @@ def check_tensors(
     """
     for name, tensor in stored.items():
         if name not in expected:
-            raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; config.json does not call for it")
+            raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; {config} does not call for it")
         # A scalar is written as one of no dimension by some, of one by others.
         if (tensor.shape or (1,)) != tuple(expected[name].shape):
             raise ConfigError(
