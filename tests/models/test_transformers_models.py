@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import relative_error, run_one, save_tiny, token_ids
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
@@ -22,6 +22,7 @@ from outrider.models.elements import target_elements
 from outrider.models.fields import read_configs
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
+from outrider.models.transformers_modules import replace_modules
 from verify_service.engine.build import attention_backend
 
 WINDOW = "sliding_attention"
@@ -174,6 +175,25 @@ def test_a_norm_that_computes_something_else_stays(tmp_path: Path) -> None:
     model = load_model(tmp_path)
     assert "NemotronLayerNorm1P" in parts(model)
     check(model, reference)
+
+
+@pytest.mark.parametrize("fault", ["takes two", "returns two"])
+def test_a_norm_that_is_called_otherwise_stays(fault: str) -> None:
+    class GatedNorm(nn.RMSNorm):
+        def forward(self, rows: Tensor, *gate: Tensor) -> Any:
+            return (super().forward(rows * gate[0]),) if fault == "takes two" else (super().forward(rows), rows)
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = GatedNorm(8, eps=1e-6)
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    holder = Holder()
+    replace_modules(holder)
+    assert isinstance(holder.norm, GatedNorm)
 
 
 def refusal(folder: Path, impl: str = "auto") -> str:
