@@ -88,7 +88,8 @@ class _Workers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._beginning: list[threading.Thread] = []
         self._num_ready = 0
-        self._num_left = count
+        self._has_begun = False
+        self._num_left = 0
         """Processes that are ready or may still become it."""
         self._idle: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
         """Of those that are ready; None once all of them are gone."""
@@ -133,10 +134,17 @@ class _Workers:
 
     def _begin(self) -> None:
         with self._lock:
-            if self._processes:
+            if self._has_begun:
                 return
-            self._processes = processes = [_start_process() for _ in range(self._count)]
-            self._beginning = [threading.Thread(target=self._await, args=(one,), daemon=True) for one in processes]
+            self._has_begun = True
+            # With fewer, or none, the others and this process compile more.
+            with suppress(OSError):
+                while len(self._processes) < self._count:
+                    self._processes.append(_start_process())
+            self._num_left = len(self._processes)
+            if not self._num_left:
+                self._idle.put(None)
+            self._beginning = [threading.Thread(target=self._await, args=(p,), daemon=True) for p in self._processes]
         for thread in self._beginning:
             thread.start()
 

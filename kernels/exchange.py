@@ -66,7 +66,7 @@ def join_columns(boxes: Mailboxes, rows: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
-    pieces, rest = divmod(rows.shape[1], boxes.width)
+    pieces, rest = divmod(rows.shape[-1], boxes.width)
     if rows.dim() != 2 or rest or not 0 < pieces <= boxes.max_rows or not rows.is_contiguous():
         raise ValueError(
             f"{list(rows.shape)} to be joined must be contiguous, of a multiple of {boxes.width} columns and at most"

@@ -129,6 +129,8 @@ def expert_linear(
         raise ValueError("expert_linear takes contiguous tensors")
     if not use_triton(rows):
         return reference.expert_linear(rows, weight, routes, bias, gating, interleaved)
+    if isinstance(weight, QuantWeight):
+        weight.check_streams()
     from kernels.jit import experts as jit
 
     num_out = shape[1] // (2 if gating else 1)

@@ -83,9 +83,13 @@ def stream_linear(
 
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:
-    """[num_out, size] in `dtype`, computed in float32 and rounded once, for products with many rows."""
+    """[num_out, size] in `dtype`, computed in float32 and rounded once, for products with many rows.
+
+    Raises ValueError for one that does not stream, on a GPU.
+    """
     if not use_triton(weight.codes):
         return weight.dequantized(dtype)
+    weight.check_streams()
     from kernels.jit import gemm as jit
 
     out = torch.empty(weight.num_out, weight.size, dtype=dtype, device=weight.codes.device)
@@ -105,8 +109,8 @@ def _check_stream(
 ) -> None:
     _check_product(rows, weight)
     most, num_rows = max_rows(isinstance(weight, QuantWeight)), _weight_shape(weight)[0]
-    if isinstance(weight, QuantWeight) and not weight.streams:
-        raise ValueError(f"{weight.kind} weights of {weight.size} columns in groups of {weight.group}; make them wide")
+    if isinstance(weight, QuantWeight):
+        weight.check_streams()
     if not 1 <= rows.shape[0] <= most:
         raise ValueError(f"{rows.shape[0]} rows; stream_linear takes 1 to {most}")
     if gated and num_rows % 2:
@@ -159,7 +163,8 @@ def norm_linear(
         ValueError: shapes or dtypes do not fit.
     """
     num_out = weight.shape[0] // (2 if gated else 1)
-    _check_rows(rows, weight, norm, bias)
+    whole = norm is not None or gated
+    _check_rows(rows, weight, norm, bias, whole)
     if out is None:
         out = torch.empty(rows.shape[0], num_out, dtype=rows.dtype, device=rows.device)
     for name, tensor in (("residual", residual), ("out", out)):
@@ -169,7 +174,6 @@ def norm_linear(
         return out.copy_(reference.norm_linear(rows, weight, norm, eps, bias, residual, gated))
     from kernels.jit import row_linear as jit
 
-    whole = norm is not None or gated
     config = config or row_config(rows.shape[0], num_out, rows.shape[1], whole)
     jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config, supports_pdl(rows))
     return out
@@ -213,7 +217,7 @@ def norm_qkv(
         ValueError: shapes or dtypes do not fit.
     """
     kv_heads, dim = k_cache.shape[1:]
-    _check_rows(rows, weight, norm, bias)
+    _check_rows(rows, weight, norm, bias, whole=True)
     if weight.shape[0] != (num_heads + 2 * kv_heads) * dim or v_cache.shape != k_cache.shape:
         raise ValueError(
             f"{weight.shape[0]} weight rows for {num_heads} query heads and a cache of {list(k_cache.shape)}"
@@ -239,15 +243,15 @@ def norm_qkv(
     return q
 
 
-def _check_rows(rows: Tensor, weight: Tensor, norm: Tensor | None, bias: Tensor | None) -> None:
+def _check_rows(rows: Tensor, weight: Tensor, norm: Tensor | None, bias: Tensor | None, whole: bool) -> None:
     _check_product(rows, weight)
     if norm is not None and norm.shape != rows.shape[1:]:
         raise ValueError(f"a norm of {tuple(norm.shape)} for rows of {rows.shape[1]}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"a bias of {tuple(bias.shape)} for {weight.shape[0]} weight rows")
     count, size = rows.shape
-    if not fits_row_kernel(count, size, whole=norm is not None):
-        limit = MAX_SIZE if norm is not None else MAX_CUT_SIZE
+    if not fits_row_kernel(count, size, whole=whole):
+        limit = MAX_SIZE if whole else MAX_CUT_SIZE
         raise ValueError(f"{tuple(rows.shape)} rows; 1 to {MAX_ROWS} of 16 to {limit} columns can be taken")
     if not (rows.is_contiguous() and weight.is_contiguous()):
         raise ValueError("rows and weights must be contiguous")

@@ -47,6 +47,11 @@ class QuantWeight:
         """Whether kernels take it; others are made wide."""
         return self.kind != "int8" and self.piece >= MIN_PIECE
 
+    def check_streams(self) -> None:
+        """Raise ValueError unless kernels take it."""
+        if not self.streams:
+            raise ValueError(f"{self.kind} weights of {self.size} columns in groups of {self.group}; make them wide")
+
     @property
     def num_out(self) -> int:
         """Rows of the matrix."""

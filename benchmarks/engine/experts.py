@@ -38,6 +38,7 @@ from outrider.host.garbage import disable_automatic_collection
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
+from outrider.models.elements import model_elements
 from outrider.models.fields import read_json
 from outrider.models.loader import decoder_tensors, load_model
 from outrider.models.store import resolve_model
@@ -46,7 +47,6 @@ from outrider.models.weights import fill, save_tensors
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, write_report
-from outrider_tools.elements import model_elements
 from outrider_tools.inflate.folder import COPIED_FILES
 from outrider_tools.inflate.shapes import ShapeMap, parse_shape
 from outrider_tools.inflate.tensors import EMBEDDING, HEAD, Inflater, inflated_fields

@@ -219,7 +219,7 @@ def make_cluster(
     placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
     verify, told = placed.verify, placed.draft
     check_doors({name: one for name, one in options.items() if name != "draft" or told is not None}, fixed_ports)
-    target = resolve_model(verify.model)
+    target = resolve_model(verify.model, impl=verify.model_impl)
     check_config(target, verify.model_impl)
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)

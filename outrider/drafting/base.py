@@ -75,7 +75,7 @@ class AnyDrafter(Protocol):
         """Checked against the target before any request is opened."""
 
     def gauges(self) -> Mapping[str, int]:
-        """Sizes worth watching, by name; called from any thread."""
+        """Sizes worth watching, by name."""
 
 
 class Drafter(ABC):
@@ -134,7 +134,7 @@ class Drafter(ABC):
         """The next requests are of another target: forget what was learned from the old one. No request is open."""
 
     def gauges(self) -> Mapping[str, int]:
-        """Sizes worth watching, by name; called from any thread."""
+        """Sizes worth watching, by name."""
         return {}
 
 

@@ -20,8 +20,9 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarNode, GrammarState, GrammarVocabulary, compile_grammar
 from outrider.logs import get_logger
+from outrider.models.drafters.kinds import draft_name
 from outrider.models.fields import get_token_ids, read_json
-from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, default_cache_dir
+from outrider.models.store import local_folder
 from outrider.models.store_folder import hash_tokenizer
 from outrider.tree.author import TreeAuthor
 
@@ -176,11 +177,9 @@ def _end_ids(folder: Path) -> list[int]:
 
 def find_tokenizer(options: DraftOptions, wanted: str) -> Path | None:
     """A folder on this machine with the tokenizer of this SHA-256 (any, if that is empty), among the models named."""
-    for name in (options.target_model_path, options.speculative_draft_model_path):
-        folder = Path(name).expanduser()
-        if name.lower() in DEFAULT_ALIASES:
-            folder = default_cache_dir() / "models" / DEFAULT_MODEL
-        found = hash_tokenizer(folder) if name else ""
+    for name in filter(None, (options.target_model_path, draft_name(options))):
+        folder = local_folder(name)
+        found = hash_tokenizer(folder)
         if found and wanted in ("", found):
             return folder
     return None

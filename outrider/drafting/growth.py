@@ -43,8 +43,9 @@ class GrowthQueue:
         self.tree = tree
         self.author = tree.author
         self.limits = limits
-        self._expanded: set[int] = set()  # nodes that were expanded; kept where trees are shared
+        self._expanded: set[int] = set()  # nodes that were expanded; kept where there are others' nodes
         self._num_seen = 0  # ids below this were looked at for others' nodes
+        self._num_before = 0  # ids below this were there when it began: its own are as others' nodes
         self._heap: list[_Entry] = []
         self._deferred_leaves: list[int] = []  # leaves to expand once the root has come closer
         self._put_off: list[_Entry] = []  # nodes to expand once there was a commit
@@ -88,10 +89,10 @@ class GrowthQueue:
         above = self.author.from_start(node_id)[0]
         for candidate in candidates:
             self._push(above + candidate.score, node_id, candidate.token, candidate.score, candidate.source)
-        if self.limits.shared and node_id not in self._expanded:
+        if (self.limits.shared or self._num_before > 1) and node_id not in self._expanded:
             self._expanded.add(node_id)
             for child in self.author.children(node_id).values():
-                if child < self._num_seen and self._is_foreign(child):
+                if child < self._num_seen and self._is_foreign(child, self.author.node(child).source):
                     self._queue(child)
 
     def catch_up(self) -> None:
@@ -99,7 +100,7 @@ class GrowthQueue:
         if self._num_seen == self.author.next_id:
             return
         for node_id, parent, source in self.author.since(self._num_seen):
-            if parent in self._expanded and source not in self.limits.sources:
+            if parent in self._expanded and self._is_foreign(node_id, source):
                 self._queue(node_id)
         self._num_seen = self.author.next_id
 
@@ -122,7 +123,7 @@ class GrowthQueue:
         self._deferred_leaves = []
         self._put_off = []
         self._expanded.clear()
-        self._num_seen = 0
+        self._num_seen = self._num_before = self.author.next_id
         self.ask_root()
 
     def ask_root(self) -> None:
@@ -137,8 +138,8 @@ class GrowthQueue:
         position = author.committed_len + author.depth(node_id)
         return FrontierNode(self.tree.handle, node_id, parent, node.token, position)
 
-    def _is_foreign(self, node_id: int) -> bool:
-        return self.author.node(node_id).source not in self.limits.sources
+    def _is_foreign(self, node_id: int, source: int) -> bool:
+        return node_id < self._num_before or source not in self.limits.sources
 
     def _queue(self, node_id: int) -> None:
         """Have a node expanded, or keep it until it is not too deep."""
@@ -231,7 +232,8 @@ class NodeGrowth(Grower):
         for handle in self._drafter.work(deadline):
             queue = self._queues.get(handle)
             if queue is not None:
-                # Nodes that it was asked about before it knew the prompt have no guesses, their children no context.
+                # Nodes that it was asked about before it knew the prompt have no guesses, their children no context;
+                # of its own there are some that a grammar forced.
                 queue.restart()
                 self.changed(queue.tree)
 

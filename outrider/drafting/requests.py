@@ -97,6 +97,8 @@ class Requests:
         tree = self._trees.get((port, message.request))
         if tree is not None:
             self._give_up(port, tree, Refusal(DeclineReason.UNSPECIFIED, "the drafter failed"))
+        elif isinstance(message, Open):
+            self._decline(port, message.request, DeclineReason.UNSPECIFIED, "the drafter failed")
 
     def send_nodes(self) -> None:
         """Send what has grown since the last call, and acknowledge commits."""

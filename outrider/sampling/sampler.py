@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,15 +35,27 @@ class RequestSampler:
         vocab_size: int,
         end: AnswerEnd = ANY_END,
     ) -> None:
-        """Start at the end of the prompt. All token ids are of the vocabulary, as admission has seen to."""
+        """Start at the end of the prompt. All token ids are of the vocabulary, as admission has seen to.
+
+        Nothing of the vocabulary's size is made before it samples: where a device does, it never does.
+        """
         self.params = params
         self.vocab_size = vocab_size
+        self._prompt_ids = prompt_ids
         self._length = len(prompt_ids)
         self._processor = LogitsProcessor(params)
         self._min_length = len(prompt_ids) + end.min_tokens
-        self._goes_on = None if not end.min_tokens else ~np.isin(np.arange(vocab_size), list(end.token_ids))
-        self._history = TokenHistory(prompt_ids, vocab_size) if params.penalized else None
+        self._end = end
         self._noise: OrderedDict[int, NDArray[np.float32]] = OrderedDict()
+
+    @cached_property
+    def _goes_on(self) -> NDArray[np.bool_] | None:
+        """Which tokens let an answer go on, if it has a least length."""
+        return ~np.isin(np.arange(self.vocab_size), list(self._end.token_ids)) if self._end.min_tokens else None
+
+    @cached_property
+    def _history(self) -> TokenHistory | None:
+        return TokenHistory(self._prompt_ids, self.vocab_size) if self.params.penalized else None
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Append committed tokens to the output that penalties see."""

@@ -40,10 +40,10 @@ from outrider.models.drafters.config import (
 )
 from outrider.models.drafters.cuts import cut_head
 from outrider.models.drafters.kinds import BLOCK_ALGORITHMS
+from outrider.models.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 from outrider.models.fields import read_configs, read_json
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import config_folder
-from outrider_tools.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRAPH_BYTES = 4 << 20

@@ -94,7 +94,7 @@ def _try(findings: list[dict[str, str]], check: str, look: Any) -> Any:
 
 
 def _target(name: str, impl: str) -> tuple[Hello, str]:
-    path = resolve_model(name)
+    path = resolve_model(name, impl=impl)
     model = load_model(path, torch.float32, _META, impl=impl)
     config = model.config
     tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from draft_fakes import RecordingPort, open_message
 from growth_rig import GOES_ON, VOCAB, Rig, continuation, scripted
 from growth_steps import act, steps
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import CombinedDrafter, Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.drafting.registry import build_drafter
+from outrider.drafting.requests import Requests
 from outrider.errors import ConfigError
 from outrider.tree.author import TreeAuthor
 
@@ -79,6 +81,42 @@ def test_n_grams_that_know_the_prompt_late_go_on_below_what_the_model_found(capl
     finish(rig)
     assert 1 in request.held_sources()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+class FiveFirst:
+    """A guide that leaves no choice at the root."""
+
+    def allows(self, parent: int, token: int) -> bool:
+        return parent != 0 or token == 5
+
+    def forced(self, parent: int) -> int | None:
+        return 5 if parent == 0 else None
+
+
+def test_n_grams_that_know_the_prompt_late_go_on_below_what_a_grammar_forced() -> None:
+    rig = together()
+    request = rig.open(1, REPEATING * 8, credit=128)
+    for tree in rig.requests._trees.values():
+        tree.author.guide = FiveFirst()
+    for _ in range(3):
+        rig.turn()
+    assert rig.requests.growth.has_work and set(request.held()) >= {(5,)} and (5, 6, 7) not in request.held()
+    finish(rig)
+    assert (5, 6, 7) in request.held()
+
+
+def test_n_grams_alone_go_on_below_what_a_grammar_forced_before_they_knew_the_prompt() -> None:
+    options = DraftOptions(speculative_algorithm=("NGRAM",))
+    requests, peer = Requests(NgramDrafter(options), options), RecordingPort()
+    requests.handle(peer, open_message(REPEATING * 8))
+    (tree,) = requests._trees.values()
+    tree.author.guide = FiveFirst()
+    growth, paths = requests.growth, []
+    for _ in range(2):
+        growth.grow(float("inf"), lambda: False)
+        paths.append([tree.author.node(node).token for node in tree.author.live_ids() if node])
+        growth.work(float("inf"))
+    assert paths[0] == [5] and paths[1][:3] == [5, 6, 7]
 
 
 def test_a_request_has_n_grams_at_once_whatever_the_one_before_asked() -> None:

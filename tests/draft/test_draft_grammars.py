@@ -123,6 +123,26 @@ def test_a_tokenizer_counts_only_if_it_is_the_targets(folder: Path) -> None:
     assert find_tokenizer(DraftOptions(target_model_path="smollm2"), "0" * 64) is None
 
 
+def test_a_tokenizer_of_the_hub_counts_where_it_is_here(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    for commit, reference in (("1" * 40, "main"), ("2" * 40, "v2")):
+        repository = tmp_path / "hub" / "models--owner--name"
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / reference).write_text(commit)
+        (snapshot / "config.json").write_text("{}")
+        if reference == "v2":
+            (snapshot / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    assert find_tokenizer(DraftOptions(target_model_path="owner/name@v2"), "") == snapshot
+    draft = DraftOptions(speculative_draft_model_path="owner/name", speculative_draft_model_revision="v2")
+    assert find_tokenizer(draft, "") == snapshot
+    for name in ("owner/name", "owner/other"):
+        assert find_tokenizer(DraftOptions(target_model_path=name), "") is None
+
+
 def test_n_grams_of_the_prompt_are_kept_back_where_they_do_not_fit(folder: Path) -> None:
     ab, x, y = (TOKENS.index(text) for text in ("ab", "x", "y"))
     options = DraftOptions(target_model_path=str(folder), min_path_probability=0.0)

@@ -169,6 +169,11 @@ def test_a_request_that_fails_here_is_given_up_alone(requests: Requests, peer: R
     assert isinstance(decline, Decline)
     assert (decline.request, decline.retryable) == (1, False)
     assert len(requests) == 1
+    requests.fail(peer, open_message([1, 2], request=3))
+    (decline,) = peer.take()
+    assert isinstance(decline, Decline)
+    assert (decline.request, decline.retryable) == (3, False)
+    assert len(requests) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +130,32 @@ def test_what_was_told_and_never_needed_ends_with_the_processes(update: Any) -> 
         assert workers is not None
     workers._threads.shutdown()
     assert all(told.done() for told in workers._told.values())
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_processes_that_cannot_start_are_tried_once_and_missed_by_nobody(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tried = 0
+
+    def start() -> subprocess.Popen[bytes]:
+        nonlocal num_tried
+        num_tried += 1
+        if num_tried > most:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        answers = ["sh", "-c", "echo; while read -r job; do echo; done"]
+        return subprocess.Popen(answers, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(compile_workers, "_start_process", start)
+    workers = compile_workers._Workers(4)
+    jobs = [compile_workers.CompileJob("", "", str(number), {}, {}, {}, {}, ()) for number in range(8)]
+    for job in jobs:
+        workers.tell(job)
+    for job in jobs:
+        with nullcontext() if most else pytest.raises(OSError, match="are gone"):
+            workers.do(job)
+    assert num_tried == most + 1
+    workers.end()
 
 
 def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

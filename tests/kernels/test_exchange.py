@@ -171,6 +171,8 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="float64"):
         mailbox_bytes(2, 1, 16, torch.float64)
     with pytest.raises(ValueError, match="multiple of 16"):
+        join_columns(boxes, torch.zeros(16, device=device))
+    with pytest.raises(ValueError, match="multiple of 16"):
         join_columns(boxes, torch.zeros(2, 24, device=device))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.experts import expert_linear, route
 from kernels.linear import dequantize, stream_linear
 from kernels.linear_configs import MAX_ROWS, GemmConfig
 from kernels.quant_weight import QuantWeight, codes_per_word, joined, packed, piece_of, unpacked
@@ -132,6 +133,16 @@ def test_sizes_that_no_kernel_takes_are_refused() -> None:
     assert not weight.streams
     with pytest.raises(ValueError, match="make them wide"):
         stream_linear(torch.zeros(1, 96), weight)
+
+
+def test_what_no_kernel_takes_is_refused_by_all_of_them(device: str) -> None:
+    weight = made("int4", 8, 96, 16, device)
+    with pytest.raises(ValueError, match="make them wide"):
+        dequantize(weight, torch.float32)
+    experts = QuantWeight("int4", weight.codes[None], weight.scales[None], weight.group, weight.piece)
+    routes = route(torch.zeros(2, 1, device=device), 1, True)
+    with pytest.raises(ValueError, match="make them wide"):
+        expert_linear(torch.zeros(2, 96, device=device), experts, routes)
 
 
 def test_joined_matrices_are_below_each_other() -> None:

@@ -217,6 +217,12 @@ def test_shapes_are_checked() -> None:
         norm_linear(rows, weight.half())
     with pytest.raises(ValueError, match="1 to 64 of 16 to"):
         norm_linear(torch.zeros(65, 32), weight)
+    wide = torch.zeros(2, MAX_SIZE + 16)
+    with pytest.raises(ValueError, match=f"of 16 to {MAX_SIZE} columns"):
+        norm_linear(wide, torch.zeros(64, MAX_SIZE + 16), gated=True)
+    with pytest.raises(ValueError, match=f"of 16 to {MAX_SIZE} columns"):
+        cache, angles = torch.zeros(4, 1, 16), torch.zeros(2, 8)
+        norm_qkv(wide, torch.zeros(64, MAX_SIZE + 16), angles, angles, torch.zeros(2), cache, cache, 2)
     cache, angles, slots = torch.zeros(4, 1, 8), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="from 16 on"):
         norm_qkv(rows, weight, angles, angles, slots, cache, cache, 6)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 from torch import Tensor
 
 from outrider.errors import ConfigError
+from outrider.models import weights
+from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 
 
@@ -93,6 +98,24 @@ def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     with pytest.raises(ConfigError, match=r"torch\.int8"):
         load_model(tmp_path, torch.int8)
+
+
+def test_each_file_is_opened_once_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path, max_shard_size="20KB")
+    opened: list[Path] = []
+    shards: list[weakref.ref[Any]] = []
+
+    class Shard:
+        def __init__(self, path: Path, **options: Any) -> None:
+            opened.append(path)
+            shards.append(weakref.ref(self))
+            self._shard = safe_open(path, **options)
+            self.get_tensor = self._shard.get_tensor
+
+    monkeypatch.setattr(weights, "safe_open", Shard)
+    model = load_model(tmp_path)
+    assert sorted(opened) == sorted(tmp_path.glob("*.safetensors")) and len(opened) > 2
+    assert isinstance(model, CausalLM) and not any(shard() for shard in shards), "it is kept with the model"
 
 
 def test_progress_rises_to_the_total(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import relative_error, run_one, save_tiny, token_ids
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
@@ -18,12 +18,12 @@ from outrider.errors import ConfigError
 from outrider.models import config as config_module
 from outrider.models.config import ModelShape, check_config, foreign_shape
 from outrider.models.decoder import CausalLM
+from outrider.models.elements import target_elements
 from outrider.models.fields import read_configs
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
-from outrider_tools.elements import target_elements
+from outrider.models.transformers_modules import replace_modules
 from verify_service.engine.build import attention_backend
-from verify_service.executors.device import num_parameters
 
 WINDOW = "sliding_attention"
 PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -177,6 +177,25 @@ def test_a_norm_that_computes_something_else_stays(tmp_path: Path) -> None:
     check(model, reference)
 
 
+@pytest.mark.parametrize("fault", ["takes two", "returns two"])
+def test_a_norm_that_is_called_otherwise_stays(fault: str) -> None:
+    class GatedNorm(nn.RMSNorm):
+        def forward(self, rows: Tensor, *gate: Tensor) -> Any:
+            return (super().forward(rows * gate[0]),) if fault == "takes two" else (super().forward(rows), rows)
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = GatedNorm(8, eps=1e-6)
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    holder = Holder()
+    replace_modules(holder)
+    assert isinstance(holder.norm, GatedNorm)
+
+
 def refusal(folder: Path, impl: str = "auto") -> str:
     """What `describe_model` says, before any weight is read."""
     for path in folder.glob("*.safetensors"):
@@ -313,7 +332,7 @@ def test_config_json_alone_tells_what_transformers_does(family: str, changes: di
     shape = describe_model(tmp_path)
     told = foreign_shape(*read_configs(tmp_path))
     assert told == ModelShape(**{name: getattr(shape, name) for name in ModelShape.__slots__})
-    assert target_elements(told, tmp_path).total == num_parameters(shape)
+    assert target_elements(told, tmp_path).total == shape.num_parameters  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from outrider.cli.models import installed_models
 from outrider.errors import ConfigError
 from outrider.models import store
 from outrider.models.progress import silent
+from outrider.models.shipped import is_default_target
 from outrider.models.store import embedded_model, resolve_model, served_name
 from outrider.models.store_folder import check_model_folder
 from outrider.models.store_wheel import PinnedWheel
@@ -177,15 +179,25 @@ def test_an_unknown_name_is_answered_with_the_choices(tmp_path: Path, name: str)
     assert "SmolLM2-135M-Instruct" in caught.value.message
 
 
+@pytest.mark.parametrize("find", [resolve_model, served_name, store.config_folder, is_default_target])
+def test_a_home_that_is_not_there_is_told(find: Callable[[str], object]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"~nobody-of-this-name/x names a home that is not there; write the whole path"
+    ):
+        find("~nobody-of-this-name/x")
+
+
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(ConfigError, match="is a file"):
         resolve_model(str(tmp_path / "model.gguf"))
 
 
-def hub_config(folder: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> list[dict[str, object]]:
+def hub_config(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, **changes: object
+) -> list[dict[str, object]]:
     """A hub that gives out a config.json; what it was asked for."""
-    fields = {"architectures": [architecture], "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    fields = {"architectures": [architecture], "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, **changes}
     fields |= {"max_position_embeddings": 64, "intermediate_size": 8, "num_hidden_layers": 1}
     asked: list[dict[str, object]] = []
 
@@ -216,6 +228,25 @@ def test_the_hub_gives_data_files_alone(tmp_path: Path, monkeypatch: pytest.Monk
     assert isinstance(patterns, list)
     assert not [pattern for pattern in patterns if not pattern.endswith((".json", ".safetensors", ".jinja"))]
     assert served_name("owner/name") == "owner/name"
+
+
+def test_who_runs_a_model_decides_whether_it_is_refused_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(impl: str) -> Path:
+        return resolve_model("owner/name", cache_dir=tmp_path / "cache", progress=silent, impl=impl)
+
+    def snapshot_download(repo_id: str, **options: object) -> str:
+        return str(model_folder(tmp_path / "snapshot"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    hub_config(tmp_path, monkeypatch, "StableLmForCausalLM")
+    with pytest.raises(ConfigError, match="'StableLmForCausalLM' is not supported"):
+        resolve("outrider")
+    hub_config(tmp_path, monkeypatch, "LlamaForCausalLM", hidden_act="relu")
+    with pytest.raises(ConfigError, match="hidden_act 'relu'"):
+        resolve("auto")
+    assert resolve("transformers") == tmp_path / "snapshot"
 
 
 def test_an_architecture_that_cannot_be_served_is_refused_before_it_is_fetched(

@@ -95,6 +95,27 @@ async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_diall
         assert len(events.sessions) == 2
 
 
+async def test_features_that_cannot_be_written_are_told_and_the_session_is_dialled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def behave(context: Context, number: int) -> None:
+        await greet_with_layers(context)
+        await stay(context)
+
+    async def features(context: Context, number: int) -> None:
+        await context.read()
+        await context.write(encode_response(FeaturesAccept()).SerializeToString())
+        await stay(context)
+
+    async with dialled(tmp_path, behave, features) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+        events.sessions[0].begin_features(BEGIN)
+        events.sessions[0].send_features([Features(3, 2**32, 1, False, bytes(64), "float32", 1)])
+        await events.until(lambda: len(events.sessions) == 2)
+    (fault,) = [record for record in caplog.records if record.exc_info]
+    assert "the features stream to draft" in fault.message and "4294967296" in caplog.text
+
+
 MATRIX = bytes(number % 250 for number in range(6 * 16 * 4))
 PROJECTION = Projection((4, 1), 6, "float32", MATRIX, name_projection((4, 1), 6, "float32", MATRIX))
 PROJECTED = replace(BEGIN, width=6, projected=True, wants_projection=True)

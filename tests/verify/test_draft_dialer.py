@@ -16,6 +16,7 @@ from outrider.protocol.speculation import (
     Grow,
     Open,
     Pause,
+    Resume,
 )
 from outrider.protocol.speculation_codec import MAX_EVENTS_AT_ONCE, decode_verify, encode_draft
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
@@ -56,7 +57,9 @@ async def test_bytes_that_are_no_message_are_dropped_and_the_session_goes_on(tmp
         assert len(events.sessions) == 1
 
 
-async def test_a_session_that_cannot_write_ends_at_once_and_is_dialled_again(tmp_path: Path) -> None:
+async def test_a_session_that_cannot_write_ends_at_once_and_is_dialled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def behave(context: Context, number: int) -> None:
         await greet(context)
         await stay(context)
@@ -65,6 +68,8 @@ async def test_a_session_that_cannot_write_ends_at_once_and_is_dialled_again(tmp
         await events.until(lambda: len(events.sessions) == 1)
         events.sessions[0].send([Commit(1, 2, [0], 1, 2**32, None, 8)])
         await events.until(lambda: events.num_ended == 1 and len(events.sessions) == 2)
+    (fault,) = [record for record in caplog.records if record.exc_info]
+    assert "the session with draft" in fault.message and "4294967296" in caplog.text
 
 
 async def test_a_session_that_is_reset_is_dialled_again(tmp_path: Path) -> None:
@@ -159,6 +164,14 @@ async def test_nonsense_is_logged_once_in_a_while(tmp_path: Path, caplog: pytest
             events.sessions[-1].reset()
             await events.until(lambda count=count: len(events.sessions) == count + 1)  # type: ignore[misc]
     assert sum("dropped" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_commits_become_one_unless_something_else_of_their_request_is_between() -> None:
+    session = DraftSession("draft", None, Terms(), None, None)  # type: ignore[arg-type]
+    first, second, third = (Commit(1, length, [length], 0, 0, None, credit=length) for length in (5, 6, 7))
+    session.send([first, Pause(2), second, Resume(1, 4), third])
+    both = Commit(1, 5, [5, 6], 0, 0, None, credit=6)
+    assert session._queue == [both, Pause(2), Resume(1, 4), third]
 
 
 async def test_all_requests_of_a_large_service_can_be_opened_anew() -> None:

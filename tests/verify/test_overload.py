@@ -121,15 +121,30 @@ def test_prompt_tokens_that_wait_are_bounded_but_one_prompt_alone_may_be_long() 
 def test_retry_after_follows_how_fast_requests_end_within_bounds() -> None:
     now = 0.0
     queue = Backlog(lambda: now)
-    queue.open(1, 0)
+    queue.open(2, 0)
+    queue.admit(0, 1)
     for seconds, low, high in ((0.01, 1, 1), (10, 5, 10), (1000, 30, 30)):
-        for number in range(20):
+        for number in range(1, 21):
             now += seconds
             queue.admit(number, 1)
             with pytest.raises(OverloadedError) as caught:
                 queue.admit(99, 1)
             queue.ended(number)
         assert low <= caught.value.retry_after <= high
+
+
+def test_retry_after_does_not_count_time_without_requests() -> None:
+    now = 0.0
+    queue = Backlog(lambda: now)
+    queue.open(1, 0)
+    for number in range(3):
+        now += 3600
+        queue.admit(number, 1)
+        now += 0.01
+        with pytest.raises(OverloadedError) as caught:
+            queue.admit(99, 1)
+        queue.ended(number)
+    assert caught.value.retry_after == 1
 
 
 async def forever() -> None:

@@ -279,9 +279,13 @@ threading.Event().wait(60)
 """A rank 0 that waits for its device, not for other ranks."""
 
 
-@pytest.mark.parametrize(("end", "code", "words"), [("kill", 1, "(SIGKILL)"), ("refuse", 2, "--context-length: 4096")])
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [("kill", 1, "(SIGKILL)"), ("refuse", 2, "--context-length: 4096"), ("fail", 1, "(RuntimeError: set_num_threads")],
+)
 def test_a_rank_that_ends_at_the_start_ends_a_busy_rank_0(folder: Path, end: str, code: int, words: str) -> None:
-    options = options_for(folder, context_length=4096 if end == "refuse" else 0)
+    fields = {"refuse": {"context_length": 4096}, "fail": {"threads": -1}}
+    options = options_for(folder, **fields.get(end, {}))
     command = [sys.executable, "-c", BUSY_START, msgspec.json.encode(options).decode(), end]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == code, done.stderr

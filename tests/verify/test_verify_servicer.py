@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cuda_harness import make_paged_engine
 from engine_thread import EngineThread, engine_thread
 from harness import make_engine
 
@@ -59,8 +60,9 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(model: CausalLM, folder: Path, **limits: int) -> AsyncIterator[Door]:
-    async with engine_thread(make_engine(model, **limits)) as engine:
+async def open_door(model: CausalLM, folder: Path, paged: bool = False, **limits: int) -> AsyncIterator[Door]:
+    made = make_paged_engine(model, **limits)[0] if paged else make_engine(model, **limits)
+    async with engine_thread(made) as engine:
         admission = Admission(VOCAB, 200, (60,), True)
         info = verify_pb2.VerifyServiceGetInfoResponse(model="tiny", vocab_size=VOCAB, context_length=200)
         servicer = VerifyServicer(engine.remote, admission, info, verify_pb2.VerifyServiceGetLoadResponse)
@@ -140,6 +142,13 @@ async def test_a_prompt_over_the_context_is_a_context_error(model: CausalLM, tmp
         assert isinstance(error, ContextLengthError) and "199" in error.message
         cut = await door.generate(message(prompt_token_ids=[1] * 195, max_tokens=100))
         assert sum(len(response.token_ids) for response in cut) == 5
+
+
+async def test_min_tokens_end_with_the_context_as_max_tokens_do(model: CausalLM, tmp_path: Path) -> None:
+    async with open_door(model, tmp_path, paged=True) as door:
+        responses = await door.generate(message(prompt_token_ids=[1] * 190, max_tokens=2**32 - 1, min_tokens=2**32 - 1))
+        assert sum(len(response.token_ids) for response in responses) == 10
+        assert responses[-1].finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
 async def test_cancelling_frees_pages_at_once(model: CausalLM, tmp_path: Path) -> None:

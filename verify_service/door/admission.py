@@ -77,10 +77,12 @@ class Admission:
             raise InvalidRequestError(
                 "num_prompt_logprobs", f"is {request.num_prompt_logprobs}", f"ask for at most {MAX_LOGPROBS}"
             )
+        max_tokens = min(request.max_tokens, self.context_length - len(request.prompt_token_ids))
         return replace(
             request,
             sampling=sampling,
-            max_tokens=min(request.max_tokens, self.context_length - len(request.prompt_token_ids)),
+            max_tokens=max_tokens,
+            min_tokens=min(request.min_tokens, max_tokens),
             stop_token_ids=request.stop_token_ids.union(() if request.ignore_eos else self.eos_token_ids),
             disable_speculation=request.disable_speculation or not self.speculation,
             client=client.get(),

@@ -64,7 +64,9 @@ class VerifyMetrics:
         self._rounds = counter("rounds", "Rounds run.")
         self._round_seconds = histogram("round_seconds", "Wall time of a round.", _SECONDS_BUCKETS)
         self._gap_seconds = histogram(
-            "host_gap_seconds", "Time on the host from the end of a round to the launch of the next.", _GAP_BUCKETS
+            "host_gap_seconds",
+            "Time between two rounds with the device idle, waits for drafts aside.",
+            _GAP_BUCKETS,
         )
         self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _GPU_BUCKETS)
         self._drafting_seconds = histogram(
@@ -79,7 +81,7 @@ class VerifyMetrics:
         )
         self._has_drafts = False
         self._hit_rounds = counter(
-            "hit_rounds", "Of these, those with at least half of the usual number of nodes there without waiting."
+            "hit_rounds", "Drafted rounds with at least half of the usual number of nodes there without waiting."
         )
         self._ready_rounds = counter(
             "ready_rounds", "Drafted rounds with at least half of the nodes that they took there without waiting."

@@ -109,7 +109,8 @@ class Backlog:
         now = self._clock()
         if self._ended_at is not None:
             self._seconds_between_ends += _END_INTERVAL_LEARN * (now - self._ended_at - self._seconds_between_ends)
-        self._ended_at = now
+        # Time in which nothing was asked tells nothing of how fast requests end.
+        self._ended_at = now if self._unfinished else None
 
     def _refusal(self, reason: str, message: str) -> OverloadedError:
         self.refused[reason] += 1

@@ -147,11 +147,12 @@ class FeatureUpload:
                         raise InvalidRequestError("released.through", problem)
                     self._engine.features_released(self._session, response.through)
             finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+                await _end(writer)
         except (grpc.aio.AioRpcError, InvalidRequestError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error.message
             log.warning("the features stream to draft %s failed: %s", self._session.address, reason)
+        except Exception:
+            log.exception("the features stream to draft %s failed", self._session.address)
         finally:
             await channel.close()
 
@@ -185,6 +186,16 @@ class FeatureUpload:
             room -= self._queue[0].count
             batch.append(self._queue.popleft())
         return batch
+
+
+async def _end(writer: asyncio.Task[None]) -> None:
+    """End what writes to a call. Raises what it failed of, unless that is the call's end, or this task's."""
+    writer.cancel()
+    (failure,) = await asyncio.gather(writer, return_exceptions=True)
+    if not isinstance(failure, Exception) or isinstance(failure, grpc.aio.AioRpcError | asyncio.InvalidStateError):
+        return
+    if (task := asyncio.current_task()) is not None and not task.cancelling():
+        raise failure
 
 
 def _read(message: object) -> FeaturesResponse | None:
@@ -309,6 +320,8 @@ class DraftSession:
                 self._queue[place] = replace(message, length_before=earlier.length_before, token_ids=tokens)
                 return
             self._last_commit[message.request] = len(self._queue)
+        elif not isinstance(message, Hello):
+            self._last_commit.pop(message.request, None)
         self._queue.append(message)
 
 
@@ -413,12 +426,11 @@ class DraftDialer:
             try:
                 await session.read()
             finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
                 await session.close()
                 self._features_failed = session.features_failed
                 self._engine.draft_disconnected(session)
                 log.info("the session with draft %s is over", self.address)
+                await _end(writer)
         finally:
             await channel.close()
 

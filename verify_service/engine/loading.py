@@ -58,7 +58,7 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
 
     Raises ConfigError for what cannot run, where possible before weights are read.
     """
-    path = resolve_model(options.model)
+    path = resolve_model(options.model, impl=options.model_impl)
     device = choose_device(options.device)
     config = describe_model(path, options.model_impl)
     part: ModelConfig | None = None

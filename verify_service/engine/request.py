@@ -94,7 +94,8 @@ class Request:
     def begin(cls, params: GenerationRequest, sink: Callable[[GenerationUpdate], None], vocab_size: int) -> Request:
         """A request at its start."""
         tokens = list(params.prompt_token_ids)
-        sampler = RequestSampler(_without_bad_tokens(params), tokens, vocab_size, params.answer_end)
+        sampling = _without_bad_tokens(params)
+        sampler = RequestSampler(sampling, params.prompt_token_ids, vocab_size, params.answer_end)
         words = [word for word in params.bad_words if len(word) > 1]
         bad_words = BadWords(words, vocab_size) if words else None
         return cls(params, tokens, len(tokens), sampler, sink, params.priority, bad_words=bad_words)

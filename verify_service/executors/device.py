@@ -10,16 +10,20 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig, ModelShape, check_heads
+from outrider.models.config import ModelConfig, check_heads
+from outrider.models.elements import model_elements
 from outrider.models.transformers_model import TransformersConfig
 
 
-def check_model(config: ModelShape, dtype: torch.dtype, device: torch.device, mem_fraction: float) -> None:
+def check_model(
+    config: ModelConfig | TransformersConfig, dtype: torch.dtype, device: torch.device, mem_fraction: float
+) -> None:
     """Raise ConfigError for a model that cannot run on this GPU, before its weights are read."""
     check_heads(config)
     free, total = torch.cuda.mem_get_info(device)
     budget = min(int(total * mem_fraction), free)
-    needed = num_parameters(config) * dtype.itemsize
+    count = model_elements(config).total if isinstance(config, ModelConfig) else config.num_parameters
+    needed = count * dtype.itemsize
     if dtype != torch.float32:
         needed -= config.bytes_saved(dtype.itemsize)
     if needed > budget:
@@ -45,22 +49,6 @@ def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: i
             f"little for 1024 tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98) or choose a smaller model"
         )
     return room // per_token
-
-
-def num_parameters(config: ModelShape) -> int:
-    """Elements of all weights, but for norms and biases where the decoder is ours."""
-    if isinstance(config, TransformersConfig):
-        return config.num_parameters
-    if not isinstance(config, ModelConfig):
-        raise TypeError(f"{type(config).__name__} tells no sizes")
-    heads = config.num_heads + 2 * config.num_kv_heads
-    layer = config.hidden_size * config.head_dim * (heads + config.num_heads)
-    matrices = 1 if config.tie_embeddings else 2
-    dense, weights = config.num_layers, matrices * config.vocab_size * config.hidden_size
-    if (experts := config.experts) is not None:
-        dense -= len(experts.layers)
-        weights += len(experts.layers) * experts.num_weights(config.hidden_size)
-    return weights + config.num_layers * layer + dense * 3 * config.hidden_size * config.intermediate_size
 
 
 def varied_tokens(count: int, vocab_size: int) -> list[int]:

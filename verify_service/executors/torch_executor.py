@@ -1,4 +1,4 @@
-"""Runs rounds on torch: the CPU reference for every executor to come."""
+"""Runs rounds on torch, on a CPU: the reference of the executor for GPUs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from verify_service.executors.device import varied_tokens
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.features.base import FeatureExecutor, FeaturePlan
 
-# A width is measured anew until this much time has gone by.
 MEASURED_CONTEXT = 192
 """Cached tokens behind which rounds are timed."""
 _MEASURE_SECONDS = 0.1
+"""A width is measured anew until this much time has gone by."""
 
 
 def entry_mask(entry: Entry) -> torch.Tensor | None:

@@ -48,11 +48,11 @@ class Followers:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raise RankError, or ConfigError at the start, for a rank that has ended."""
+        """Raise RankError, or ConfigError for one that refuses its options at the start, for a rank that has ended."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 said = self.memory.said(rank)
-                if said and not self._is_started:
+                if code == EXIT_CONFIG and not self._is_started:
                     raise ConfigError(f"rank {rank}: {said}")
                 raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or _ending(code)})")
 

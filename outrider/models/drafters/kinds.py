@@ -26,7 +26,7 @@ from outrider.models.drafters.config import (
     mtp_config,
 )
 from outrider.models.fields import get_int, read_json
-from outrider.models.store import is_hub_id, resolve_model
+from outrider.models.store import expand, is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
 
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
@@ -152,18 +152,22 @@ def asked_window(options: DraftOptions, own: ContextWindow) -> ContextWindow:
     return ContextWindow(size, max(sinks, MIN_SINKS)) if size else own
 
 
+def draft_name(options: DraftOptions) -> str:
+    """The draft model's folder, or its hub id with the revision that is wanted; "" for none."""
+    name, revision = options.speculative_draft_model_path, options.speculative_draft_model_revision
+    return f"{name}@{revision}" if name and revision and is_hub_id(name) and not Path(name).is_dir() else name
+
+
 def draft_folder(options: DraftOptions, algorithm: str) -> Path:
     """The folder that holds the draft model; the target's for NEXTN, unless another is given."""
-    name = options.speculative_draft_model_path
-    if name and options.speculative_draft_model_revision and is_hub_id(name) and not Path(name).is_dir():
-        name = f"{name}@{options.speculative_draft_model_revision}"
+    name = draft_name(options)
     if not name and algorithm != "NEXTN":
         raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; name its folder or hub id")
     name = name or options.target_model_path
     if not name:
         raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
     # Of a local folder its kind is told first: that a head has no tokenizer is no mistake of the head.
-    is_local = Path(name).expanduser().is_dir()
+    is_local = expand(name).is_dir()
     folder = resolve_model(name, needs_tokenizer=algorithm == "STANDALONE" and not is_local)
     check_kind(algorithm, folder)
     if algorithm == "STANDALONE":

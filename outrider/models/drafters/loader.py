@@ -32,7 +32,7 @@ from outrider.models.drafters.kinds import (
 )
 from outrider.models.drafters.token_ids import cut_output, ids_of_offsets, read_token_map
 from outrider.models.fields import read_json
-from outrider.models.loader import SUPPORTED_DTYPES, describe_model, load_decoder, load_model, text_name
+from outrider.models.loader import SUPPORTED_DTYPES, load_decoder, load_model, text_name
 from outrider.models.quantization import read_quantization
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
@@ -65,7 +65,6 @@ def load_draft_model(
     """
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
-    target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
     device = device or choose_device(options.device)
     dtype = dtype or choose_dtype(options.dtype, device, _stated_dtype(folder))
     if dtype not in SUPPORTED_DTYPES:
@@ -78,6 +77,7 @@ def load_draft_model(
         if draft.window.size and not (isinstance(shape, ModelConfig) and not any(shape.windows)):
             raise ConfigError(f"--speculative-draft-window-size: {folder} may have windows of its own; leave it out")
         return draft
+    target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
     head = _load_head(options, algorithm, folder, target, place)
     # A head without a tokenizer has its target's.
     head.tokenizer_hash = hash_tokenizer(folder) or (hash_tokenizer(target) if target is not None else "")
@@ -105,12 +105,12 @@ class WeightPlacement:
 
 
 def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement) -> StandaloneDraft:
-    allowed = _token_map(options, describe_model(folder).vocab_size)
-    if allowed is None:
+    if not options.speculative_token_map:
         whole = load_model(folder, place.dtype, place.device, place.progress)
         return StandaloneDraft(whole, hash_tokenizer(folder))
     # Its output matrix is cut: ours alone can be.
     config = ModelConfig.from_folder(folder)
+    allowed = read_token_map(Path(options.speculative_token_map), config.vocab_size)
     model = load_decoder(folder, place.dtype, place.device, place.progress)
     source = shared_tensors(folder)[EMBEDDING if config.tie_embeddings else OUTPUT]
     with torch.inference_mode():

@@ -317,7 +317,7 @@ def test_half_formats_stay_close(dtype: torch.dtype, tmp_path: Path) -> None:
         ({}, {"d2t": torch.zeros(49, dtype=torch.int64)}, r"d2t is torch.int64 \[49\]"),
         ({}, {"d2t": torch.full((50,), 60)}, "d2t leads outside the vocabulary of 97"),
         ({}, {"d2t": -torch.arange(50)}, "one token from two draft ids"),
-        ({}, {"extra.weight": torch.zeros(1)}, "unexpected tensor extra.weight"),
+        ({}, {"extra.weight": torch.zeros(1)}, "unexpected tensor extra.weight; the draft's config.json does not call"),
         ({"hidden_size": None}, {}, "hidden_size is missing"),
         ({"draft_vocab_size": 98}, {}, "draft_vocab_size 98 is above vocab_size 97"),
         ({"fc_norm": True, "norm_before_fc": True}, {}, "exclude each other"),
