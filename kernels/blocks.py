@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels.block_state import BlockLayout, BlockRoots, BlockStore
 from kernels.frontier_state import BurstRows, RegionPlan, StepTokens
-from kernels.launch import use_triton
-from kernels.reference import blocks as reference
+from kernels.launch import backend
 
 
 def find_roots(step: StepTokens, rows: BurstRows, first_given: int, injected: Tensor) -> tuple[Tensor, BlockRoots]:
@@ -31,14 +28,14 @@ def find_roots(step: StepTokens, rows: BurstRows, first_given: int, injected: Te
     _check_injected(injected)
     width, num_rows = step.rows.shape[0], rows.table_rows.shape[0]
     slots, places, positions = (step.rows.new_empty(size) for size in (width, num_rows, num_rows))
-    _backend(injected).find_roots(step, first_given, injected, slots, places, positions)
+    backend(injected, "blocks").find_roots(step, first_given, injected, slots, places, positions)
     return slots, BlockRoots(step.token_ids, places, places, positions, rows.table_rows, rows.context_len)
 
 
 def forget_injected(step: StepTokens, injected: Tensor) -> None:
     """The tree slots of a step hold no keys of features. One launch. See `find_roots`."""
     _check_injected(injected)
-    _backend(injected).forget_injected(step, injected)
+    backend(injected, "blocks").forget_injected(step, injected)
 
 
 def lay_out_blocks(
@@ -76,7 +73,7 @@ def lay_out_blocks(
         ints(num_rows), ints(num_rows), ints(places), ints(places), ints(num_rows + 1), ints(places),
         ints(places, words + -(-size // 32)),
     )  # fmt: skip
-    _backend(roots.positions).lay_out_blocks(roots, plan, region, mask_token, seen, out)
+    backend(roots.positions, "blocks").lay_out_blocks(roots, plan, region, mask_token, seen, out)
     return out
 
 
@@ -96,7 +93,7 @@ def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tens
     for kept, new in ((blocks.rows, rows), (blocks.logits, logits)):
         if new.shape != (count, kept.shape[1]) or new.dtype != kept.dtype or not new.is_contiguous():
             raise ValueError(f"{list(new.shape)} {new.dtype} for {count} guesses of {kept.shape[1]} {kept.dtype}")
-    _backend(logits).keep_blocks(blocks, where, positions, rows, logits)
+    backend(logits, "blocks").keep_blocks(blocks, where, positions, rows, logits)
 
 
 def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Tensor | None = None) -> Tensor:
@@ -114,7 +111,7 @@ def read_logits(blocks: BlockStore, where: Tensor, positions: Tensor, added: Ten
     if added is not None and (added.shape != shape or added.dtype != torch.float32 or not added.is_contiguous()):
         raise ValueError(f"{list(added.shape)} {added.dtype} added to logits of {list(shape)}")
     out = torch.empty(shape, dtype=torch.float32, device=where.device)
-    _backend(out).read_logits(blocks, where, positions, added, out)
+    backend(out, "blocks").read_logits(blocks, where, positions, added, out)
     return out
 
 
@@ -141,7 +138,7 @@ def read_inputs(
         raise ValueError(f"memory {memory.dtype} and embedding {embedding.dtype} for rows {blocks.rows.dtype}")
     size = memory.shape[1] + embedding.shape[1] + blocks.rows.shape[1]
     out = torch.empty(where.shape[0], size, dtype=blocks.rows.dtype, device=where.device)
-    _backend(out).read_inputs(blocks, where, positions, memory, tokens, embedding, out)
+    backend(out, "blocks").read_inputs(blocks, where, positions, memory, tokens, embedding, out)
     return out
 
 
@@ -152,12 +149,3 @@ def _guesses(blocks: BlockStore) -> int:
 def _check_injected(injected: Tensor) -> None:
     if injected.dtype != torch.int8 or not injected.is_contiguous():
         raise ValueError(f"injected slots must be contiguous int8, not {injected.dtype}")
-
-
-def _backend(tensor: Tensor) -> Any:
-    """The module whose functions run on `tensor`'s device."""
-    if not use_triton(tensor):
-        return reference
-    from kernels.jit import blocks as jit
-
-    return jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import supports_pdl, use_triton
+from kernels.launch import backend, use_triton
 from kernels.reference import elementwise as reference
 
 
@@ -118,11 +118,8 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Te
 
     Pairs of frequency 0 do not turn, and are not scaled.
     """
-    if use_triton(positions):
-        from kernels.jit import elementwise as jit
-
-        return jit.rotary_angles(positions, inv_freq, scale)
-    return reference.rotary_angles(positions, inv_freq, scale)
+    angles: tuple[Tensor, Tensor] = backend(positions, "elementwise").rotary_angles(positions, inv_freq, scale)
+    return angles
 
 
 def rope_write(
@@ -159,12 +156,7 @@ def rope_write(
     kv_heads, dim = k_cache.shape[1:]
     _check_write(heads, k_cache, v_cache, num_heads, qk_norm, (num_heads + kv_heads, dim))
     q = torch.empty(heads.shape[0], num_heads, dim, dtype=heads.dtype, device=heads.device)
-    if not use_triton(heads):
-        reference.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q)
-        return q
-    from kernels.jit import elementwise as jit
-
-    jit.rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q, supports_pdl(heads))
+    backend(heads, "elementwise").rope_write(heads, cos, sin, slots, k_cache, v_cache, qk_norm, eps, q)
     return q
 
 
@@ -195,12 +187,7 @@ def write_keys(
     if heads.shape[1] != layers:
         raise ValueError(f"heads of {heads.shape[1]} layers for {layers}")
     _check_write(heads, k_cache, v_cache, 0, k_norm, (layers, kv_heads, dim))
-    if not use_triton(heads):
-        reference.write_keys(heads, cos, sin, slots, k_cache, v_cache, k_norm, eps)
-        return
-    from kernels.jit import elementwise as jit
-
-    jit.write_keys(heads, cos, sin, slots, k_cache, v_cache, k_norm, eps, supports_pdl(heads))
+    backend(heads, "elementwise").write_keys(heads, cos, sin, slots, k_cache, v_cache, k_norm, eps)
 
 
 def _check_write(

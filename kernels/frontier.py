@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from kernels.frontier_state import (
@@ -17,8 +15,7 @@ from kernels.frontier_state import (
     RegionPlan,
     StepTokens,
 )
-from kernels.launch import use_triton
-from kernels.reference import frontier as reference
+from kernels.launch import backend, use_triton
 
 MAX_WIDTH = 256
 
@@ -40,7 +37,7 @@ def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstR
         raise ValueError(f"a header of {list(header.shape)} and seeds of {list(seeds.shape)} do not fit the pool")
     if not (seeds.is_contiguous() and pool.entries.is_contiguous() and plan.slot_masks.is_contiguous()):
         raise ValueError("seeds, pool and slot masks must be contiguous")
-    _backend(header).begin_burst(header, seeds, pool, rows, plan)
+    backend(header, "frontier").begin_burst(header, seeds, pool, rows, plan)
 
 
 def reroot_pool(
@@ -70,7 +67,7 @@ def reroot_pool(
         raise ValueError(f"new roots of {list(reroots.shape)} do not fit {list(rows.free.shape)} free tree slots")
     if not (rows.free.is_contiguous() and pool.entries.is_contiguous() and plan.slot_masks.is_contiguous()):
         raise ValueError("free slots, pool and slot masks must be contiguous")
-    _backend(header).reroot_pool(header, pool, rows, plan, reroots, step_size)
+    backend(header, "frontier").reroot_pool(header, pool, rows, plan, reroots, step_size)
 
 
 def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
@@ -89,7 +86,7 @@ def add_seeds(pool: CandidatePool, seeds: Tensor) -> None:
         raise ValueError(f"further seeds of {list(seeds.shape)} do not have {NUM_FIELDS} fields")
     if not (seeds.is_contiguous() and pool.entries.is_contiguous()):
         raise ValueError("further seeds and pool must be contiguous")
-    _backend(seeds).add_seeds(pool, seeds)
+    backend(seeds, "frontier").add_seeds(pool, seeds)
 
 
 def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: StepTokens, branching: int) -> None:
@@ -114,7 +111,7 @@ def choose_entries(header: Tensor, pool: CandidatePool, rows: BurstRows, step: S
             f"a pool of {pool.capacity} entries has to be contiguous, at most {MAX_ENTRIES}, "
             f"and to fit scratch for {step.keys.shape[0]}"
         )
-    _backend(header).choose_entries(header, pool, rows, step, branching)
+    backend(header, "frontier").choose_entries(header, pool, rows, step, branching)
 
 
 def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: RegionPlan) -> None:
@@ -133,7 +130,7 @@ def place_entries(pool: CandidatePool, rows: BurstRows, step: StepTokens, plan: 
         raise ValueError(f"a mask of {list(step.mask.shape)} does not fit regions of {list(plan.slot_masks.shape)}")
     if plan.page_tables.stride(1) != 1 or not (rows.free.is_contiguous() and plan.slot_masks.is_contiguous()):
         raise ValueError("free slots, slot masks and the rows of the page tables must be contiguous")
-    _backend(step.order).place_entries(pool, rows, step, plan)
+    backend(step.order, "frontier").place_entries(pool, rows, step, plan)
 
 
 def append_candidates(
@@ -161,18 +158,9 @@ def append_candidates(
         raise ValueError(f"a pool of {pool.capacity} entries cannot hold the candidates of {results.shape[0]} steps")
     if not (tokens.is_contiguous() and scores.is_contiguous()):
         raise ValueError("candidates must be contiguous")
-    _backend(header).append_candidates(header, pool, step, tokens, scores, results)
+    backend(header, "frontier").append_candidates(header, pool, step, tokens, scores, results)
 
 
 def _check_width(step: StepTokens) -> None:
     if step.order.shape[0] > MAX_WIDTH:
         raise ValueError(f"a step runs at most {MAX_WIDTH} nodes, not {step.order.shape[0]}")
-
-
-def _backend(tensor: Tensor) -> Any:
-    """The module whose functions run on `tensor`'s device."""
-    if not use_triton(tensor):
-        return reference
-    from kernels.jit import frontier as jit
-
-    return jit

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.launch import use_triton
-from kernels.reference import kv_cache as reference
+from kernels.launch import backend
 from kernels.sampling_state import RoundTokens
 
 
@@ -22,7 +20,7 @@ def update_pages(page_tables: Tensor, updates: Tensor, shifts: Tensor | None = N
         shifts: int32 [R], pages that each row leaves out; None for none. Where a row leaves out some, its first
             `num_sinks` are not to be changed, and what is left out means nothing.
     """
-    _backend(page_tables).update_pages(page_tables, updates, shifts, num_sinks)
+    backend(page_tables, "kv_cache").update_pages(page_tables, updates, shifts, num_sinks)
 
 
 def stamp(times: Tensor, index: int) -> None:
@@ -67,7 +65,7 @@ def compact(
         raise ValueError("k and v must be contiguous and alike")
     if accepted.stride(1) != 1 or page_tables.stride(1) != 1:
         raise ValueError("the rows of accepted and of the page tables must be contiguous")
-    _backend(k).compact(_bits(k), _bits(v), tokens, page_tables, accepted, num_tokens, page_size)
+    backend(k, "kv_cache").compact(_bits(k), _bits(v), tokens, page_tables, accepted, num_tokens, page_size)
 
 
 def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
@@ -90,18 +88,9 @@ def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
         raise ValueError(f"moves of {list(moves.shape)} {moves.dtype}")
     if not moves.shape[0]:
         return
-    _backend(k).move(_bits(k), _bits(v), moves)
+    backend(k, "kv_cache").move(_bits(k), _bits(v), moves)
 
 
 def _bits(cache: Tensor) -> Tensor:
     """What is only copied; torch indexes no eight-bit floats."""
     return cache.view(torch.uint8) if cache.element_size() == 1 else cache
-
-
-def _backend(tensor: Tensor) -> Any:
-    """The module whose functions run on `tensor`'s device."""
-    if not use_triton(tensor):
-        return reference
-    from kernels.jit import kv_cache as jit
-
-    return jit

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,11 @@ _interpreting = False
 def use_triton(tensor: Tensor) -> bool:
     """Whether functions of this package run their Triton kernels on `tensor`'s device."""
     return tensor.is_cuda or _interpreting
+
+
+def backend(tensor: Tensor, name: str) -> Any:
+    """Of the two modules of this name, the one whose functions run on `tensor`'s device."""
+    return importlib.import_module(f"kernels.{'jit' if use_triton(tensor) else 'reference'}.{name}")
 
 
 @contextmanager

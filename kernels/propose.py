@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import use_triton
-from kernels.reference import propose as reference
+from kernels.launch import backend
 from kernels.sampling_state import GROUP, MAX_BRANCHING, ProposeBuffers, ProposeTables
 
 
@@ -54,13 +53,9 @@ def propose(
         raise ValueError(f"target ids of {list(target_ids.shape)} {target_ids.dtype} for {size} draft tokens")
     if count == 0:
         return
-    where = (rows, positions, tables)
-    if use_triton(logits):
-        from kernels.jit import propose as jit
-
-        jit.propose(logits, *where, buffers, tokens, scores, vocab_limit, target_ids)
-    else:
-        reference.propose(logits, *where, tokens, scores, vocab_limit, target_ids)
+    backend(logits, "propose").propose(
+        logits, rows, positions, tables, buffers, tokens, scores, vocab_limit, target_ids
+    )
 
 
 def _check(

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from kernels.frontier import choose_entries
 from kernels.frontier_state import HEADER_WORDS, BurstRows, CandidatePool
-from kernels.launch import use_triton
-from kernels.reference import round_trees as reference
+from kernels.launch import backend
 from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, NodePicker
 from kernels.sampling_state import RoundTokens
 
@@ -47,13 +46,9 @@ def lay_out_committed(
         raise ValueError(f"{out.table_rows.shape[0]} rows for what {num_rows} rows committed")
     if committed.stride(1) != 1 or page_tables.stride(1) != 1:
         raise ValueError("committed tokens of a row, and the rows of the page tables, must be contiguous")
-    arguments = (tokens, num_tokens, committed, drafts, page_tables, shifts, out, page_size, lag, spare)
-    if use_triton(num_tokens):
-        from kernels.jit import round_trees
-
-        round_trees.lay_out_committed(*arguments)
-    else:
-        reference.lay_out_committed(*arguments)
+    backend(num_tokens, "round_trees").lay_out_committed(
+        tokens, num_tokens, committed, drafts, page_tables, shifts, out, page_size, lag, spare
+    )
 
 
 def plant_roots(
@@ -80,13 +75,7 @@ def plant_roots(
         raise ValueError(f"candidates of {list(tokens.shape)} do not fit {pool.max_seeds} seeds")
     if not (tokens.is_contiguous() and scores.is_contiguous() and pool.entries.is_contiguous()):
         raise ValueError("candidates and pool must be contiguous")
-    arguments = (header, pool, rows, at, tokens, scores, floor, lag)
-    if use_triton(header):
-        from kernels.jit import round_trees
-
-        round_trees.plant_roots(*arguments)
-    else:
-        reference.plant_roots(*arguments)
+    backend(header, "round_trees").plant_roots(header, pool, rows, at, tokens, scores, floor, lag)
 
 
 def pick_nodes(header: Tensor, pool: CandidatePool, tables: Tensor, step_size: int, picker: NodePicker) -> None:
@@ -101,19 +90,10 @@ def pick_nodes(header: Tensor, pool: CandidatePool, tables: Tensor, step_size: i
         step_size: entries that a step added to the pool.
         picker: `trees` is written.
     """
-    if use_triton(header):
-        from kernels.jit import round_trees
-
-        round_trees.reopen_pool(header, pool, step_size)
-    else:
-        reference.reopen_pool(header, pool, step_size)
+    module = backend(header, "round_trees")
+    module.reopen_pool(header, pool, step_size)
     choose_entries(picker.header, pool, picker.rows, picker.choice, pool.capacity)
-    if use_triton(header):
-        from kernels.jit import round_trees
-
-        round_trees.export_nodes(pool, tables, picker.choice.order, picker.trees)
-    else:
-        reference.export_nodes(pool, tables, picker.choice.order, picker.trees)
+    module.export_nodes(pool, tables, picker.choice.order, picker.trees)
 
 
 def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: RoundTokens, scores: Tensor) -> None:
@@ -138,9 +118,4 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
         raise ValueError(f"{trees.order.shape[0]} nodes for a round of {base.token_ids.shape[0]} tokens")
     if not trees.pool.entries.is_contiguous():
         raise ValueError("the pool must be contiguous")
-    if use_triton(base.token_ids):
-        from kernels.jit import round_trees
-
-        round_trees.merge_trees(base, trees, limits, out, scores)
-    else:
-        reference.merge_trees(base, trees, limits, out, scores)
+    backend(base.token_ids, "round_trees").merge_trees(base, trees, limits, out, scores)

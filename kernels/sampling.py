@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kernels.launch import use_triton
+from kernels.launch import backend, use_triton
 from kernels.reference import sampling as reference
 from kernels.sampling_state import LogprobOutputs, RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
 
@@ -80,7 +78,7 @@ def sample_rows(
         raise ValueError(f"buffers for {most} tokens of {width}, not {num_tokens} of {vocab_size}")
     if vocab_mask is not None and (vocab_mask.dtype != torch.int32 or vocab_mask.shape[1] < -(-vocab_size // 32)):
         raise ValueError(f"a vocabulary mask of {tuple(vocab_mask.shape)} {vocab_mask.dtype}")
-    _backend(logits).sample_rows(logits, vocab_size, tokens, tables, buffers, vocab_mask, lossy)
+    backend(logits, "sampling").sample_rows(logits, vocab_size, tokens, tables, buffers, vocab_mask, lossy)
 
 
 def logprobs(
@@ -112,13 +110,4 @@ def logprobs(
         raise ValueError(f"outputs of {tuple(out.logprobs.shape)} for a walk of {tuple(walked.tokens.shape)}")
     if logits.dim() != 2 or logits.shape[1] < vocab_size or logits.stride(1) != 1:
         raise ValueError(f"log-probabilities of {vocab_size} tokens from logits of {tuple(logits.shape)}")
-    _backend(logits).logprobs(logits, vocab_size, tokens, tables, walked, out)
-
-
-def _backend(tensor: Tensor) -> Any:
-    """The module whose functions run on `tensor`'s device."""
-    if not use_triton(tensor):
-        return reference
-    from kernels.jit import sampling as jit
-
-    return jit
+    backend(logits, "sampling").logprobs(logits, vocab_size, tokens, tables, walked, out)

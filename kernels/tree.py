@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.launch import use_triton
-from kernels.reference import tree as reference
+from kernels.launch import backend
 from kernels.sampling_state import RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
 
 # The most tokens from the end of a row's context down to a node.
@@ -44,12 +43,7 @@ def expand_tree(
         raise ValueError(f"{mask.shape[1]} mask words cannot tell {max_row_tokens} tokens of a row apart")
     if not (mask.is_contiguous() and path.is_contiguous()) or page_tables.stride(1) != 1:
         raise ValueError("mask, path and the rows of the page tables must be contiguous")
-    if use_triton(tokens.parents):
-        from kernels.jit import tree as jit
-
-        jit.expand_tree(tokens, page_tables, page_size, slots, mask, path, int_params)
-    else:
-        reference.expand_tree(tokens, page_tables, page_size, slots, mask, path, int_params)
+    backend(tokens.parents, "tree").expand_tree(tokens, page_tables, page_size, slots, mask, path, int_params)
 
 
 def walk(
@@ -85,9 +79,4 @@ def walk(
     num_rows = tokens.root.shape[0]
     if out.num_tokens.shape[0] < num_rows:
         raise ValueError(f"outputs for {out.num_tokens.shape[0]} rows, not {num_rows}")
-    if use_triton(tokens.token_ids):
-        from kernels.jit import tree as jit
-
-        jit.walk(tokens, tables, buffers, out, max_row_tokens, vocab_size, lossy)
-    else:
-        reference.walk(tokens, tables, buffers, out, vocab_size, lossy)
+    backend(tokens.token_ids, "tree").walk(tokens, tables, buffers, out, max_row_tokens, vocab_size, lossy)

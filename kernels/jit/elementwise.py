@@ -218,26 +218,18 @@ def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Te
 
 def rope_write(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
-    qk_norm: Tensor | None, eps: float, q: Tensor, pdl: bool,
+    qk_norm: Tensor | None, eps: float, q: Tensor,
 ) -> None:  # fmt: skip
     """As kernels.elementwise.rope_write."""
-    _launch_write(heads.unsqueeze(1), cos, sin, slots, k_cache[None], v_cache[None], qk_norm, eps, q, pdl)
+    write_keys(heads.unsqueeze(1), cos, sin, slots, k_cache[None], v_cache[None], qk_norm, eps, q)
 
 
 def write_keys(
     heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
-    k_norm: Tensor | None, eps: float, pdl: bool,
+    norm: Tensor | None, eps: float, q: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As kernels.elementwise.write_keys."""
-    _launch_write(heads, cos, sin, slots, k_cache, v_cache, k_norm, eps, None, pdl)
-
-
-def _launch_write(
-    heads: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
-    norm: Tensor | None, eps: float, q: Tensor | None, pdl: bool,
-) -> None:  # fmt: skip
-    """Of heads [M, L, H + 2 * KVH, D] and caches [L, S, KVH, D]."""
-    num_tokens, layers, num_all, dim = heads.shape
+    """As kernels.elementwise.write_keys; with query heads in front of the keys, rotated into `q`, if it is given."""
+    (num_tokens, layers, num_all, dim), pdl = heads.shape, supports_pdl(heads)
     # Few heads a program where tokens are few: latency counts, and the device has room.
     tile = 8 if num_tokens <= 64 else 16
     _rope_write[(num_tokens, triton.cdiv(num_all, tile), layers)](

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import sampling_state as state
 from kernels.reference.sampling import gumbel
-from kernels.sampling_state import ProposeTables
+from kernels.sampling_state import ProposeBuffers, ProposeTables
 
 
 def propose(
@@ -15,6 +15,7 @@ def propose(
     rows: Tensor,
     positions: Tensor,
     tables: ProposeTables,
+    buffers: ProposeBuffers,
     tokens: Tensor,
     scores: Tensor,
     vocab_limit: int,

@@ -49,6 +49,7 @@ def walk(
     tables: SamplingTables,
     buffers: SampleBuffers,
     out: WalkOutputs,
+    max_row_tokens: int,
     vocab_size: int,
     lossy: bool,
 ) -> None:

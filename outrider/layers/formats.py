@@ -8,7 +8,6 @@ leading dimensions, of stacked experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,18 +20,6 @@ from outrider.models.quantization import Scheme
 # Eight nibbles of a word of AWQ's are these columns.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """A layout of quantized matrices [num_out, size].
-
-    `tensors(scheme, num_out, size)`: shape and dtype of each, by the end of its name in a checkpoint.
-    `decode(scheme, tensors)`: the matrix of them, on their device.
-    """
-
-    tensors: Callable[[Scheme, int, int], Shapes]
-    decode: Callable[[Scheme, Mapping[str, Tensor]], QuantWeight]
 
 
 def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device, *leading: int) -> dict[str, Tensor]:
@@ -58,7 +45,8 @@ def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device
                 f"config.json: {scheme.name}: a layer of {num_out} x {size} is not supported; 8 rows and 32 columns "
                 "must divide it"
             )
-    shapes = FORMATS[scheme.layout].tensors(scheme, num_out, size)
+    tensors, _ = FORMATS[scheme.layout]
+    shapes = tensors(scheme, num_out, size)
     return {
         name: torch.empty((*leading, *shape), dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
     }
@@ -66,24 +54,19 @@ def weight_tensors(scheme: Scheme, num_out: int, size: int, device: torch.device
 
 def decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     """The matrix that filled tensors stand for."""
-    return FORMATS[scheme.layout].decode(scheme, tensors)
+    _, decode = FORMATS[scheme.layout]
+    return decode(scheme, tensors)
 
 
-def _fp8_tensors(scheme: Scheme, num_out: int, size: int, scale: str = "weight_scale") -> Shapes:
+def _bytes_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
     groups = -(-size // scheme.group) if scheme.group else 1
     shape = (-(-num_out // scheme.block), groups) if scheme.block else (1,)
-    found: Shapes = {"weight": ((num_out, size), torch.float8_e4m3fn), scale: (shape, torch.float32)}
+    scale = "weight_scale_inv" if scheme.layout == "fp8-inverse" else "weight_scale"
+    dtype = torch.int8 if scheme.kind == "int8" else torch.float8_e4m3fn
+    found: Shapes = {"weight": ((num_out, size), dtype), scale: (shape, torch.float32)}
     if scheme.input_scale:
         found["input_scale"] = ((1,), torch.float32)
     return found
-
-
-def _int8_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
-    return {**_fp8_tensors(scheme, num_out, size), "weight": ((num_out, size), torch.int8)}
-
-
-def _fp8_inverse_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
-    return _fp8_tensors(scheme, num_out, size, "weight_scale_inv")
 
 
 def _bytes_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
@@ -210,13 +193,17 @@ def _narrowed(scales: Tensor) -> Tensor:
     return scales.contiguous()
 
 
-FORMATS: dict[str, WeightFormat] = {
-    "fp8": WeightFormat(_fp8_tensors, _bytes_decode),
-    "int8": WeightFormat(_int8_tensors, _bytes_decode),
-    "fp8-inverse": WeightFormat(_fp8_inverse_tensors, _bytes_decode),
-    "packed": WeightFormat(_packed_tensors, _packed_decode),
-    "awq": WeightFormat(_awq_tensors, _awq_decode),
-    "gptq": WeightFormat(_gptq_tensors, _gptq_decode),
-    "packed-mxfp4": WeightFormat(_mxfp4_tensors, _mxfp4_decode),
-    "mxfp4-blocks": WeightFormat(_mxfp4_block_tensors, _mxfp4_decode),
+Tensors = Callable[[Scheme, int, int], Shapes]
+"""Shape and dtype of each tensor of a matrix [num_out, size], by the end of its name in a checkpoint."""
+Decode = Callable[[Scheme, Mapping[str, Tensor]], QuantWeight]
+"""The matrix of these tensors, on their device."""
+FORMATS: dict[str, tuple[Tensors, Decode]] = {
+    "fp8": (_bytes_tensors, _bytes_decode),
+    "int8": (_bytes_tensors, _bytes_decode),
+    "fp8-inverse": (_bytes_tensors, _bytes_decode),
+    "packed": (_packed_tensors, _packed_decode),
+    "awq": (_awq_tensors, _awq_decode),
+    "gptq": (_gptq_tensors, _gptq_decode),
+    "packed-mxfp4": (_mxfp4_tensors, _mxfp4_decode),
+    "mxfp4-blocks": (_mxfp4_block_tensors, _mxfp4_decode),
 }

@@ -21,6 +21,8 @@ from outrider.models.transformers_attention import DenseForward, LayerCall, atte
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that multiply the same rows: their matrices become one."""
 _ROWS = 3
+Replacement = Callable[[Tensor], Tensor]
+"""What stands in the place of a module: [..., in] to [..., out]."""
 
 
 def replace_attention(
@@ -68,7 +70,7 @@ def replace_modules(model: Any) -> None:
         _fuse(parent)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                _put(parent, name, _Product(_linear([child]), to_float32=child is head))
+                _put(parent, name, _product(_linear([child]), to_float32=child is head))
 
 
 def _put(parent: nn.Module, name: str, better: Callable[..., Any]) -> None:
@@ -98,15 +100,10 @@ def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear] | None:
     return linears
 
 
-class _Product:
-    """Our product where an nn.Linear was."""
-
-    def __init__(self, linear: Linear, to_float32: bool = False) -> None:
-        self._product: Callable[[Tensor], Tensor] = linear.to_float32 if to_float32 else linear
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
-        return self._product(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
+def _product(linear: Linear, to_float32: bool = False) -> Replacement:
+    """Our product in the place of an nn.Linear."""
+    product: Replacement = linear.to_float32 if to_float32 else linear
+    return lambda rows: product(rows.flatten(0, -2)).view(*rows.shape[:-1], -1)
 
 
 class _FusedProduct(threading.local):
@@ -151,18 +148,7 @@ def _fuse(parent: nn.Module) -> None:
             first = end
 
 
-class _Norm:
-    """Our norm where one of transformers was."""
-
-    def __init__(self, norm: RMSNorm) -> None:
-        self._norm = norm
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[..., size] to the same shape."""
-        return self._norm(rows.flatten(0, -2)).view_as(rows)
-
-
-def _norm(module: nn.Module) -> _Norm | None:
+def _norm(module: nn.Module) -> Replacement | None:
     """A root mean square norm in the place of what looks like one."""
     weights = dict(module.named_parameters())
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -171,51 +157,32 @@ def _norm(module: nn.Module) -> _Norm | None:
     weight = weights["weight"].data
     norm = RMSNorm((0,), eps, weight.dtype, weight.device)
     norm.weight = weight
-    return _Norm(norm)
+    return lambda rows: norm(rows.flatten(0, -2)).view_as(rows)
 
 
-class _GatedMlp:
-    """silu(gate) * up, then down, where a gated MLP of transformers was."""
-
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up = gate_up
-        self._down = down
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[..., hidden] to the same shape."""
-        return self._down(self._gate_up.gated(rows.flatten(0, -2))).view_as(rows)
-
-
-def _gated_mlp(module: nn.Module) -> _GatedMlp | None:
-    """A gated MLP in the place of what looks like one."""
+def _gated_mlp(module: nn.Module) -> Replacement | None:
+    """silu(gate) * up, then down, in the place of what looks like a gated MLP."""
     inner, outer = _linears(module, ("gate_proj", "up_proj")), _linears(module, ("down_proj",))
     if inner is None or outer is None or not _has_children(module, {"gate_proj", "up_proj", "down_proj", "act_fn"}):
         return None
-    return _GatedMlp(_linear(inner), _linear(outer))
+    gate_up, down = _linear(inner), _linear(outer)
+    return lambda rows: down(gate_up.gated(rows.flatten(0, -2))).view_as(rows)
 
 
-class _Attention:
-    """Attention of a layer where a module of transformers was."""
-
-    def __init__(self, number: int, qkv: Linear, output: Linear, head_dim: int) -> None:
-        self._number = number
-        self._qkv = qkv
-        self._output = output
-        self._head_dim = head_dim
-
-    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """[1, M, hidden] to the same shape; there are no attention weights to return."""
-        rows = hidden_states.squeeze(0)
-        heads = self._qkv(rows).view(rows.shape[0], -1, self._head_dim)
-        return self._output(under_way().attend_heads(self._number, heads)).unsqueeze(0), None
-
-
-def _attention(module: nn.Module, number: int, head_dim: int) -> _Attention | None:
+def _attention(module: nn.Module, number: int, head_dim: int) -> Callable[..., tuple[Tensor, None]] | None:
     """Attention in the place of what looks like it."""
     inner, outer = _linears(module, ("q_proj", "k_proj", "v_proj")), _linears(module, ("o_proj",))
     if inner is None or outer is None or not _has_children(module, {"q_proj", "k_proj", "v_proj", "o_proj"}):
         return None
-    return _Attention(number, _linear(inner), _linear(outer), head_dim)
+    qkv, output = _linear(inner), _linear(outer)
+
+    def attend(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[1, M, hidden] to the same shape; there are no attention weights to return."""
+        rows = hidden_states.squeeze(0)
+        heads = qkv(rows).view(rows.shape[0], -1, head_dim)
+        return output(under_way().attend_heads(number, heads)).unsqueeze(0), None
+
+    return attend
 
 
 def _has_children(module: nn.Module, names: set[str]) -> bool:
@@ -225,7 +192,7 @@ def _has_children(module: nn.Module, names: set[str]) -> bool:
 
 def _attends_alike(
     module: nn.Module,
-    other: _Attention,
+    other: Callable[..., tuple[Tensor, None]],
     embedding: nn.Module,
     rotary: Rotary,
     num_heads: int,
@@ -243,7 +210,7 @@ def _attends_alike(
         return len(found) == 2 and _close(other(rows)[0], found[0])
 
 
-def _agree(module: nn.Module, other: Callable[[Tensor], Tensor]) -> bool:
+def _agree(module: nn.Module, other: Replacement) -> bool:
     """Whether two modules make the same of random rows."""
     rows = _random_rows(module)
     found = other(rows)

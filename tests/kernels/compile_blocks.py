@@ -61,6 +61,6 @@ def main() -> None:
     heads, angles = torch.zeros(8, 2, 16, 128, dtype=torch.bfloat16), torch.zeros(8, 64)
     cache, norm = torch.zeros(2, 640, 8, 128, dtype=torch.bfloat16), torch.zeros(2, 8, 128, dtype=torch.bfloat16)
     for k_norm in (None, norm):
-        elementwise.write_keys(heads, angles, angles, _ints(8), cache, cache, k_norm, 1e-6, True)
+        elementwise.write_keys(heads, angles, angles, _ints(8), cache, cache, k_norm, 1e-6)
     gates, memory = torch.zeros(8, 768, dtype=torch.bfloat16), torch.zeros(8, 4608, dtype=torch.bfloat16)[:, :256]
     elementwise.recur(gates, memory, gates[:, :256], gates[:, :256])

@@ -50,10 +50,10 @@ def run(
     tokens = torch.full((len(rows), branching), 77, dtype=torch.int32, device=device)
     scores = torch.full((len(rows), branching), 77.0, device=device)
     tables = make_tables(device)
+    buffers = ProposeBuffers.new(len(rows) + 1, logits.shape[1], device)
     if expected:
-        reference.propose(logits, where, positions, tables, tokens, scores, limit, target_ids)
+        reference.propose(logits, where, positions, tables, buffers, tokens, scores, limit, target_ids)
     else:
-        buffers = ProposeBuffers.new(len(rows) + 1, logits.shape[1], device)
         buffers.masses.fill_(torch.nan)
         buffers.tops.fill_(torch.inf)
         propose(
@@ -229,6 +229,6 @@ def test_replays_of_a_graph_read_new_inputs(device: str) -> None:
         positions.fill_(turn * 100)
         graph.replay()
         wanted, wanted_scores = torch.empty_like(tokens), torch.empty_like(scores)
-        reference.propose(*inputs, wanted, wanted_scores, 49152, None)
+        reference.propose(*inputs, buffers, wanted, wanted_scores, 49152, None)
         assert torch.equal(tokens, wanted)
         torch.testing.assert_close(scores, wanted_scores, **NEAR)

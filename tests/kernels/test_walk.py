@@ -153,7 +153,7 @@ def test_a_token_outside_the_vocabulary_fails_the_row_and_leaves_its_counts(
 ) -> None:
     trial, buffers = chain_round("cpu" if reference else device, 3)
     assert trial.vocab_size == 8
-    run = reference_walk if reference else partial(walk, max_row_tokens=4)
+    run = partial(reference_walk if reference else walk, max_row_tokens=4)
     out, counts = WalkOutputs.new(2, 8, trial.tokens.root.device), trial.tables.counts.clone()
     for place, (error, num_tokens) in enumerate([(ILLEGAL_TOKEN, 0)] * 4 + [(0, 4)]):
         buffers.sampled[:4] = torch.arange(1, 5, dtype=torch.int32)

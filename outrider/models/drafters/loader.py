@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.config.draft import DraftOptions
 from outrider.device import choose_device, choose_dtype
-from outrider.errors import ConfigError, InternalError
+from outrider.errors import ConfigError
 from outrider.layers.exchange import Exchange
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig
@@ -69,16 +69,15 @@ def load_draft_model(
     dtype = dtype or choose_dtype(options.dtype, device, _stated_dtype(folder))
     if dtype not in SUPPORTED_DTYPES:
         raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
-    place = WeightPlacement(device, dtype, progress, exchange)
     if algorithm == "STANDALONE":
-        draft = _load_standalone(options, folder, place)
+        draft = _load_standalone(options, folder, device, dtype, progress)
         draft.window = asked_window(options, draft.window)
         shape = draft.model.config
         if draft.window.size and not (isinstance(shape, ModelConfig) and not any(shape.windows)):
             raise ConfigError(f"--speculative-draft-window-size: {folder} may have windows of its own; leave it out")
         return draft
     target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
-    head = _load_head(options, algorithm, folder, target, place)
+    head = _load_head(options, algorithm, folder, target, device, dtype, progress, exchange)
     # A head without a tokenizer has its target's.
     head.tokenizer_hash = hash_tokenizer(folder) or (hash_tokenizer(target) if target is not None else "")
     return head
@@ -94,30 +93,22 @@ def is_cut(options: DraftOptions, world: int, dtype: torch.dtype) -> bool:
     return cut_head(config, world, dtype.itemsize) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class WeightPlacement:
-    """Where weights go, who is told of it, and among which ranks they are divided, if they are."""
-
-    device: torch.device
-    dtype: torch.dtype
-    progress: Progress | None
-    exchange: Exchange | None = None
-
-
-def _load_standalone(options: DraftOptions, folder: Path, place: WeightPlacement) -> StandaloneDraft:
+def _load_standalone(
+    options: DraftOptions, folder: Path, device: torch.device, dtype: torch.dtype, progress: Progress | None
+) -> StandaloneDraft:
     if not options.speculative_token_map:
-        whole = load_model(folder, place.dtype, place.device, place.progress)
+        whole = load_model(folder, dtype, device, progress)
         return StandaloneDraft(whole, hash_tokenizer(folder))
     # Its output matrix is cut: ours alone can be.
     config = ModelConfig.from_folder(folder)
     allowed = read_token_map(Path(options.speculative_token_map), config.vocab_size)
-    model = load_decoder(folder, place.dtype, place.device, place.progress)
+    model = load_decoder(folder, dtype, device, progress)
     source = shared_tensors(folder)[EMBEDDING if config.tie_embeddings else OUTPUT]
     with torch.inference_mode():
-        model.head = Linear(config.hidden_size, allowed.numel(), False, place.dtype, place.device)
+        model.head = Linear(config.hidden_size, allowed.numel(), False, dtype, device)
         model.head.weight.copy_(source.read()[allowed])
         model.head.pack()
-    return StandaloneDraft(model, hash_tokenizer(folder), _on(allowed, place.device))
+    return StandaloneDraft(model, hash_tokenizer(folder), _on(allowed, device))
 
 
 def _describe_head(
@@ -129,25 +120,30 @@ def _describe_head(
 
 
 def _load_head(
-    options: DraftOptions, algorithm: str, folder: Path, target: Path | None, place: WeightPlacement
+    options: DraftOptions,
+    algorithm: str,
+    folder: Path,
+    target: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    exchange: Exchange | None,
 ) -> DraftHead:
     stored, config = _describe_head(options, algorithm, folder, target)
-    if place.device.type == "cuda":
+    if device.type == "cuda":
         config = replace(config, decoder=config.decoder.with_padded_heads())
     stored = _with_shared(stored, config, target, folder)
     allowed = _token_map(options, config.decoder.vocab_size)
     ids = _own_ids(stored.pop("d2t", None), config, folder)
     build = _HEADS[algorithm]
     # The meta device gives names and shapes without memory.
-    check_tensors(stored, build(config, place.dtype, torch.device("meta")).checkpoint_tensors(), folder, CONFIG)
+    check_tensors(stored, build(config, dtype, torch.device("meta")).checkpoint_tensors(), folder, CONFIG)
     rows, ids = cut_output(ids, config.decoder.vocab_size, allowed)
-    exchange = place.exchange
     rank, world = (0, 1) if exchange is None else (exchange.rank, exchange.world)
-    part = config if exchange is None else cut_head(config, world, place.dtype.itemsize)
-    if part is None:
-        raise InternalError(f"{folder}: a head that is not cut was to be divided")
+    # With an exchange it `is_cut`.
+    part = (cut_head(config, world, dtype.itemsize) if exchange is not None else None) or config
     with torch.inference_mode():
-        head = build(part, place.dtype, place.device, _on(ids, place.device))
+        head = build(part, dtype, device, _on(ids, device))
         if exchange is not None:
             head.join(exchange)
         targets = head.checkpoint_tensors()
@@ -161,7 +157,7 @@ def _load_head(
                 return tensor.read()
             return tensor.read(spans(name, tensor.shape, wanted, config.decoder, rank, world))
 
-        fill(targets, read, place.progress)
+        fill(targets, read, progress)
         head.finish_loading()
     return head
 
