@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from examples import examples
 from growth_rig import GOES_ON, Rig, continuation
 from growth_steps import act, steps
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ LONE = GOES_ON | {"branching": 2, "lone_branching": 3}
 
 
 @pytest.mark.parametrize("shape", [{}, GOES_ON, LONE], ids=["one part", "goes on", "more candidates of one"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(trace=st.lists(steps, max_size=50))
 def test_whatever_verify_does_the_runner_has_no_complaint_and_nothing_leaks(
     shape: dict[str, int], trace: list[tuple]

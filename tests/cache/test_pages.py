@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from examples import examples
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from page_integrity import check_pages
@@ -59,6 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=examples(30), deadline=None)
 
 
 def test_a_fresh_pool_gives_pages_in_order() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from examples import examples
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from page_integrity import check_pages, check_radix
@@ -111,6 +113,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 TestRadix = RadixMachine.TestCase
+TestRadix.settings = settings(max_examples=examples(30), deadline=None)
 
 
 def kept(cache: RadixCache, pool: PagePool, tokens: list[int]) -> list[int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from examples import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config.base import (
@@ -145,6 +146,7 @@ plain_text = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 list_items = plain_text.map(lambda text: text.replace(",", "").strip()).filter(bool)
 
 
+@settings(max_examples=examples(30))
 @given(
     st.builds(
         Options,

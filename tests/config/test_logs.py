@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from examples import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import logs
@@ -58,6 +59,7 @@ def test_a_line_names_the_request_that_it_belongs_to(lines: io.StringIO) -> None
     assert "[request" not in outside
 
 
+@settings(max_examples=examples(30))
 @given(st.text())
 def test_no_text_makes_a_second_line(text: str) -> None:
     stream = io.StringIO()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ def test_followers_come_latest_first(texts: list[list[int]]) -> None:
     assert [token for token, _ in trie.followers(trie.root, 2)] == order[:2]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 30), max_size=400), st.integers(20, 60))
 def test_capacity_holds_and_counts_never_exceed_the_truth(text: list[int], capacity: int) -> None:
     trie = Trie(capacity, DEPTH)
@@ -103,7 +104,7 @@ def test_capacity_holds_and_counts_never_exceed_the_truth(text: list[int], capac
                 assert all(count <= true[follower] for follower, count in trie.followers(place, ROOMY))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(0, 30), max_size=300))
 def test_every_node_hangs_from_the_root(text: list[int]) -> None:
     trie = build([text], capacity=40)

@@ -19,7 +19,7 @@ from scripted_verify import ScriptedVerify
 
 pytestmark = pytest.mark.usefixtures("nothing_fails")
 
-few = settings(fuzz, max_examples=max(5, EXAMPLES // 5))
+few = settings(fuzz, max_examples=EXAMPLES // 5)
 
 
 @pytest.fixture

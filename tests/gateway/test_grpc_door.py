@@ -132,7 +132,7 @@ async def test_a_short_limit_of_messages_does_not_bound_answers(verify: Scripted
 
 async def test_a_client_that_reads_nothing_loses_its_place(verify: ScriptedVerify, tmp_path: Path) -> None:
     verify.context_length = 1_000_000
-    verify.script = [10] * 400_000
+    verify.script = [10] * 150_000
     verify.round_size = 500
     async with open_world(verify, tmp_path, stall_seconds=0.2) as world:
         call = world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x", sampling={"num_logprobs": 20}))

@@ -71,7 +71,7 @@ def test_bad_words_of_several_tokens_are_never_said_with_any_draft(
     engine.draft_connected(LocalDraft(engine, cuda_harness.VOCAB, oracle(texts(plain), cuda_harness.VOCAB)))
     drafted = run_all(engine, asked, bad_words=words)
     assert tokens(drafted) == tokens(plain) != tokens(free)
-    assert sum(answer.num_accepted for answer in drafted) > 50
+    assert sum(answer.num_accepted for answer in drafted) > 35
     for answer in plain:
         for word in words:
             assert all(answer.token_ids[at : at + len(word)] != word for at in range(len(answer.token_ids)))

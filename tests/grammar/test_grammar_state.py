@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, text_of, tiny_vocabulary
@@ -93,7 +94,7 @@ def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[s
     return st.one_of(lists, objects)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(schema=st.recursive(leaves, nested, max_leaves=6), seed=st.integers(0, 2**32))
 def test_every_complete_answer_parses_and_fits_its_schema(
     vocabulary: GrammarVocabulary, schema: dict[str, Any], seed: int

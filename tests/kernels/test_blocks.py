@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +17,7 @@ from kernels.frontier_state import BurstRows, RegionPlan, StepTokens
 from kernels.reference import blocks as reference
 
 PAGE = 4
-vary = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+vary = settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Shapes(NamedTuple):

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from examples import examples
 from frontier_burst import BRANCHING, Burst, Entry, make_burst
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -261,7 +262,7 @@ def test_candidates_join_the_pool(device: str) -> None:
     assert burst.header[0] == 1
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     num_rows=st.integers(1, 4),

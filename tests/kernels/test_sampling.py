@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -151,7 +152,7 @@ MASKED_TO_FEWER_THAN_TOP_K = [
 # An interpreted round takes a second at worst: shrinking would run hundreds.
 @settings(
     deadline=None,
-    max_examples=15,
+    max_examples=examples(6),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
@@ -162,7 +163,7 @@ def test_tokens_equal_the_reference_sampler(device: str, candidates: int, cases:
     check(trial, random_logits(len(trial.tokens.rows), VOCAB + 3, seed, device), candidates)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(40))
 @given(cases=st.lists(cases(), min_size=1, max_size=3), seed=st.integers(0, 9))
 def test_the_torch_reference_equals_the_reference_sampler(cases: list[Case], seed: int) -> None:
     trial = make_round(cases, VOCAB, "cpu", seed=seed)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
 import grpc
+from examples import examples
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-EXAMPLES = int(os.environ.get("OUTRIDER_FUZZ_EXAMPLES", "60"))
-"""How many calls each test makes; thousands find more, and take minutes."""
+EXAMPLES = examples(25)
+"""How many calls each test makes."""
 
 fuzz = settings(
     max_examples=EXAMPLES,

@@ -77,7 +77,7 @@ def test_a_state_from_before_an_option_was_there_is_taken_up(target: TargetModel
 
 def test_hits_alone_teach_a_head(target: TargetModel) -> None:
     texts = random_texts(target, 2, 6, 30)
-    options = replace(OPTIONS, steps=60, optimizer="muon", muon_learning_rate=2e-2, hit_weight=1.0)
+    options = replace(OPTIONS, steps=30, optimizer="muon", muon_learning_rate=2e-2, hit_weight=1.0)
     points = make_trainer(target, make_head(target), texts, options).run().points
     assert points[-1].loss < points[0].loss - 0.1 and points[-1].rates[-1] > points[0].rates[-1] + 0.1
 
@@ -97,7 +97,7 @@ def test_what_is_exported_is_the_average_of_the_steps(target: TargetModel, tmp_p
 
 def test_muon_learns_and_an_unknown_optimizer_is_named(target: TargetModel) -> None:
     texts = random_texts(target, 2, 6, 30)
-    options = replace(OPTIONS, steps=60, optimizer="muon", muon_learning_rate=2e-2)
+    options = replace(OPTIONS, steps=30, optimizer="muon", muon_learning_rate=2e-2)
     points = make_trainer(target, make_head(target), texts, options).run().points
     assert points[-1].loss < points[0].loss - 0.1
     with pytest.raises(ConfigError, match="optimizer 'sgd' is unknown"):

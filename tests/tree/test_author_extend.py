@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -140,7 +141,7 @@ class Twins:
             assert getattr(bulk, name) == getattr(single, name), name
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(130), deadline=None)
 @given(st.lists(steps, max_size=40))
 def test_extended_authors_are_as_those_whose_nodes_were_added(trace: list[tuple[Any, ...]]) -> None:
     twins = Twins()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_mirror import PlainMirror, Row
@@ -107,7 +108,7 @@ class Pair:
                 assert parent < place and row.parent_id == (taken[parent].node_id if parent >= 0 else self.plain.root)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(st.lists(steps, max_size=30))
 def test_whatever_comes_the_tree_is_the_plain_one(trace: list[tuple]) -> None:
     pair = Pair()

@@ -12,6 +12,7 @@ from cuda_harness import RANKS_VOCAB, jobs, make_paged_engine, small_model
 from harness import Answer, make_engine, run_all
 from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
+from tokenizers import Tokenizer, models
 
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
@@ -42,6 +43,8 @@ def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model that 2 and 4 ranks divide; nothing is written to it."""
     folder = tmp_path_factory.mktemp("ranks")
     small_model(folder, vocab_size=RANKS_VOCAB)
+    words = {f"word{number}": number for number in range(61)}
+    Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -52,8 +52,8 @@ def jobs() -> list[tuple[list[int], SamplingParams]]:
     """Prompts of 1 to 40 tokens, some with a shared beginning, with all kinds of sampling."""
     source = random.Random(5)
     shared = [source.randrange(VOCAB) for _ in range(19)]
-    prompts = [[source.randrange(VOCAB) for _ in range(source.randint(1, 40))] for _ in range(8)]
-    for place in (1, 4, 9):  # apart, so that a later one finds an earlier one's pages in the cache
+    prompts = [[source.randrange(VOCAB) for _ in range(source.randint(1, 40))] for _ in range(5)]
+    for place in (1, 4, 7):  # apart, so that a later one finds an earlier one's pages in the cache
         prompts.insert(place, [*shared, source.randrange(VOCAB)])
     return [(prompt, KINDS[i % len(KINDS)]) for i, prompt in enumerate(prompts)]
 

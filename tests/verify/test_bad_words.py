@@ -33,7 +33,7 @@ def test_no_answer_has_one_with_any_draft(
     engine.start()
     drafted = run_all(engine, jobs(), bad_words=words)
     assert tokens(drafted) == tokens(expected) != tokens(truth)
-    assert draft == "random" or sum(answer.num_accepted for answer in drafted) > 50
+    assert draft == "random" or sum(answer.num_accepted for answer in drafted) > 35
     for answer in expected:
         for word in words:
             assert all(answer.token_ids[at : at + len(word)] != word for at in range(len(answer.token_ids)))

@@ -122,7 +122,7 @@ def test_a_draft_gets_features_when_all_graphs_store_them(model: CausalLM, truth
     assert engine.features.num_pending == 0
     assert tokens(run_all(engine, jobs(), 3)) == tokens(truth)
     engine.stop()
-    assert draft.num_begun == 1 and draft.check(model, preempted=True) > 100
+    assert draft.num_begun == 1 and draft.check(model, preempted=True) > 70
 
 
 def test_rounds_go_on_without_features_meanwhile(model: CausalLM, truth: list[Answer], made: Made) -> None:

@@ -54,13 +54,13 @@ def test_every_committed_position_arrives(
     answers = run_all(engine, jobs(), width)
     assert tokens(answers) == tokens(truth)
     engine.stop()
-    assert draft.check(model, preempted=num_pages == 24) > 200
+    assert draft.check(model, preempted=num_pages == 24) > 145
     if num_pages == 24:
         assert engine.scheduler.num_preemptions > 0
     else:
         assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
     if guess == "right":
-        assert sum(answer.num_accepted for answer in answers) > 100
+        assert sum(answer.num_accepted for answer in answers) > 70
 
 
 @pytest.mark.parametrize("window", [0, 3000])
@@ -78,7 +78,7 @@ def test_a_spinning_engine_sends_piece_by_piece(
     assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
     engine.stop()
     # Rounds are short: not all of what a request's last ones brought was sent before it ended.
-    assert draft.check(model, preempted=True) > 150
+    assert draft.check(model, preempted=True) > 105
     assert not window or max(len(message.data) for message in draft.messages) <= window
 
 
@@ -214,7 +214,7 @@ def test_a_second_draft_with_other_layers_gets_its_own(model: CausalLM, truth: l
     run_all(engine, jobs()[:1], speculate=False)
     assert tokens(run_all(engine, jobs())) == tokens(truth)
     engine.stop()
-    assert first.check(model) > 100 and second.check(model) > 50
+    assert first.check(model) > 70 and second.check(model) > 50
     assert (first.num_begun, second.num_begun) == (1, 1)
 
 
@@ -276,7 +276,7 @@ def test_layers_that_cannot_be_had_beside_the_others_do_not_harm_those(
     first.texts.clear()
     assert tokens(run_all(engine, jobs())) == tokens(truth)
     engine.stop()
-    assert first.check(model) > 200 and not second.texts
+    assert first.check(model) > 145 and not second.texts
 
 
 def test_a_draft_for_which_there_is_no_memory_takes_nothing_from_the_others_however_often_it_comes(

@@ -144,7 +144,7 @@ async def test_any_bytes_on_the_features_stream_leave_its_dialer_at_work(
 grows = st.lists(messages(draft_pb2.DraftEvent), max_size=6)
 
 
-@settings(fuzz, max_examples=max(1, EXAMPLES // 4))  # each waits for an idle engine to look up
+@settings(fuzz, max_examples=EXAMPLES // 4)  # each waits for an idle engine to look up
 @given(st.lists(grows, max_size=4), st.integers(1, 3))
 async def test_any_events_of_a_draft_change_no_token(
     door: Door, tmp_path_factory: Any, batches: list[list[Any]], ahead: int

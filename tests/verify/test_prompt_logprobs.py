@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +31,16 @@ class Target:
     model: CausalLM
     folder: Path
 
-    def expected(self, prompt: list[int]) -> torch.Tensor:
-        """Log-probabilities [len(prompt) - 1, vocabulary] by transformers."""
+    @cached_property
+    def _reference(self) -> Any:
         import transformers
 
-        reference = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+
+    def expected(self, prompt: list[int]) -> torch.Tensor:
+        """Log-probabilities [len(prompt) - 1, vocabulary] by transformers."""
         with torch.inference_mode():
-            logits: torch.Tensor = reference(torch.tensor([prompt])).logits[0, :-1]
+            logits: torch.Tensor = self._reference(torch.tensor([prompt])).logits[0, :-1]
         return logits.log_softmax(-1)
 
 

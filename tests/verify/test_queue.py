@@ -6,8 +6,9 @@ from collections import Counter
 from itertools import count
 
 import pytest
+from examples import examples
 from harness import Answer, make_request
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.sampling.params import SamplingParams
@@ -77,6 +78,7 @@ clients = st.sampled_from(["", "a", "a/1", "a/2", "b/1", "b/2/3", "/"])
 steps = st.lists(st.tuples(st.sampled_from(["add", "add", "pop", "remove", "put_back"]), clients, st.integers(-1, 1)))
 
 
+@settings(max_examples=examples(30))
 @given(steps, st.randoms(use_true_random=False))
 def test_nothing_is_lost_or_served_twice_and_the_head_is_what_pops(steps: list[tuple[str, str, int]], random) -> None:  # type: ignore[no-untyped-def]
     queue, waiting = FairQueue(), set()
@@ -103,6 +105,7 @@ def test_nothing_is_lost_or_served_twice_and_the_head_is_what_pops(steps: list[t
 waiting_priorities = st.lists(st.tuples(clients, st.integers(0, 3)), min_size=1, max_size=12)
 
 
+@settings(max_examples=examples(30))
 @given(waiting_priorities, st.lists(clients, min_size=1, max_size=4), st.integers(1, 2))
 def test_no_request_waits_for_ever_under_a_stream_of_higher_priorities(
     early: list[tuple[str, int]], floods: list[str], num_new: int
@@ -137,6 +140,7 @@ def test_who_had_its_turn_by_age_does_not_give_way_to_those_that_came_later() ->
     assert queue.head is old
 
 
+@settings(max_examples=examples(30))
 @given(st.lists(clients, min_size=1, max_size=80))
 def test_while_keys_wait_none_has_had_two_turns_more_than_another(names: list[str]) -> None:
     queue = FairQueue()

@@ -86,7 +86,7 @@ def test_a_rank_without_memory_for_graphs_keeps_step(ranks_folder: Path, model: 
         engine.stop()
         assert 0 < len(engine._executor.graphs) < num_graphs  # type: ignore[attr-defined]
     assert tokens(meanwhile) == tokens(afterwards) == tokens(truth)
-    assert draft.check(model) > 100
+    assert draft.check(model) > 70
 
 
 def test_memory_that_ends_amid_a_run_ends_the_engine(ranks_folder: Path, truth: list[Answer]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from cuda_harness import RANKS_VOCAB, jobs, make_paged_engine, small_model, texts
+from cuda_harness import RANKS_VOCAB, jobs, make_paged_engine, texts
 from feature_draft import FeatureDraft
 from harness import Answer, make_engine, run_all, tokens
 from local_draft import LocalDraft, noise, oracle
@@ -24,7 +25,6 @@ from rank_threads import linked, ranked
 from safetensors.torch import load_file, save_file
 from service_process import is_gone, wait_until
 from threaded_engine import ThreadedEngine
-from tokenizers import Tokenizer, models
 
 from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
@@ -43,17 +43,21 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    small_model(folder, vocab_size=RANKS_VOCAB)
-    words = {f"word{number}": number for number in range(61)}
-    Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
-    return folder
+def folder(ranks_folder: Path) -> Path:
+    return ranks_folder
 
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> CausalLM:
     return load_decoder(folder)
+
+
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in processes of their own time their rounds once."""
+    monkeypatch.setattr(main, "ENGINE_MODULE", "quick_worker")
+    paths = [str(Path(__file__).parent / "faulty"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 @pytest.fixture(params=[2, 4])
@@ -83,7 +87,7 @@ def test_the_text_is_that_of_one_rank(
     engine.stop()
     assert tokens(answers) == tokens(truth)
     if name == "oracle":
-        assert sum(answer.num_accepted for answer in answers) > 70
+        assert sum(answer.num_accepted for answer in answers) > 50
     if num_pages == 24:
         assert engine.scheduler.num_preemptions > 0
     else:
@@ -101,7 +105,7 @@ def test_features_come_from_rank_0(
     answers = run_all(engine, jobs(), 4)
     engine.stop()
     assert tokens(answers) == tokens(truth)
-    assert draft.check(model) > 200
+    assert draft.check(model) > 145
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_ranks_that_replay_rounds_give_the_text_of_one(
         engine.stop()
         assert tokens(answers) == tokens(truth)
         if name == "oracle":
-            assert sum(answer.num_accepted for answer in answers) > 70
+            assert sum(answer.num_accepted for answer in answers) > 50
         if num_pages == 24:
             assert engine.scheduler.num_preemptions > 0
 
@@ -130,7 +134,7 @@ def test_trees_that_grow_inside_rounds_are_rank_0s_alone(folder: Path, model: Ca
         answers = run_all(engine, jobs(), 4)
         engine.stop()
         assert tokens(answers) == tokens(truth)
-        assert sum(answer.num_accepted for answer in answers) > 70
+        assert sum(answer.num_accepted for answer in answers) > 50
 
 
 def test_ranks_have_their_part_of_the_logits_of_prompts(
@@ -148,7 +152,7 @@ def test_ranks_have_their_part_of_the_logits_of_prompts(
     assert tokens(found) == tokens(expected)
     for answer, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(prompt_logprobs(answer), prompt_logprobs(other), atol=1e-4)
-    assert sum(len(prompt_logprobs(answer)) for answer in found) > 100
+    assert sum(len(prompt_logprobs(answer)) for answer in found) > 70
 
 
 @pytest.mark.parametrize("is_linked", [False, True])
@@ -171,7 +175,7 @@ def test_of_equal_logits_on_two_ranks_the_lowest_id_is_first(
         answers = run_all(engine, given, 4, max_tokens=8)
         engine.stop()
     listed = [one for answer in answers for update in answer.updates for one in update.logprobs]
-    assert len(listed) > 50 and max(token for answer in answers for token in answer.token_ids) < half
+    assert len(listed) > 35 and max(token for answer in answers for token in answer.token_ids) < half
     for one in listed:
         (first, a), (second, b), (third, c), (fourth, d) = one.top
         assert (second, b, fourth, d) == (first + half, a, third + half, c)
@@ -210,7 +214,7 @@ def options_for(folder: Path, **fields: object) -> VerifyOptions:
 
 @pytest.mark.parametrize("fault", [None, signal.SIGKILL, signal.SIGSTOP])
 async def test_a_rank_that_ends_or_hangs_ends_the_engine_with_its_name(
-    folder: Path, fault: signal.Signals | None
+    folder: Path, quick_start: None, fault: signal.Signals | None
 ) -> None:
     seconds = 2.0 if fault == signal.SIGSTOP else 60.0
     process, engine = await main.start_engine(options_for(folder, rank_seconds=seconds), lambda report: None)
@@ -218,7 +222,7 @@ async def test_a_rank_that_ends_or_hangs_ends_the_engine_with_its_name(
         assert await process.ready(asyncio.Event()) is not None
         (rank,) = psutil.Process(process._process.pid).children()
         updates: asyncio.Queue[GenerationUpdate] = asyncio.Queue()
-        asked = GenerationRequest("r", [1, 2], SamplingParams(temperature=0.0), 200, disable_speculation=True)
+        asked = GenerationRequest("r", [1, 2], GREEDY, 200 if fault else 16, disable_speculation=True)
         engine.submit(asked, updates.put_nowait)
         first = await asyncio.wait_for(updates.get(), 20)
         assert first.token_ids
@@ -240,39 +244,19 @@ async def test_a_rank_that_ends_or_hangs_ends_the_engine_with_its_name(
     wait_until(lambda: is_gone(rank))
 
 
-async def test_a_rank_that_ends_while_nothing_is_asked_ends_the_engine(folder: Path) -> None:
-    process, engine = await main.start_engine(options_for(folder), lambda report: None)
-    try:
-        assert await process.ready(asyncio.Event()) is not None
-        (rank,) = psutil.Process(process._process.pid).children()
-        rank.kill()
-        await asyncio.wait_for(engine.lost(), 20)
-    finally:
-        await process.close()
-    assert process._process.returncode == 1
-
-
-async def test_a_rank_ends_with_rank_0(folder: Path) -> None:
-    process, engine = await main.start_engine(options_for(folder), lambda report: None)
-    try:
-        assert await process.ready(asyncio.Event()) is not None
-        (rank,) = psutil.Process(process._process.pid).children()
-        process._process.kill()
-        await asyncio.wait_for(engine.lost(), 20)
-        wait_until(lambda: is_gone(rank))
-    finally:
-        await process.close()
-
-
 BUSY_START = """
-import sys, threading
+import sys, threading, time
 import msgspec
 from outrider.config.verify import VerifyOptions
 from verify_service.ranks import leader
 
 leader._GRACE_SECONDS = leader._REFUSAL_SECONDS = 0.2
 followers = leader.Followers(msgspec.json.decode(sys.argv[1], type=VerifyOptions))
-if sys.argv[2] == "kill":
+if sys.argv[2] == "idle":
+    while followers.memory.is_behind(1):
+        time.sleep(0.01)
+    followers.started()
+if sys.argv[2] in ("kill", "idle"):
     followers._processes[1].kill()
 threading.Event().wait(60)
 """
@@ -281,9 +265,16 @@ threading.Event().wait(60)
 
 @pytest.mark.parametrize(
     ("end", "code", "words"),
-    [("kill", 1, "(SIGKILL)"), ("refuse", 2, "--context-length: 4096"), ("fail", 1, "(RuntimeError: set_num_threads")],
+    [
+        ("kill", 1, "(SIGKILL)"),
+        ("idle", 1, "(SIGKILL)"),
+        ("refuse", 2, "--context-length: 4096"),
+        ("fail", 1, "(RuntimeError: set_num_threads"),
+    ],
 )
-def test_a_rank_that_ends_at_the_start_ends_a_busy_rank_0(folder: Path, end: str, code: int, words: str) -> None:
+def test_a_rank_that_ends_at_the_start_or_while_nothing_is_asked_ends_a_busy_rank_0(
+    folder: Path, end: str, code: int, words: str
+) -> None:
     fields = {"refuse": {"context_length": 4096}, "fail": {"threads": -1}}
     options = options_for(folder, **fields.get(end, {}))
     command = [sys.executable, "-c", BUSY_START, msgspec.json.encode(options).decode(), end]

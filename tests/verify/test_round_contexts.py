@@ -97,7 +97,7 @@ class Ledger(StandaloneDraft):
     page_size = 0
 
 
-@pytest.mark.parametrize(("page_size", "num_pages", "width"), [(16, 128, 3), (4, 110, 4)])
+@pytest.mark.parametrize(("page_size", "num_pages", "width"), [(2, 1024, 3), (4, 110, 4)])
 def test_contexts_are_the_first_tokens_and_the_last(
     model: CausalLM, page_size: int, num_pages: int, width: int
 ) -> None:
