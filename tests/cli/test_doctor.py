@@ -22,6 +22,8 @@ from outrider_tools.doctor.machine import check_disk
 from outrider_tools.doctor.models import check_devices, check_models
 from outrider_tools.doctor.running import running_cluster
 
+pytestmark = pytest.mark.xdist_group("live")
+
 ELSEWHERE = [f"--{name}-address=127.0.0.1:0" for name in ("gateway", "verify", "draft")]
 ELSEWHERE += ["--rest-address=127.0.0.1:0", "--verify-metrics-address=", "--draft-metrics-address="]
 

@@ -42,7 +42,8 @@ def _with_index(tensor: Any, scope: Any) -> None:
 
 class _Patches:
     """What has been patched, by the modules of the language that a function sees. It stays: to put some 300 names back
-    after each launch takes a sixth of it, and who imports this launches nothing on a device."""
+    after each launch takes a sixth of it, and who imports this launches nothing on a device.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[bool, bool]] = {}
