@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ class StoredTexts:
 
     Attributes:
         held_out: invented questions that are not in it, as token ids.
-        options: what it was made with; `given` says how many questions were given.
+        options: what it was made with; of which target and questions; `given` says how many those were.
         beginnings: how many of the texts begin in which way.
     """
 
@@ -87,13 +88,16 @@ class Corpus:
         folder: Path,
         report: Report,
         ranks: RankGroup | None = None,
+        target: str = "",
     ) -> None:
+        """`target`: what tells the model from others."""
         self._model = model
         self._form = form
         self._options = options
         self._folder = folder
         self._report = report
         self._ranks = ranks or RankGroup()
+        self._target = target
         self._seed = options.seed + RANK_SEEDS * self._ranks.rank
 
     def texts(self, given: Sequence[Question]) -> StoredTexts:
@@ -103,7 +107,13 @@ class Corpus:
             ConfigError: there are no questions at all.
         """
         wanted = {**asdict(self._options), "temperatures": list(self._options.temperatures), "given": len(given)}
-        is_made = StoredTexts.are_in(self._folder) and StoredTexts.load(self._folder).options == wanted
+        origin = {
+            "target": self._target,
+            "questions": hashlib.sha256(json.dumps([question.text for question in given]).encode()).hexdigest()[:16],
+        }
+        wanted |= origin
+        # Text of before these were noted counts as theirs.
+        is_made = StoredTexts.are_in(self._folder) and {**origin, **StoredTexts.load(self._folder).options} == wanted
         # The first rank's view counts, and none goes on to write before all have looked.
         if not self._ranks.broadcast_int(int(is_made)):
             held_out = self._make_share(given)
@@ -235,6 +245,8 @@ class RunTexts:
     """Questions that the text answers beside invented ones."""
     beginnings: dict[str, int]
     """How many of the texts begin in which way."""
+    digest: str
+    """Of the text before what is evaluated with was taken out."""
 
 
 def run_texts(
@@ -253,13 +265,13 @@ def run_texts(
     if options.text is not None:
         found = _earlier(options.text, target)
     else:
-        found = Corpus(target.model, form, options.corpus, work, report, ranks).texts(given)
+        found = Corpus(target.model, form, options.corpus, work, report, ranks, target.fingerprint()).texts(given)
     asked = asked or [Question(form.decode(prompt)) for prompt in found.held_out]
     if not asked:
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
     # Whatever text it is: what is evaluated with is not trained on.
     texts = found.texts.without(ending for question in asked for ending in endings(form, question.text))
-    return RunTexts(texts, asked, int(found.options["given"]), found.beginnings)
+    return RunTexts(texts, asked, int(found.options.get("given", 0)), found.beginnings, found.texts.digest())
 
 
 def _earlier(folder: Path, target: TargetModel) -> StoredTexts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ class Texts:
             _offsets(lengths),
             np.concatenate([part.prompt_lens for part in parts]),
         )
+
+    def digest(self) -> str:
+        """Tells these texts from others."""
+        found = hashlib.sha256(self.tokens.tobytes())
+        found.update(self.offsets.tobytes() + self.prompt_lens.tobytes())
+        return found.hexdigest()[:16]
 
     def without(self, endings: Iterable[Sequence[int]]) -> Texts:
         """Those whose prompt ends with none of these."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from outrider.cli.main import main
 from outrider.errors import ConfigError
@@ -152,6 +153,34 @@ def test_stages_that_are_done_are_not_done_again(tiny_folder: Path, tmp_path: Pa
     again, same = run("a")
     assert "answers: " not in again and same == weights
     assert run("b")[1] == weights
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_text_and_state_of_another_target_or_other_questions_are_not_gone_on_with(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    prompts, other = tmp_path / "questions.jsonl", tmp_path / "other"
+    shutil.copytree(tiny_folder, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"] += 0.1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    options = replace(OPTIONS, prompts=prompts, eval_temperatures=(0.0,))
+
+    def told(folder: Path, question: str) -> str:
+        output = StringIO()
+        prompts.write_text(json.dumps({"prompt": question}) + "\n")
+        try:
+            train(folder, tmp_path / "out", torch.device("cpu"), options, Report(output))
+        except ConfigError as error:
+            output.write(error.message)
+        return output.getvalue()
+
+    assert "answers: " in told(tiny_folder, "One?")
+    assert "answers: " not in told(tiny_folder, "One?")
+    changed = told(tiny_folder, "Two?")
+    assert "answers: " in changed and "a training with another text" in changed
+    moved = told(other, "Two?")
+    assert "answers: " in moved and "a training with another target" in moved
 
 
 def test_questions_that_are_evaluated_with_are_not_trained_on(tiny_folder: Path, tmp_path: Path) -> None:
