@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +21,8 @@ from torch import Tensor
 
 import kernels.linear
 from benchmarks.engine.quantized import bare_products
+from benchmarks.engine.timing import median_ms
+from benchmarks.kernels.quantized_products import exact_product
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads, tell_launches
 from kernels.launch import ceil_div
@@ -50,6 +51,7 @@ class Chain:
     def __init__(self, model: CausalLM, num_rows: int) -> None:
         self.model, self.num_rows = model, num_rows
         self.cuts: dict[Shape, GemmConfig] = {}
+        self._exact: dict[str, Tensor] = {}
         layer = model.layers[len(model.layers) // 2]
         if not isinstance(layer.mlp, GatedMlp):
             raise TypeError("for dense models alone")
@@ -93,33 +95,17 @@ class Chain:
 
     def is_right(self, name: str, cut: GemmConfig) -> bool:
         """Whether a cut computes what the matrix made wide does, twice."""
-        _, size, gated = self.shape(name)
-        weight = self.weight(name)
-        wide = weight.dequantized(torch.float32) if isinstance(weight, QuantWeight) else weight.float()
-        exact = self._rows[size].float() @ wide.T
-        if gated:
-            gate, up = exact.chunk(2, 1)
-            exact = torch.nn.functional.silu(gate) * up
+        if name not in self._exact:
+            (_, size, gated), weight = self.shape(name), self.weight(name)
+            wide = weight.dequantized(torch.float32) if isinstance(weight, QuantWeight) else weight
+            self._exact[name] = exact_product(self._rows[size], wide, gated)
+        exact = self._exact[name]
         off = max(float((self.product(name, cut).float() - exact).abs().max()) for _ in range(2))
         return off <= WORST * float(exact.abs().max())
 
     def ms(self, repeats: int = 5) -> float:
         """Milliseconds of all products, the median."""
-        work = bare_products(self.model, self.num_rows)
-        work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        times = []
-        for _ in range(repeats + 2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return float(statistics.median(times[2:]))
+        return median_ms(bare_products(self.model, self.num_rows), self.model.device, repeats)
 
     def candidates(self, name: str) -> list[GemmConfig]:
         """The engine's cut, and all others that fit a processor."""

@@ -37,6 +37,15 @@ COPIES_BYTES = 160 << 20
 Product = Callable[[int], object]
 
 
+def exact_product(rows: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    """rows @ weight^T, or silu(gate) * up of it, in float32."""
+    exact = rows.float() @ weight.float().T
+    if gated:
+        gate, up = exact.chunk(2, 1)
+        exact = torch.nn.functional.silu(gate) * up
+    return exact
+
+
 @dataclass(frozen=True)
 class Case:
     """Copies of a weight, and rows that they are multiplied with."""
@@ -74,11 +83,7 @@ class Case:
     @cached_property
     def exact(self) -> Tensor:
         """The product with the first weight, dequantized, in float32."""
-        exact = self.rows.float() @ self.weights[0].dequantized(torch.float32).T
-        if self.gated:
-            gate, up = exact.chunk(2, 1)
-            exact = torch.nn.functional.silu(gate) * up
-        return exact
+        return exact_product(self.rows, self.weights[0].dequantized(torch.float32), self.gated)
 
     def error(self, config: GemmConfig) -> float:
         """Largest difference to the product with the dequantized matrix, over the largest value, in three runs."""
