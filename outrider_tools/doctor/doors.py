@@ -14,6 +14,7 @@ import psutil
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions
 from outrider.errors import ConfigError
+from outrider.paths import expand
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
 from outrider_tools.doctor.finding import Finding, ok, problem, warning
 
@@ -161,4 +162,4 @@ def _secret_files(options: ServiceOptions) -> Iterator[Path]:
     for name in vars(options):
         value = getattr(options, name)
         if name.endswith(("_token_file", "api_key_file", "tls_key")) and value:
-            yield Path(value).expanduser()
+            yield expand(value)

@@ -26,8 +26,9 @@ from outrider.models.drafters.config import (
     mtp_config,
 )
 from outrider.models.fields import get_int, read_json
-from outrider.models.store import expand, is_hub_id, resolve_model
+from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
+from outrider.paths import expand
 
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
 """Heads that guess a block of tokens in one forward."""
