@@ -265,7 +265,7 @@ def run_texts(
     if options.text is not None:
         found = _earlier(options.text, target)
     else:
-        found = Corpus(target.model, form, options.corpus, work, report, ranks, target.fingerprint()).texts(given)
+        found = Corpus(target.model, form, options.corpus, work, report, ranks, target.fingerprint).texts(given)
     asked = asked or [Question(form.decode(prompt)) for prompt in found.held_out]
     if not asked:
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")

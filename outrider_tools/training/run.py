@@ -69,7 +69,7 @@ def train(
     report.line("preparing the drafter, and its first step")
     learner = make_learner(target, texts, options)
     module, ids = learner.module, learner.module.target_ids
-    must_fit = {**options.of_drafter, "target": target.fingerprint(), "text": found.digest}
+    must_fit = {**options.of_drafter, "target": target.fingerprint, "text": found.digest}
     trainer = Trainer(learner, texts, options.trainer, work / STATE_FILE, ranks, must_fit)
     history = trainer.run(report.point)
     ranks.close()

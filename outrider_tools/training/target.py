@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ class TargetModel:
         self.rotary = Rotary(self.config.rope, self.config.head_dim, device)
         self._embedding = self.stored(EMBEDDING).to(device, self.dtype)
 
+    @cached_property
     def fingerprint(self) -> str:
         """Tells this target from others, its fine-tuned kin among them, without reading all of its weights."""
         found = hashlib.sha256()
