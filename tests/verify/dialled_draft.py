@@ -137,7 +137,9 @@ async def stay(context: Context) -> None:
         pass
 
 
-async def greet_with_layers(context: Context) -> None:
+async def offer_layers(context: Context, number: int) -> None:
+    """A session of a draft that takes features, and goes on."""
     await context.read()
     theirs = replace(THEIRS, hidden_size=8, feature_layers=(4, 1), features_token="secret", max_positions=50)
     await context.write(encode_draft([theirs]).SerializeToString())
+    await stay(context)

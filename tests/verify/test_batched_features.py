@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from dialled_draft import BEGIN, Context, Events, dialled, greet_with_layers, stay
+from dialled_draft import BEGIN, Context, Events, dialled, offer_layers, stay
 
 from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
@@ -31,10 +31,6 @@ async def deliver(
     """What a draft gets that accepts like this, when all pieces wait for it to do so."""
     received: list[Received] = []
 
-    async def behave(context: Context, number: int) -> None:
-        await greet_with_layers(context)
-        await stay(context)
-
     async def features(context: Context, number: int) -> None:
         await context.read()
         await context.write(encode_response(accept).SerializeToString())
@@ -46,7 +42,7 @@ async def deliver(
             await context.write(encode_response(FeaturesReleased(newest)).SerializeToString())
         await stay(context)
 
-    async with dialled(folder, behave, features) as events:
+    async with dialled(folder, offer_layers, features) as events:
         await events.until(lambda: len(events.sessions) == 1)
         session = events.sessions[0]
         session.begin_features(begin)

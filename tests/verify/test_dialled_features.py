@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from dialled_draft import BEGIN, THEIRS, Context, dialled, greet_with_layers, stay
+from dialled_draft import BEGIN, THEIRS, Context, dialled, offer_layers, stay
 from msgspec.structs import replace
 
 from outrider.protocol.speculation import (
@@ -31,10 +31,6 @@ pytestmark = pytest.mark.usefixtures("dialled_soon")
 async def test_what_a_draft_takes_is_told_and_features_travel(tmp_path: Path) -> None:
     received: list[draft_pb2.DraftServiceFeaturesRequest] = []
 
-    async def behave(context: Context, number: int) -> None:
-        await greet_with_layers(context)
-        await stay(context)
-
     async def features(context: Context, number: int) -> None:
         for _ in range(3):
             received.append(draft_pb2.DraftServiceFeaturesRequest.FromString(await context.read()))
@@ -43,7 +39,7 @@ async def test_what_a_draft_takes_is_told_and_features_travel(tmp_path: Path) ->
         await context.write(encode_response(FeaturesReleased(2)).SerializeToString())
         await stay(context)
 
-    async with dialled(tmp_path, behave, features) as events:
+    async with dialled(tmp_path, offer_layers, features) as events:
         await events.until(lambda: len(events.sessions) == 1)
         assert events.terms[0].feature_layers == (4, 1) and events.terms[0].max_positions == 50
         session = events.sessions[0]
@@ -61,10 +57,6 @@ async def test_what_a_draft_takes_is_told_and_features_travel(tmp_path: Path) ->
 async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_dialled_again(
     tmp_path: Path, how: str
 ) -> None:
-    async def behave(context: Context, number: int) -> None:
-        await greet_with_layers(context)
-        await stay(context)
-
     async def features(context: Context, number: int) -> None:
         await context.read()
         if number == 1 and how == "refuses":
@@ -81,7 +73,7 @@ async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_diall
             return
         await stay(context)
 
-    async with dialled(tmp_path, behave, features) as events:
+    async with dialled(tmp_path, offer_layers, features) as events:
         await events.until(lambda: len(events.sessions) == 1)
         events.sessions[0].begin_features(BEGIN)
         if how == "releases too much":
@@ -98,16 +90,12 @@ async def test_a_features_stream_that_goes_wrong_ends_the_session_which_is_diall
 async def test_features_that_cannot_be_written_are_told_and_the_session_is_dialled_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def behave(context: Context, number: int) -> None:
-        await greet_with_layers(context)
-        await stay(context)
-
     async def features(context: Context, number: int) -> None:
         await context.read()
         await context.write(encode_response(FeaturesAccept()).SerializeToString())
         await stay(context)
 
-    async with dialled(tmp_path, behave, features) as events:
+    async with dialled(tmp_path, offer_layers, features) as events:
         await events.until(lambda: len(events.sessions) == 1)
         events.sessions[0].begin_features(BEGIN)
         events.sessions[0].send_features([Features(3, 2**32, 1, False, bytes(64), "float32", 1)])
@@ -173,10 +161,6 @@ async def test_a_projection_that_is_not_the_one_offered_ends_the_session(tmp_pat
 
 
 async def test_a_ring_that_was_offered_may_be_taken(tmp_path: Path) -> None:
-    async def behave(context: Context, number: int) -> None:
-        await greet_with_layers(context)
-        await stay(context)
-
     received: list[bytes] = []
 
     async def features(context: Context, number: int) -> None:
@@ -187,7 +171,7 @@ async def test_a_ring_that_was_offered_may_be_taken(tmp_path: Path) -> None:
         await stay(context)
 
     ring = FeatureRing("here", "gpu", bytes(64), 4096, bytes(32))
-    async with dialled(tmp_path, behave, features) as events:
+    async with dialled(tmp_path, offer_layers, features) as events:
         await events.until(lambda: len(events.sessions) == 1)
         events.sessions[0].begin_features(replace(BEGIN, ring=ring))
         events.sessions[0].send_features([Features(3, 0, 2, True, b"", "float32", 1, ring_offset=640)])
@@ -211,16 +195,12 @@ async def test_a_draft_whose_features_stream_fails_at_once_is_dialled_less_and_l
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    async def behave(context: Context, number: int) -> None:
-        await greet_with_layers(context)
-        await stay(context)
-
     async def features(context: Context, number: int) -> None:
         await context.read()
         if how == "cancels":
             await context.abort(grpc.StatusCode.CANCELLED, "going away")
 
-    async with dialled(tmp_path, behave, features, sleep) as events:
+    async with dialled(tmp_path, offer_layers, features, sleep) as events:
         for count in range(1, 10):
             await events.until(lambda count=count: len(events.sessions) == count)  # type: ignore[misc]
             events.sessions[-1].begin_features(BEGIN)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from dialled_draft import Context, dialled, greet, greet_with_layers, stay
+from dialled_draft import Context, dialled, greet, offer_layers, stay
 from engine_thread import EngineThread, engine_thread
 from harness import make_engine
 from hypothesis import given, settings
@@ -123,10 +123,6 @@ async def test_any_bytes_of_a_draft_leave_its_dialer_at_work(tmp_path_factory: A
 async def test_any_bytes_on_the_features_stream_leave_its_dialer_at_work(
     tmp_path_factory: Any, said: list[bytes]
 ) -> None:
-    async def behave(context: Context, call: int) -> None:
-        await greet_with_layers(context)
-        await stay(context)
-
     async def features(context: Context, call: int) -> None:
         await context.read()
         for data in said:
@@ -135,7 +131,7 @@ async def test_any_bytes_on_the_features_stream_leave_its_dialer_at_work(
     async def at_once(seconds: float) -> None:
         await asyncio.sleep(0)
 
-    async with dialled(tmp_path_factory.mktemp("f"), behave, features, sleep=at_once) as events:
+    async with dialled(tmp_path_factory.mktemp("f"), offer_layers, features, sleep=at_once) as events:
         await events.until(lambda: bool(events.sessions))
         events.sessions[0].begin_features(FeaturesBegin("", (4, 1), 16, "float32"))
         await events.until(lambda: len(events.sessions) >= 2)
