@@ -70,7 +70,7 @@ def told(monkeypatch: pytest.MonkeyPatch, num_requests: int, seed: int, *, at_on
 @pytest.mark.parametrize("num_requests", [1, 3])
 @pytest.mark.parametrize("shape", [{}, GOES_ON])
 def test_verify_is_told_the_same(monkeypatch: pytest.MonkeyPatch, num_requests: int, shape: dict[str, int]) -> None:
-    for seed in range(4):
+    for seed in range(8):
         one, other = (told(monkeypatch, num_requests, seed, at_once=way, **shape) for way in (True, False))
         assert one.said == other.said
         assert one.num_batches and not other.num_batches

@@ -208,7 +208,7 @@ def test_random_lives(make: Make, model: DraftModel) -> None:
     """Requests come and go, commit what was guessed or not, and grow all the while."""
     host = make(model)
     source = random.Random(isinstance(host.runner, CudaRunner))
-    for _ in range(10):
+    for _ in range(14):
         row = source.randrange(4)
         request = host.requests.get(row)
         if request is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,14 +73,8 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path) -> None:
     assert torch.equal(stored[name].read(found), stored[name].read()[:, 24:])
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        *itertools.product(FORMATS, ("Llama", "Phi3")),
-        # Experts of the other formats are cut as these are.
-        *itertools.product(("awq", "fp8-block", "mxfp4"), ("Qwen3Moe",)),
-    ],
-)
+@pytest.mark.parametrize("family", ["Llama", "Phi3", "Qwen3Moe"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_quantized_matrices_are_divided(name: str, family: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}

@@ -29,10 +29,7 @@ Job = tuple[list[int], SamplingParams]
 def jobs() -> list[Job]:
     source = random.Random(8)
     made: list[Job] = []
-    pairs = [(grammar, kind) for grammar in (*GRAMMARS, None) for kind in KINDS]
-    for index, (grammar, kind) in enumerate(pairs):
-        if (index // len(KINDS) + index) % 2:  # every grammar with every other kind
-            continue
+    for index, (grammar, kind) in enumerate((grammar, kind) for grammar in (*GRAMMARS, None) for kind in KINDS):
         prompt = [index, *(source.randrange(VOCAB - 2) for _ in range(source.randint(1, 20)))]
         made.append((prompt, SamplingParams(grammar=grammar, **kind)))  # type: ignore[arg-type]
     return made

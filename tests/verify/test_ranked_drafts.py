@@ -104,7 +104,7 @@ def test_trees_of_all_ranks_give_the_text_of_one(
         answers = run_all(one, asked, 4)
         one.stop()
         assert tokens(answers) == tokens(truth[: len(asked)])
-        assert sum(accepted(answers)) > 3 * len(asked)
+        assert sum(accepted(answers)) > 3.6 * len(asked)
         if num_pages == 24:
             assert one.scheduler.num_preemptions > 0
         leader: Any = one._executor
@@ -125,15 +125,15 @@ def test_a_cut_head_grows_the_trees_of_a_whole_one(
     whole, _ = make_paged_engine(model, draft=load(model), growth=GROWTH)
     engines.append(whole)
     whole.start()
-    expected = run_all(whole, jobs()[:3], 1)
+    expected = run_all(whole, jobs()[:6], 1)
     followers: list[CudaExecutor] = []
     with linked(ranks_folder, 2, part_of_draft=load, growth=GROWTH, followers=followers) as engine:
         engine.start()
-        found = run_all(engine, jobs()[:3], 1)
+        found = run_all(engine, jobs()[:6], 1)
         engine.stop()
         leader: Any = engine._executor
-    assert tokens(found) == tokens(expected) == tokens(truth[:3])
-    assert accepted(found) == accepted(expected) and sum(accepted(found)) > 2
+    assert tokens(found) == tokens(expected) == tokens(truth[:6])
+    assert accepted(found) == accepted(expected) and sum(accepted(found)) > 5
     drafter, alone = leader.drafts.drafter._model, whole._executor.drafts.drafter._model  # type: ignore[attr-defined]
     assert 2 * drafter.num_kv_heads == alone.num_kv_heads and 2 * drafter.output.num_out == alone.output.num_out
     same_state(leader, followers[0])

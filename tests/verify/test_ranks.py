@@ -244,19 +244,39 @@ async def test_a_rank_that_ends_or_hangs_ends_the_engine_with_its_name(
     wait_until(lambda: is_gone(rank))
 
 
+async def test_a_rank_that_ends_while_nothing_is_asked_ends_the_engine(folder: Path, quick_start: None) -> None:
+    process, engine = await main.start_engine(options_for(folder), lambda report: None)
+    try:
+        assert await process.ready(asyncio.Event()) is not None
+        (rank,) = psutil.Process(process._process.pid).children()
+        rank.kill()
+        await asyncio.wait_for(engine.lost(), 20)
+    finally:
+        await process.close()
+    assert process._process.returncode == 1
+
+
+async def test_a_rank_ends_with_rank_0(folder: Path, quick_start: None) -> None:
+    process, engine = await main.start_engine(options_for(folder), lambda report: None)
+    try:
+        assert await process.ready(asyncio.Event()) is not None
+        (rank,) = psutil.Process(process._process.pid).children()
+        process._process.kill()
+        await asyncio.wait_for(engine.lost(), 20)
+        wait_until(lambda: is_gone(rank))
+    finally:
+        await process.close()
+
+
 BUSY_START = """
-import sys, threading, time
+import sys, threading
 import msgspec
 from outrider.config.verify import VerifyOptions
 from verify_service.ranks import leader
 
 leader._GRACE_SECONDS = leader._REFUSAL_SECONDS = 0.2
 followers = leader.Followers(msgspec.json.decode(sys.argv[1], type=VerifyOptions))
-if sys.argv[2] == "idle":
-    while followers.memory.is_behind(1):
-        time.sleep(0.01)
-    followers.started()
-if sys.argv[2] in ("kill", "idle"):
+if sys.argv[2] == "kill":
     followers._processes[1].kill()
 threading.Event().wait(60)
 """
@@ -265,16 +285,9 @@ threading.Event().wait(60)
 
 @pytest.mark.parametrize(
     ("end", "code", "words"),
-    [
-        ("kill", 1, "(SIGKILL)"),
-        ("idle", 1, "(SIGKILL)"),
-        ("refuse", 2, "--context-length: 4096"),
-        ("fail", 1, "(RuntimeError: set_num_threads"),
-    ],
+    [("kill", 1, "(SIGKILL)"), ("refuse", 2, "--context-length: 4096"), ("fail", 1, "(RuntimeError: set_num_threads")],
 )
-def test_a_rank_that_ends_at_the_start_or_while_nothing_is_asked_ends_a_busy_rank_0(
-    folder: Path, end: str, code: int, words: str
-) -> None:
+def test_a_rank_that_ends_at_the_start_ends_a_busy_rank_0(folder: Path, end: str, code: int, words: str) -> None:
     fields = {"refuse": {"context_length": 4096}, "fail": {"threads": -1}}
     options = options_for(folder, **fields.get(end, {}))
     command = [sys.executable, "-c", BUSY_START, msgspec.json.encode(options).decode(), end]
