@@ -123,6 +123,11 @@ def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
         read_prompts(path, 9)
 
 
+def test_a_home_that_is_not_there_is_told() -> None:
+    with pytest.raises(ConfigError, match="names a home that is not there"):
+        read_prompts(Path("~nobody-of-this-name/prompts.jsonl"), 9)
+
+
 async def test_both_doors_count_the_same_tokens_and_the_page_agrees_on_acceptance(live: Cluster) -> None:
     prompts = random_prompts(6, LENGTHS, "doors")
     ask = RequestOptions(ignore_eos=True)
