@@ -17,7 +17,6 @@ from kernels.attention_tiles import (
     path_config,
     prefill_config,
     short_config,
-    short_tokens,
     tree_config,
 )
 from kernels.launch import power_of_two, supports_pdl, use_triton
@@ -179,9 +178,6 @@ def _checked(
     if not (q.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()) or page_tables.stride(1) != 1:
         raise ValueError("q, the caches and the rows of the page tables must be contiguous")
     return torch.empty(len(q), num_heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
-
-
-__all__ = ["BranchSlots", "branch_attention", "list_branches", "short_tokens"]
 
 
 class BranchSlots(NamedTuple):

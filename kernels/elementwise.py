@@ -58,33 +58,22 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
     return total, out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     """silu(gate) * up in float32, rounded once: [M, 2F] (gate first, contiguous) to [M, F] of the same dtype.
+
+    `gelu`: gelu(gate) in its place, approximated by tanh.
 
     Raises:
         ValueError: `gate_up` is not a matrix with an even number of columns.
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"silu_mul of {tuple(gate_up.shape)}")
+        raise ValueError(f"gate_mul of {tuple(gate_up.shape)}")
     if not use_triton(gate_up):
-        return reference.silu_mul(gate_up)
+        return reference.gate_mul(gate_up, gelu)
     from kernels.jit import elementwise as jit
 
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    jit.gate_mul(gate_up, out, gelu=False)
-    return out
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up, likewise, with GELU's approximation by tanh."""
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
-        raise ValueError(f"gelu_mul of {tuple(gate_up.shape)}")
-    if not use_triton(gate_up):
-        return reference.gelu_mul(gate_up)
-    from kernels.jit import elementwise as jit
-
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    jit.gate_mul(gate_up, out, gelu=True)
+    jit.gate_mul(gate_up, out, gelu)
     return out
 
 

@@ -28,7 +28,7 @@ from benchmarks.engine.timing import copy_rate
 from benchmarks.kernels.quantized_products import COPIES_BYTES, graph_us
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads
-from kernels.elementwise import silu_mul
+from kernels.elementwise import gate_mul
 from kernels.expert_tiles import SWIGLU, Routes, max_tiles, tile_of
 from kernels.experts import expert_linear
 from kernels.quant_weight import QuantWeight, packed, piece_of, unpacked
@@ -283,7 +283,7 @@ def measure_library(experts: ExpertMatrices, counts: list[int], device: str) -> 
 
 def gate(bare: Callable[[int], Tensor], copy: int) -> Tensor:
     """The library's product, and its gating."""
-    return silu_mul(bare(copy))
+    return gate_mul(bare(copy))
 
 
 def say(what: str, failure: Exception) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.elementwise import silu_mul
+from kernels.elementwise import gate_mul
 from kernels.fp8_linear import fits_fp8_linear, fp8_linear
 from kernels.launch import num_processors
 from kernels.linear import dequantize, stream_linear
@@ -67,7 +67,7 @@ class Case:
     def wide(self, copy: int) -> object:
         """The product of cuBLAS with the weight made wide."""
         product = self.rows @ dequantize(self.weights[copy], torch.bfloat16).T
-        return silu_mul(product) if self.gated else product
+        return gate_mul(product) if self.gated else product
 
     def fp8(self, copy: int) -> Tensor:
         """The product of rows in two fp8 parts."""

@@ -85,7 +85,7 @@ def _gate_mul(
 def gate_mul(
     gate_up: Tensor, out: Tensor, gelu: bool = False, gating: Gating = SWIGLU, interleaved: bool = False
 ) -> None:
-    """As kernels.elementwise.silu_mul, or gelu_mul, or kernels.experts.gate, into `out`."""
+    """As kernels.elementwise.gate_mul, or kernels.experts.gate, into `out`."""
     num_rows, size = out.shape
     pdl, block = supports_pdl(gate_up), 1024
     _gate_mul[(num_rows, triton.cdiv(size, block))](

@@ -23,16 +23,10 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
     return total, rms_norm(total, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """As kernels.elementwise.silu_mul."""
+def gate_mul(gate_up: Tensor, gelu: bool) -> Tensor:
+    """As kernels.elementwise.gate_mul."""
     gate, up = gate_up.float().chunk(2, 1)
-    return (functional.silu(gate) * up).to(gate_up.dtype)
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """As kernels.elementwise.gelu_mul."""
-    gate, up = gate_up.float().chunk(2, 1)
-    return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+    return ((functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up).to(gate_up.dtype)
 
 
 def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import short_tokens
 from kernels.attention_tiles import PATH_SPLITS, choose_splits
 from kernels.kv_cache import update_pages
 from kernels.sampling_state import RoundTokens
@@ -21,8 +20,7 @@ __all__ = [
     "RoundTokens",
     "TreeBuffers",
     "choose_splits",
-    "short_tokens",
-    "update_page_tables",
+    "update_pages",
 ]
 
 
@@ -114,8 +112,3 @@ class TreeBuffers:
             path=path if by_path else None,
             num_splits=num_splits,
         )
-
-
-def update_page_tables(page_tables: Tensor, updates: Tensor, shifts: Tensor | None = None, num_sinks: int = 0) -> None:
-    """page_tables[row, place] = page for each (row, place, page) of `updates` [U, 3]; see kernels.kv_cache."""
-    update_pages(page_tables, updates, shifts, num_sinks)

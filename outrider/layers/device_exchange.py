@@ -75,11 +75,6 @@ class PeerMailboxes:
         )
         """For the functions of kernels.exchange."""
 
-    def close(self) -> None:
-        """Unmap what others share. Nothing that uses it may be under way or launched again."""
-        for memory in self._peers.values():
-            memory.close()
-
 
 class PeerExchange(Exchange):
     """By our kernels (kernels.exchange); may be captured."""

@@ -129,8 +129,10 @@ class ExpertMlp:
         scheme = config.scheme_of(f"{first}.{down}")
         self.down = ExpertLinear(experts.num_experts, size, [hidden], bias, dtype, device, scheme)
         self.shared = SharedExpert(config, experts, prefix, dtype, device) if experts.shared_size else None
-        self._exchange: Exchange | None = None
-        self._next_norm: RMSNorm | None = None
+        self.exchange: Exchange | None = None
+        """Among ranks of which each has some channels of every expert."""
+        self.next_norm: RMSNorm | None = None
+        """What the residual stream is normed by behind it."""
 
     def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the experts' output for it, normed."""
@@ -139,19 +141,11 @@ class ExpertMlp:
         tile = self.gate_up.tile(len(rows) * num_active)
         routes = route(self.router.to_float32(rows), num_active, self.config.normed, plan.token_slots, tile)
         inside = self.gate_up(rows, routes, self._gating, self._interleaved)
-        base = stream if self._exchange is None else torch.zeros_like(stream)
+        base = stream if self.exchange is None else torch.zeros_like(stream)
         if self.shared is not None:
             base = self.shared.add_to(base, rows)
         total = combine(self.down(inside, routes), routes, base)
-        return total if self._exchange is None else self._exchange.add(stream, total, self._next_norm)
-
-    def join(self, exchange: Exchange) -> None:
-        """Compute as one of several ranks, of which each has some channels of every expert."""
-        self._exchange = exchange
-
-    def followed_by(self, norm: RMSNorm | None) -> None:
-        """`norm`: what the residual stream is normed by behind it."""
-        self._next_norm = norm
+        return total if self.exchange is None else self.exchange.add(stream, total, self.next_norm)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the mixture's own."""
@@ -165,7 +159,7 @@ class ExpertMlp:
 
     def finish_loading(self) -> None:
         """See SelfAttention."""
-        if self._exchange is not None and self._exchange.rank:
+        if self.exchange is not None and self.exchange.rank:
             # It is added once.
             self.down.bias = None
         self.router.pack()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
+from kernels.elementwise import add_rms_norm, gate_mul
 from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear
 from kernels.launch import use_triton
 from kernels.linear import dequantize, norm_linear, stream_linear
@@ -146,7 +146,7 @@ class Linear:
             rows, residual = _padded(rows), _padded(residual)
             total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self._packed, self.bias, "add")
             return total[:num_rows]
-        if self._packed is None and self.bias is None and rows.is_cuda:
+        if self.bias is None and rows.is_cuda:
             return torch.addmm(residual, rows, self.wide().t())
         return residual + self(rows)
 
@@ -155,29 +155,21 @@ class Linear:
 
         `gelu`: gelu(gate) in its place, approximated by tanh.
         """
-        if gelu:
-            gate_up = self(rows)
-            if gate_up.is_cuda:
-                return gelu_mul(gate_up)
-            gate, up = gate_up.chunk(2, 1)
-            return functional.gelu(gate, approximate="tanh") * up
-        if self._streams(rows):
+        if not gelu and self._streams(rows):
             return self._streamed(rows, gated=True)
         gate_up = self(rows)
         if gate_up.is_cuda:
-            return silu_mul(gate_up)
+            return gate_mul(gate_up, gelu)
         gate, up = gate_up.chunk(2, 1)
-        return functional.silu(gate) * up
+        return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up
 
     def normed_gated(self, stream: Tensor, norm: RMSNorm | None, gelu: bool = False) -> Tensor:
         """`gated` of the residual stream [M, in], normed if there is a norm: in one launch where rows are few and not
         wide.
         """
-        if norm is None:
-            return self.gated(stream, gelu)
-        if gelu or not self.uses_row_kernel(stream, gated=True):
-            return self.gated(norm(stream), gelu)
-        return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
+        if norm is not None and not gelu and self.uses_row_kernel(stream, gated=True):
+            return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
+        return self.gated(stream if norm is None else norm(stream), gelu)
 
     def uses_row_kernel(self, rows: Tensor, whole: bool = True, gated: bool = False) -> bool:
         """Whether products of `rows` [M, in] are small enough for the kernel that takes norm and residual along.

@@ -209,14 +209,6 @@ class GatedMlp:
             gate_up = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
         return gate_up | self.down.linear.tensors("down_proj")
 
-    def join(self, exchange: Exchange) -> None:
-        """See CausalLM and ResidualOutput."""
-        self.down.exchange = exchange
-
-    def followed_by(self, norm: RMSNorm | None) -> None:
-        """See ResidualOutput."""
-        self.down.next_norm = norm
-
     def finish_loading(self) -> None:
         """See SelfAttention."""
         self.gate_up.pack()
@@ -250,6 +242,8 @@ class DecoderLayer:
             self.mlp = ExpertMlp(config, experts, layer, dtype, device)
         else:
             self.mlp = GatedMlp(config, layer, dtype, device)
+        self.ends = self.attention.output, self.mlp.down if isinstance(self.mlp, GatedMlp) else self.mlp
+        """What adds to the residual stream."""
 
     def __call__(self, stream: Tensor, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] after the layer."""
@@ -264,8 +258,8 @@ class DecoderLayer:
 
     def join(self, exchange: Exchange) -> None:
         """See CausalLM."""
-        self.attention.output.exchange = exchange
-        self.mlp.join(exchange)
+        for end in self.ends:
+            end.exchange = exchange
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Hugging Face names below the layer's own."""
@@ -316,8 +310,8 @@ class CausalLM(LanguageModel):
         self.norm = layer_norm(config, dtype, device)
         following = [layer.attention_norm for layer in self.layers[1:]]
         for layer, next_norm in zip(self.layers, [*following, self.norm], strict=True):
-            layer.attention.output.next_norm = layer.mlp_norm
-            layer.mlp.followed_by(next_norm)
+            first, last = layer.ends
+            first.next_norm, last.next_norm = layer.mlp_norm, next_norm
         rows = 0 if config.tie_embeddings else config.vocab_size // config.vocab_cuts
         scheme = None if config.tie_embeddings else config.scheme_of("lm_head")
         self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme and scheme.without_library())

@@ -9,8 +9,8 @@ import torch
 from rounds import chain, make_round
 from torch import Tensor
 
-from kernels.attention import BranchSlots, branch_attention, list_branches, short_tokens, tree_attention
-from kernels.attention_tiles import PLAIN_SCORES, SHORT_SPLITS, ScoreRules, TileConfig
+from kernels.attention import BranchSlots, branch_attention, list_branches, tree_attention
+from kernels.attention_tiles import PLAIN_SCORES, SHORT_SPLITS, ScoreRules, TileConfig, short_tokens
 from kernels.jit.branches import BRANCH_KEYS
 from kernels.reference import attention as reference
 

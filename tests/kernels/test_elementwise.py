@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.elementwise import add_rms_norm, recur, rms_norm, rope_write, rotary_angles, silu_mul, write_keys
+from kernels.elementwise import add_rms_norm, gate_mul, recur, rms_norm, rope_write, rotary_angles, write_keys
 from kernels.reference import elementwise as reference
 
 
@@ -71,18 +71,18 @@ def expected_of(gate_up: Tensor) -> Tensor:
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 32), (3, 1030)])
 def test_silu_mul_is_silu_times_up_rounded_once(device: str, dtype: torch.dtype, num_rows: int, size: int) -> None:
     gate_up = (4 * torch.randn(num_rows, 2 * size, generator=torch.Generator().manual_seed(size))).to(dtype)
-    torch.testing.assert_close(silu_mul(gate_up.to(device)).cpu(), expected_of(gate_up))
+    torch.testing.assert_close(gate_mul(gate_up.to(device)).cpu(), expected_of(gate_up))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's; exp(200) is infinity
 def test_large_gates_do_not_overflow(device: str) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -200.0, 0.0, 3.0, 3.0, 3.0, 3.0]], device=device)
-    torch.testing.assert_close(silu_mul(gate_up).cpu(), torch.tensor([[0.0, 3e4, 0.0, 0.0]]))
+    torch.testing.assert_close(gate_mul(gate_up).cpu(), torch.tensor([[0.0, 3e4, 0.0, 0.0]]))
 
 
 def test_without_triton_the_activation_is_the_same() -> None:
     gate_up = torch.randn(2, 20)
-    torch.testing.assert_close(silu_mul(gate_up), expected_of(gate_up))
+    torch.testing.assert_close(gate_mul(gate_up), expected_of(gate_up))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,14 +101,14 @@ def test_a_cell_keeps_some_of_its_memory(device: str, size: int, dtype: torch.dt
 
 
 def test_odd_columns_are_refused() -> None:
-    with pytest.raises(ValueError, match="silu_mul"):
-        silu_mul(torch.ones(2, 5))
+    with pytest.raises(ValueError, match="gate_mul"):
+        gate_mul(torch.ones(2, 5))
 
 
 @pytest.mark.gpu
 def test_activation_of_real_size() -> None:
     gate_up = torch.randn(64, 2 * 14336, device="cuda").bfloat16()
-    torch.testing.assert_close(silu_mul(gate_up), expected_of(gate_up))
+    torch.testing.assert_close(gate_mul(gate_up), expected_of(gate_up))
 
 
 SHAPES = [(4, 2, 16), (9, 3, 64), (5, 1, 32)]

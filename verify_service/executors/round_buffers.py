@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import HostLengths
-from outrider.attention.paged import RoundTokens, update_page_tables
+from outrider.attention.paged import RoundTokens, update_pages
 from outrider.buckets import TOKEN_BUCKETS, row_buckets, width_buckets
 from outrider.device import put, stamp
 from outrider.sampling.device import DeviceSampler
@@ -363,7 +363,7 @@ class RequestRows:
 
     def update(self, updates: Tensor) -> None:
         """Enter what a round adds, [U, 3] on the device, into the page tables."""
-        update_page_tables(self.page_tables, updates)
+        update_pages(self.page_tables, updates)
         if self._listener is not None:
             self._listener.update(updates)
 

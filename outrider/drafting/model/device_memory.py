@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.block_state import BlockStore
 from kernels.frontier_state import RegionPlan
-from outrider.attention.paged import update_page_tables
+from outrider.attention.paged import update_pages
 from outrider.device import put
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.features import PartOfRows
@@ -104,7 +104,7 @@ class DeviceMemory:
 
     def update_pages(self, updates: Tensor) -> None:
         """The same of updates int32 [U, 3], see kernels.kv_cache.update_pages; may be captured."""
-        update_page_tables(self.plan.page_tables, updates, self.shifts, self._shape.sink_pages)
+        update_pages(self.plan.page_tables, updates, self.shifts, self._shape.sink_pages)
 
     def cut(self, row: int, shift: int, pages: Sequence[int]) -> None:
         """Queue the cut of a row, of which the other model has these pages: its table leaves out `shift` of them behind
@@ -138,7 +138,7 @@ class DeviceMemory:
         """Queue new pages, and all moves in one launch."""
         device = self.plan.page_tables.device
         if self._updates:
-            update_page_tables(self.plan.page_tables, put(np.array(self._updates, np.int32), device))
+            update_pages(self.plan.page_tables, put(np.array(self._updates, np.int32), device))
             self._updates = []
         if self._moves:
             self.kv.move_pairs(put(self._move_pairs(), device))
@@ -147,7 +147,7 @@ class DeviceMemory:
     def warm_up(self) -> None:
         """Launch what `flush` launches, without effect."""
         nothing = put([-1] * 6, self.plan.page_tables.device)
-        update_page_tables(self.plan.page_tables, nothing.view(2, 3))
+        update_pages(self.plan.page_tables, nothing.view(2, 3))
         self.kv.move_pairs(nothing.view(3, 2))
 
     def context_slots(self, row: int, start: int, end: int) -> Ints:

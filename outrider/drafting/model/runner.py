@@ -14,8 +14,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from kernels.attention_tiles import short_tokens
 from outrider.attention.base import AttentionBackend
-from outrider.attention.paged import short_tokens
 from outrider.attention.prompts import PromptChunk
 from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
