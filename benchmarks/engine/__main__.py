@@ -35,7 +35,8 @@ from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from outrider_tools.inflate.shapes import parse_shape
 from verify_service.engine.build import attention_backend
-from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.engine.scheduler import EngineLimits
+from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.round_buffers import Bucket
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -174,18 +175,21 @@ class Benchmark:
         """Whole rounds by tokens, batch and context, plain decoding and prefill."""
         plan, options = self.plan, self.options
         num_pages = -(-plan.num_slots // options.page_size)
-        limits = CudaLimits(
+        limits = EngineLimits(
             vocab_size=self.model.config.vocab_size,
             context_length=max(plan.contexts) + 256,
             # Rounds of one shape need room for a row with the largest tree beside all others.
             max_round_tokens=max(plan.tokens) * (2 if options.deterministic else 1),
             max_running=max(plan.batches),
             chunk_size=min(2048, max(plan.prefills)),
-            use_graphs=not options.disable_cuda_graph,
+            root_apart=True,
             deterministic=options.deterministic,
         )
-        executor = CudaExecutor(self.model, num_pages, options.page_size, limits, self._attention())
-        if self.model.device.type == "cuda" and limits.use_graphs:
+        use_graphs = not options.disable_cuda_graph
+        executor = CudaExecutor(
+            self.model, num_pages, options.page_size, limits, self._attention(), use_graphs=use_graphs
+        )
+        if self.model.device.type == "cuda" and use_graphs:
             executor.graphs.capture(plan.buckets(executor), together=True)
             self.add(f"{len(executor.graphs)} graphs", "capture_seconds", executor.graphs.seconds, "s")
             self.add(f"{len(executor.graphs)} graphs", "capture_mib", executor.graphs.num_bytes / 2**20, "MiB")

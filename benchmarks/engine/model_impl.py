@@ -24,7 +24,8 @@ from outrider.protocol.generation import GenerationRequest
 from outrider_tools.bench.report import Row, cpu_name, write_report
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
-from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.engine.scheduler import EngineLimits
+from verify_service.executors.cuda import CudaExecutor
 
 IMPLS = ("outrider", "transformers")
 PAGE_SIZE = 16
@@ -53,12 +54,13 @@ def on_gpu(
     """Milliseconds of a round by tokens, and the text."""
     vocab_size = model.config.vocab_size
     num_pages = (CONTEXT + 512) // PAGE_SIZE
-    limits = CudaLimits(
+    limits = EngineLimits(
         vocab_size=vocab_size,
         context_length=CONTEXT + 512,
         max_running=1,
         max_round_tokens=max(widths),
         chunk_size=CONTEXT,
+        root_apart=True,
     )
     executor = CudaExecutor(model, num_pages, PAGE_SIZE, limits, TritonAttention())
     executor.graphs.capture(sorted({executor.buckets.fit(width, 1) for width in widths}, reverse=True), together=True)

@@ -27,7 +27,8 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.models.decoder import CausalLM, GatedMlp
 from outrider.models.loader import load_decoder
 from outrider_tools.bench.report import Row, cpu_name, write_report
-from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.engine.scheduler import EngineLimits
+from verify_service.executors.cuda import CudaExecutor
 
 PAGE_SIZE = 16
 ROOM = 160
@@ -148,12 +149,13 @@ class FormatBench:
 
     def _rounds(self, num_rows: int, context: int, shapes: tuple[tuple[int, int], ...]) -> MeasuredRounds:
         num_pages = num_rows * -(-(context + ROOM + 1) // PAGE_SIZE)
-        limits = CudaLimits(
+        limits = EngineLimits(
             vocab_size=self.model.config.vocab_size,
             context_length=context + 512,
             max_running=num_rows,
             max_round_tokens=max(tokens for _, tokens in shapes),
             chunk_size=min(2048, context),
+            root_apart=True,
         )
         executor = CudaExecutor(self.model, num_pages, PAGE_SIZE, limits, TritonAttention())
         if self.model.device.type == "cuda":

@@ -27,9 +27,9 @@ from verify_service.engine.build import round_growth
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Growth
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.rank_link import RankLink
-from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
+from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.speculation.budget import CostModel
 
@@ -148,28 +148,21 @@ def make_paged_engine(
         "max_nodes": 24,
         "max_round_tokens": 32,
         "max_depth": MAX_DEPTH,
-        "max_extend": MAX_EXTEND,
         "root_apart": True,
-        "generated_in_decode": deterministic,
+        "deterministic": deterministic,
     }
     bounds = EngineLimits(**values | limits)
-    told = CudaLimits(
-        vocab_size=bounds.vocab_size,
-        context_length=bounds.context_length,
-        max_running=bounds.max_running,
-        max_round_tokens=bounds.max_round_tokens,
-        chunk_size=bounds.chunk_size,
+    executor = CudaExecutor(
+        *(model, num_pages, page_size, bounds, attention or TritonAttention(), link),
         max_graph_rows=max_graph_rows,
         use_graphs=use_graphs,
-        deterministic=deterministic,
-        accept_rule=rule,
+        rule=rule,
     )
-    executor = CudaExecutor(model, num_pages, page_size, told, attention or TritonAttention(), link)
     if draft is not None:
         options = DraftingOptions("test", branching=3, lone_branching=4, max_steps=4, max_width=8, region=64)
         executor.draft_inside(draft, options)
     executor.capture()
     widths = executor.buckets.widths
     cost = CostModel([1e-3] * len(widths), widths, executor.buckets.width)
-    inside = None if draft is None else round_growth(executor, memory, cost, bounds.max_nodes, growth)
+    inside = None if draft is None else round_growth(executor, memory, cost, growth)
     return ThreadedEngine(executor, memory, cost, bounds, Silence(), vocabulary=vocabulary, growth=inside), executor

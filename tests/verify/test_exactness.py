@@ -57,7 +57,7 @@ def test_tokens_are_the_same_with_any_draft_batch_and_memory(
 RULES: list[dict[str, object]] = [
     {"root_apart": True},
     {"root_apart": True, "max_depth": 2, "max_round_tokens": 3},
-    {"root_apart": True, "generated_in_decode": True, "max_extend": 3, "max_round_tokens": 6},
+    {"root_apart": True, "deterministic": True, "max_extend": 3, "max_round_tokens": 6},
 ]
 
 
@@ -65,7 +65,7 @@ RULES: list[dict[str, object]] = [
 def test_tokens_are_the_same_whatever_rounds_the_executor_can_run(
     model: CausalLM, truth: list[Answer], engines: list[ThreadedEngine], rules: dict[str, object], num_pages: int
 ) -> None:
-    share = "generated_in_decode" not in rules
+    share = "deterministic" not in rules
     engine = make_engine(model, num_pages, share_generated=share, chunk_size=16, **rules)
     engines.append(engine)
     engine.draft_connected(LocalDraft(engine, VOCAB, guesser("oracle", truth)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -154,9 +155,10 @@ def test_a_drafter_that_is_useless_to_one_request_is_not_tried_at_first_with_mor
 
 @pytest.mark.parametrize(("num_rows", "sizes"), [(1, (1,)), (8, (8,)), (16, (12,))])
 def test_a_chain_takes_a_node_of_each_request_as_far_as_they_go(num_rows: int, sizes: tuple[int, ...]) -> None:
-    buckets = Buckets(28, 16)
-    assert tuple(node_counts(SimpleNamespace(buckets=buckets), 12, num_rows, is_chain=True)) == sizes
-    assert not node_counts(SimpleNamespace(buckets=buckets), 0, num_rows, is_chain=True)
+    executor: Any = SimpleNamespace(buckets=Buckets(28, 16), limits=SimpleNamespace(max_nodes=12))
+    assert tuple(node_counts(executor, num_rows, is_chain=True)) == sizes
+    executor.limits.max_nodes = 0
+    assert not node_counts(executor, num_rows, is_chain=True)
 
 
 @pytest.mark.parametrize("max_steps", [1, 4])

@@ -33,6 +33,7 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth
 from verify_service.engine.round_growth import RoundGrowth
+from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.speculation.growth_policy import GrowthCost, GrowthPolicy
 
@@ -230,8 +231,10 @@ def test_tokens_that_are_computed_again_leave_less_room_for_trees(num_recomputed
         GrowthPolicy(lambda tokens: 1.0, lambda rows: GrowthCost(0.1, 0.1), lambda rows: (32,), 3),
     )
     decoding, resumed = (make_request(Answer(), [5] * 100, GREEDY, VOCAB, max_tokens=50) for _ in range(2))
-    decoding.cached_len = 99
-    growth = RoundGrowth(Grown(63), policy, memory, lambda rows: 32, lambda entry: True, 63, 64)  # type: ignore[arg-type]
+    resumed.tokens += [5] * 70
+    decoding.cached_len = resumed.cached_len = 99
+    limits = EngineLimits(VOCAB, 200, max_nodes=63, max_round_tokens=64, root_apart=True, deterministic=True)
+    growth = RoundGrowth(Grown(63), policy, memory, lambda rows: 32, limits)  # type: ignore[arg-type]
     assert growth.plan([Entry(decoding, 1)])
     entries = [Entry(decoding, 1), Entry(resumed, num_recomputed)] if num_recomputed else [Entry(decoding, 1)]
     growth.take(entries)
@@ -249,7 +252,8 @@ def test_pages_behind_a_round_are_for_drafters_at_work(grows: bool, is_ahead: bo
     request = make_request(Answer(), [5] * (31 if is_ahead else 32), GREEDY, VOCAB, max_tokens=50)
     request.cached_len = request.committed_len - 1
     assert memory.reserve(request, 32)
-    growth = RoundGrowth(trees, policy, memory, lambda rows: 32, lambda entry: True, 63, 64)  # type: ignore[arg-type]
+    limits = EngineLimits(VOCAB, 200, max_nodes=63, max_round_tokens=64)
+    growth = RoundGrowth(trees, policy, memory, lambda rows: 32, limits)  # type: ignore[arg-type]
     assert (growth.plan([Entry(request, 1, is_ahead=is_ahead)]) is not None) == grows
     assert len(request.pages) == (3 if grows else 2)
 

@@ -52,7 +52,7 @@ def test_running_requests_go_on_beside_the_prefill_of_another() -> None:
 
 def test_generated_tokens_are_recomputed_beside_roots_after_a_preemption() -> None:
     device = FakeDevice()
-    limits = {"root_apart": True, "generated_in_decode": True, "max_extend": 3, "chunk_size": 16, "max_nodes": 0}
+    limits = {"root_apart": True, "deterministic": True, "max_extend": 3, "chunk_size": 16, "max_nodes": 0}
     engine = fake_engine(device, num_pages=9, keep_prefixes=False, **limits)
     old, young = submit(engine, 6, max_tokens=16), submit(engine, 6, max_tokens=16)
     run(engine, old, young)

@@ -44,10 +44,10 @@ from verify_service.engine.round import Growth
 from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
-from verify_service.executors.cuda import CudaExecutor, CudaLimits
+from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.device import kv_tokens, out_of_memory
 from verify_service.executors.rank_link import RankLink
-from verify_service.executors.round_buffers import MAX_DEPTH, MAX_EXTEND
+from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor
 from verify_service.features.base import FeatureExecutor
 from verify_service.frames import TargetProfile
@@ -196,7 +196,7 @@ def following_executor(
     num_pages = tokens // options.page_size
     limits = _limits(options, path, model, Memory(num_pages, options.page_size))
     with out_of_memory("KV cache and rounds", "lower --max-total-tokens or --mem-fraction-static"):
-        return _new_cuda_executor(options, model, num_pages, limits, draft, link)
+        return _cuda_executor(options, model, num_pages, limits, draft, link)
 
 
 def build(
@@ -223,14 +223,17 @@ def build(
         executor: CudaExecutor | TorchExecutor
         growth: RoundGrowth | None = None
         if on_gpu:
-            executor = _cuda_executor(options, model, num_pages, limits, draft, link)
+            executor = gpu = _cuda_executor(options, model, num_pages, limits, draft, link)
+            is_chain = draft is not None and draft.is_chain
+            with ConsoleProgress() as progress, compile_aside():
+                gpu.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
+                gpu.capture_drafting(lambda rows: node_counts(gpu, rows, is_chain))
             # A round that is padded takes the time of its bucket, unless the padding leaves most weights unread.
             width_of = unpadded if model.has_experts and not options.deterministic else executor.buckets.width
             context_cost = _context_cost(executor, limits, num_pages * options.page_size, CUDA_CONTEXT)
             cost = CostModel.measured(executor.measure, executor.buckets.widths, width_of, context_cost)
-            is_chain = draft is not None and draft.is_chain
             fixed = Growth(draft.options.max_steps, limits.max_nodes) if draft and options.lockstep else None
-            growth = round_growth(executor, memory, cost, limits.max_nodes, fixed, is_chain)
+            growth = round_growth(executor, memory, cost, fixed, is_chain)
         else:
             executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
             context_cost = _context_cost(executor, limits, num_pages * options.page_size, MEASURED_CONTEXT)
@@ -248,7 +251,7 @@ def _context_cost(
     return ContextCost.measured(executor.measure, near, far)
 
 
-def _new_cuda_executor(
+def _cuda_executor(
     options: VerifyOptions,
     model: LanguageModel,
     num_pages: int,
@@ -260,39 +263,15 @@ def _new_cuda_executor(
         model,
         num_pages,
         options.page_size,
-        CudaLimits(
-            vocab_size=limits.vocab_size,
-            context_length=limits.context_length,
-            max_running=limits.max_running,
-            max_round_tokens=limits.max_round_tokens,
-            chunk_size=limits.chunk_size,
-            max_graph_rows=options.cuda_graph_max_bs,
-            use_graphs=not options.disable_cuda_graph,
-            deterministic=options.deterministic,
-            accept_rule=_accept_rule(options),
-        ),
+        limits,
         attention_backend(options.attention_backend, model, options.page_size, options.deterministic),
         link,
+        max_graph_rows=options.cuda_graph_max_bs,
+        use_graphs=not options.disable_cuda_graph,
+        rule=_accept_rule(options),
     )
     if draft is not None:
         executor.draft_inside(draft.model, draft.options)
-    return executor
-
-
-def _cuda_executor(
-    options: VerifyOptions,
-    model: LanguageModel,
-    num_pages: int,
-    limits: EngineLimits,
-    draft: RoundDraft | None,
-    link: RankLink | None,
-) -> CudaExecutor:
-    executor = _new_cuda_executor(options, model, num_pages, limits, draft, link)
-    with ConsoleProgress() as progress, compile_aside():
-        executor.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
-        if executor.drafts is not None:
-            is_chain = draft is not None and draft.is_chain
-            executor.capture_drafting(lambda rows: node_counts(executor, limits.max_nodes, rows, is_chain))
     return executor
 
 
@@ -304,8 +283,9 @@ def _num_tokens(folder: Path) -> int:
         raise ConfigError(f"{path} is not a tokenizer: {error}") from None
 
 
-def node_counts(executor: CudaExecutor, max_nodes: int, num_rows: int, is_chain: bool = False) -> Sequence[int]:
+def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool = False) -> Sequence[int]:
     """Numbers of nodes that fill rounds of so many requests up to a bucket, ascending."""
+    max_nodes = executor.limits.max_nodes
     if is_chain:
         return (min(num_rows, max_nodes),) if max_nodes else ()
     most = min(max_nodes, MAX_CHOSEN)
@@ -316,7 +296,6 @@ def round_growth(
     executor: CudaExecutor,
     memory: Memory,
     cost: CostModel,
-    max_nodes: int,
     fixed: Growth | None = None,
     is_chain: bool = False,
 ) -> RoundGrowth | None:
@@ -327,13 +306,10 @@ def round_growth(
 
     @cache
     def sizes(num_rows: int) -> Sequence[int]:
-        return node_counts(executor, max_nodes, num_rows, is_chain)
+        return node_counts(executor, num_rows, is_chain)
 
     policy = GrowthPolicy(cost.seconds, drafts.cost, sizes, drafts.max_steps, fixed)
-    most = executor.limits.max_round_tokens
-    return RoundGrowth(
-        drafts, policy, memory, lambda rows: buckets.fit(1, rows).rows, executor.decodes, max_nodes, most
-    )
+    return RoundGrowth(drafts, policy, memory, lambda rows: buckets.fit(1, rows).rows, executor.limits)
 
 
 def _accept_rule(options: VerifyOptions) -> AcceptRule:
@@ -424,8 +400,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Me
         limits,
         max_round_tokens=_max_round_tokens(options),
         max_depth=MAX_DEPTH,
-        max_extend=MAX_EXTEND,
         root_apart=True,
         spin=True,
-        generated_in_decode=options.deterministic,
+        deterministic=options.deterministic,
     )

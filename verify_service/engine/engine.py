@@ -330,7 +330,7 @@ class VerifyEngine:
             if self._garbage.overdue:
                 self._garbage.collect_young()
         else:
-            num_decoded = sum(entry.num_tokens for entry in entries if not self.scheduler.is_apart(entry))
+            num_decoded = sum(entry.num_tokens for entry in entries if not self.limits.is_apart(entry))
             seconds = self.budget.cost.seconds(num_decoded)
             if self._colocated is not None:
                 self._colocated.work(_DRAFT_WORK_SHARE * seconds, self._is_called)

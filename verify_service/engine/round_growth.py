@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from verify_service.engine.memory import Memory
-from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Nodes, Result, TakenTrees, count_given, follow
+from verify_service.engine.scheduler import EngineLimits
+from verify_service.executors.round_drafts import RoundDrafts
 from verify_service.speculation.growth_policy import GrowthPolicy, OwnPath
 
 _LEAST_SHARE = 8
@@ -27,60 +27,23 @@ Allowed = Callable[[Sequence[Entry], Sequence[Nodes]], Sequence[Nodes]]
 """Of each entry's nodes, those that it may have."""
 
 
-class GrownTreesOf(Protocol):
-    """The trees that the executor has grown behind the last round."""
-
-    @property
-    def num_grown(self) -> int:
-        """Nodes of all trees together that the next round may take."""
-
-    @property
-    def num_behind(self) -> int:
-        """Positions behind a round's last token that the drafter writes to: one, where it has KV of the new root."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether nothing grows any more."""
-
-    def limit(self, num_nodes: int) -> None:
-        """The next round takes the best `num_nodes` nodes at most."""
-
-    def has_tree(self, request: Request) -> bool:
-        """Whether a tree was grown for the request's root."""
-
-    def take_in(self, entry: Entry, max_nodes: int) -> Nodes:
-        """An entry's nodes and the best of those that have grown for it, for which the device is waited for."""
-
-    def mark(self, entry: Entry) -> None:
-        """Note for a traced request where its nodes come from."""
-
-    def rest(self, rests: bool) -> None:
-        """Whether the next round, behind which nothing grows, is to do nothing for what would grow later."""
-
-
 class RoundGrowth:
     """Decides what grows on the device. The engine's thread alone uses it."""
 
     def __init__(
         self,
-        trees: GrownTreesOf,
+        trees: RoundDrafts,
         policy: GrowthPolicy,
         memory: Memory,
         rows_of: Callable[[int], int],
-        decodes: Callable[[Entry], bool],
-        max_nodes: int,
-        max_round_tokens: int,
+        limits: EngineLimits,
     ) -> None:
-        """`rows_of`: number of rows that a round of so many requests is padded to. `decodes`: whether an entry's tokens
-        are among those of the round. `max_nodes`: of a round.
-        """
+        """`rows_of`: number of rows that a round of so many requests is padded to."""
         self._trees = trees
         self._policy = policy
         self._memory = memory
         self._rows_of = rows_of
-        self._decodes = decodes
-        self._max_nodes = max_nodes
-        self._max_round_tokens = max_round_tokens
+        self._limits = limits
         self._grown: tuple[Growth, int] | None = None
 
     @property
@@ -140,8 +103,8 @@ class RoundGrowth:
 
     def room(self, entries: Sequence[Entry]) -> int:
         """Nodes that a round of these entries has room for."""
-        num_tokens = sum(entry.num_extend for entry in entries if self._decodes(entry))
-        return min(self._max_nodes, self._max_round_tokens - num_tokens)
+        num_tokens = sum(entry.num_extend for entry in entries if not self._limits.is_apart(entry))
+        return min(self._limits.max_nodes, self._limits.max_round_tokens - num_tokens)
 
     def plan(self, entries: Sequence[Entry]) -> Growth | None:
         """The growth to queue behind a round of these entries; None for none."""

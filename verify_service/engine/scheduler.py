@@ -48,13 +48,22 @@ class EngineLimits:
     """Nodes deeper than this below the root are not taken."""
     root_apart: bool = False
     """Chunks of prefill stop before the root, which is always run beside the others' roots and nodes."""
-    generated_in_decode: bool = False
-    """After a preemption generated tokens are computed again as they were at first, beside roots and not in chunks.
+    deterministic: bool = False
+    """One shape for all rounds and one for all prefill, so that results depend on neither. Needs `root_apart`.
 
-    So is the prompt's last token, which was the first root. Needs `root_apart`.
+    After a preemption generated tokens are computed again as they were at first, beside roots and not in chunks. So is
+    the prompt's last token, which was the first root.
     """
     max_extend: int = 32
     """Tokens of one request that a round computes again in that way, at most."""
+
+    def recomputes(self, request: Request) -> bool:
+        """Whether the request's next token is one that chunks of prefill must not compute."""
+        return self.deterministic and request.past_prompt
+
+    def is_apart(self, entry: Entry) -> bool:
+        """Whether an entry is a chunk of prefill that is computed apart from roots and nodes."""
+        return self.root_apart and not entry.samples and not self.recomputes(entry.request)
 
 
 class NodePlan(NamedTuple):
@@ -213,11 +222,11 @@ class Scheduler:
             extend = 1 if missing == 1 else self._extend(request, missing, chunk)
             if extend and self._make_room(request, request.cached_len + extend):
                 entries.append(Entry(request, extend))
-                if missing == 1 or self._recomputes(request):
+                if missing == 1 or self._limits.recomputes(request):
                     num_tokens += extend
                 else:
                     # Padded to a whole chunk, one entry is all that a round has time for.
-                    chunk -= chunk if self._limits.generated_in_decode else extend
+                    chunk -= chunk if self._limits.deterministic else extend
             index += 1
         return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
 
@@ -235,7 +244,7 @@ class Scheduler:
         spec_of, max_depth = self._drafts.spec, self._limits.max_depth
         for entry in entries:
             if not entry.samples:
-                if self.is_apart(entry):
+                if self._limits.is_apart(entry):
                     num_apart += entry.num_extend
                 else:
                     num_tokens += entry.num_extend
@@ -298,23 +307,15 @@ class Scheduler:
         """Tokens of a request with more than its root to compute that the next round takes."""
         if not self._limits.root_apart:
             return min(missing, chunk)
-        if self._recomputes(request):
+        if self._limits.recomputes(request):
             return min(missing, self._limits.max_extend)
-        end = request.prompt_len if self._limits.generated_in_decode else request.committed_len
+        end = request.prompt_len if self._limits.deterministic else request.committed_len
         return min(end - 1 - request.cached_len, chunk)
-
-    def _recomputes(self, request: Request) -> bool:
-        """Whether the request's next token is one that chunks of prefill must not compute."""
-        return self._limits.generated_in_decode and request.past_prompt
-
-    def is_apart(self, entry: Entry) -> bool:
-        """Whether an entry is a chunk of prefill that is computed apart from roots and nodes."""
-        return self._limits.root_apart and not entry.samples and not self._recomputes(entry.request)
 
     def _take_turns(self, entries: list[Entry]) -> list[Entry]:
         """The entries that fit a round; those left out come first in the next one."""
-        chunks = [entry for entry in entries if self.is_apart(entry)]
-        others = [entry for entry in entries if not self.is_apart(entry)]
+        chunks = [entry for entry in entries if self._limits.is_apart(entry)]
+        others = [entry for entry in entries if not self._limits.is_apart(entry)]
         others.sort(key=lambda entry: entry.request.rank < self._first_rank)
         room, taken = self._limits.max_round_tokens, []
         for entry in others:

@@ -31,6 +31,7 @@ from outrider.sampling.device import DeviceSampler, LogprobOutputs, failure, rea
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result
+from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.device import out_of_memory, varied_tokens
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
@@ -64,26 +65,6 @@ MEASURED_CONTEXT = 1024
 """Cached tokens behind which rounds are timed."""
 
 
-@dataclass(frozen=True)
-class CudaLimits:
-    """What an executor is built for."""
-
-    vocab_size: int
-    """Legal token ids; the model's logits may be wider."""
-    context_length: int
-    max_running: int = 64
-    max_round_tokens: int = 128
-    """Tokens of a decode round at most."""
-    chunk_size: int = 2048
-    """Prompt tokens of one round at most."""
-    max_graph_rows: int = 64
-    """Rounds with more requests than this run kernel by kernel."""
-    use_graphs: bool = True
-    deterministic: bool = False
-    """One shape for all rounds and one for all prefill, so that results depend on neither."""
-    accept_rule: AcceptRule = EXACT
-
-
 class RoundTimes(NamedTuple):
     """Seconds that the device took; see CudaRound."""
 
@@ -109,12 +90,20 @@ class CudaExecutor(FeatureExecutor):
         model: LanguageModel,
         num_pages: int,
         page_size: int,
-        limits: CudaLimits,
+        limits: EngineLimits,
         attention: AttentionBackend,
         link: RankLink | None = None,
+        *,
+        max_graph_rows: int = 64,
+        use_graphs: bool = True,
+        rule: AcceptRule = EXACT,
     ) -> None:
-        """`link`: to the other ranks of the model."""
+        """`link`: to the other ranks of the model. Rounds with more than `max_graph_rows` requests run kernel by
+        kernel, and without `use_graphs` all do.
+        """
         super().__init__(model)
+        self._max_graph_rows = max_graph_rows
+        self._use_graphs = use_graphs
         self._link = link
         device = model.device
         self.limits = limits
@@ -124,7 +113,7 @@ class CudaExecutor(FeatureExecutor):
         self._kv = model.new_kv(num_pages * page_size)
         tokens, rows = limits.max_round_tokens, limits.max_running
         self.buckets = Buckets(tokens, rows, Bucket(tokens, rows, only=True) if limits.deterministic else None)
-        self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, limits.accept_rule)
+        self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, rule)
         self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device, link)
         self._input = RoundInput(tokens, rows, self.rows.spare, device)
         self._dry_run_input = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
@@ -183,11 +172,11 @@ class CudaExecutor(FeatureExecutor):
         if not self._on_gpu:
             return
         self.capture_prefill()
-        if self.limits.use_graphs:
+        if self._use_graphs:
             all_buckets = self.buckets.all()
             if self.drafts is not None:
                 all_buckets += sorted({self.buckets.bare(bucket.rows) for bucket in all_buckets}, reverse=True)
-            buckets = [bucket for bucket in all_buckets if bucket.only or bucket.rows <= self.limits.max_graph_rows]
+            buckets = [bucket for bucket in all_buckets if bucket.only or bucket.rows <= self._max_graph_rows]
             self._input.clear()
             if self._link is not None:
                 self._link.tell(CAPTURE, [number for bucket in buckets for number in bucket])
@@ -196,20 +185,21 @@ class CudaExecutor(FeatureExecutor):
     @torch.inference_mode()
     def capture_drafting(self, node_counts: Callable[[int], Sequence[int]]) -> None:
         """Capture and time what is drafted behind rounds; `node_counts`: see GrowthPolicy."""
-        if self.drafts is not None and self._on_gpu and self.limits.use_graphs:
+        if self.drafts is not None and self._on_gpu and self._use_graphs:
             self._input.clear()
             self.drafts.capture([bucket for bucket in self.graphs.captured() if not bucket.is_bare], node_counts)
 
     @torch.inference_mode()
     def capture_prefill(self) -> None:
         """The part of `capture` that is about chunks of prompts."""
-        self._prefill.capture(self.limits.use_graphs, min(self._kv.num_slots, self.limits.context_length))
+        self._prefill.capture(self._use_graphs, min(self._kv.num_slots, self.limits.context_length))
 
     @torch.inference_mode()
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> CudaRound:
         """Queue a round: decode entries as one graph, drafting, then prefill. Page tables must cover every token."""
-        decode = [entry for entry in entries if self.decodes(entry)]
-        prefill = [] if len(decode) == len(entries) else [entry for entry in entries if not self.decodes(entry)]
+        is_apart = self.limits.is_apart
+        decode = [entry for entry in entries if not is_apart(entry)]
+        prefill = [] if len(decode) == len(entries) else [entry for entry in entries if is_apart(entry)]
         done: torch.cuda.Event | None = None
         answers: RoundAnswers | None = None
         listed: LogprobOutputs | None = None
@@ -250,7 +240,7 @@ class CudaExecutor(FeatureExecutor):
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor: all but the copies and the graph."""
-        decode = [entry for entry in entries if self.decodes(entry)]
+        decode = [entry for entry in entries if not self.limits.is_apart(entry)]
         if decode:
             self._dry_run_answers.read()
             self._dry_run_input.fill(decode, self._no_rows, self._bucket(decode))
@@ -363,12 +353,6 @@ class CudaExecutor(FeatureExecutor):
             logprobs = () if wanted is None or listed is None else read_logprobs(listed, row, token_ids, wanted)
             results.append(Result(token_ids, logprobs))
         return results, RoundTimes((end - begin) * 1e-9, gap, drafting)
-
-    def decodes(self, entry: Entry) -> bool:
-        """Whether an entry is part of the graph: it samples, or computes again what was decoded, as it was then."""
-        if entry.samples:
-            return True
-        return self.limits.deterministic and entry.request.past_prompt
 
     def _bucket(self, decode: Sequence[Entry], num_grown: int = 0) -> Bucket:
         return self.buckets.fit(sum(entry.num_tokens for entry in decode) + num_grown, len(decode))

@@ -25,8 +25,6 @@ from verify_service.executors.rank_link import PAGES, RankLink
 
 MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
-MAX_EXTEND = 32
-"""Committed tokens of one request that a decode round may compute."""
 NUM_COMMITTED = MAX_DEPTH + 1
 """Tokens that a round may commit for one request."""
 _USUAL_COMMITTED = 4

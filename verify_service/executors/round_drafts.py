@@ -198,7 +198,7 @@ class RoundDrafts:
 
     @property
     def num_behind(self) -> int:
-        """Positions behind a round's last token that the drafter writes to."""
+        """Positions behind a round's last token that the drafter writes to: one, where it has KV of the new root."""
         return 0 if self.drafter.lag else 1
 
     def has_tree(self, request: Request) -> bool:
