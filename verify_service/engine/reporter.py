@@ -75,7 +75,24 @@ class VerifyReporter:
         was_idle = last is not None and not last.num_running and not last.num_waiting
         if now - self._snapshot_at < SNAPSHOT_SECONDS and idle == was_idle:
             return None
-        self._snapshot, self._snapshot_at = take_snapshot(engine), now
+        drafts = engine.drafts
+        self._snapshot_at = now
+        self._snapshot = Snapshot(
+            num_running=len(engine.scheduler.running),
+            num_waiting=len(engine.scheduler.waiting),
+            num_pages=engine.memory.num_pages,
+            num_pages_used=engine.memory.num_used,
+            num_preemptions=engine.scheduler.num_preemptions,
+            dropped=dict(drafts.dropped),
+            declined=dict(drafts.declined),
+            drafts=[
+                DraftStatus(replica.connection.address, replica.health.good, replica.health.typical)
+                for replica in drafts.replicas.values()
+            ],
+            cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},
+            graphs_pending=engine.features.num_pending,
+            drafts_waiting=engine.features.num_waiting,
+        )
         return self._snapshot if self._snapshot != last else None
 
 
@@ -93,25 +110,4 @@ def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], 
         num_grown_accepted=sum(
             max(update.num_accepted_tokens - count_given(entry.nodes, update.token_ids), 0) for entry, update in grown
         ),
-    )
-
-
-def take_snapshot(engine: VerifyEngine) -> Snapshot:
-    """The engine's state now; call it on the engine's thread."""
-    drafts = engine.drafts
-    return Snapshot(
-        num_running=len(engine.scheduler.running),
-        num_waiting=len(engine.scheduler.waiting),
-        num_pages=engine.memory.num_pages,
-        num_pages_used=engine.memory.num_used,
-        num_preemptions=engine.scheduler.num_preemptions,
-        dropped=dict(drafts.dropped),
-        declined=dict(drafts.declined),
-        drafts=[
-            DraftStatus(replica.connection.address, replica.health.good, replica.health.typical)
-            for replica in drafts.replicas.values()
-        ],
-        cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},
-        graphs_pending=engine.features.num_pending,
-        drafts_waiting=engine.features.num_waiting,
     )

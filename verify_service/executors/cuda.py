@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +48,6 @@ from verify_service.executors.round_buffers import (
     NUM_COMMITTED,
     Bucket,
     Buckets,
-    NoRows,
     RequestRows,
     RoundAnswers,
     RoundInput,
@@ -63,14 +61,6 @@ log = get_logger(__name__)
 
 MEASURED_CONTEXT = 1024
 """Cached tokens behind which rounds are timed."""
-
-
-class RoundTimes(NamedTuple):
-    """Seconds that the device took; see CudaRound."""
-
-    gpu: float
-    gap: float | None
-    drafting: float | None
 
 
 @dataclass(slots=True)
@@ -117,7 +107,6 @@ class CudaExecutor(FeatureExecutor):
         self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device, link)
         self._input = RoundInput(tokens, rows, self.rows.spare, device)
         self._dry_run_input = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
-        self._no_rows = NoRows(self.rows.spare)
         self._output = RoundOutput(rows, device)
         self._dry_run_answers = self._output.to_host(rows)
         self._trees = TreeBuffers(tokens, MAX_PATH, device)
@@ -243,7 +232,7 @@ class CudaExecutor(FeatureExecutor):
         decode = [entry for entry in entries if not self.limits.is_apart(entry)]
         if decode:
             self._dry_run_answers.read()
-            self._dry_run_input.fill(decode, self._no_rows, self._bucket(decode))
+            self._dry_run_input.fill(decode, None, self._bucket(decode))
 
     @property
     def launches_ahead(self) -> bool:
@@ -330,21 +319,20 @@ class CudaExecutor(FeatureExecutor):
     def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
         return round_.complete if isinstance(round_, CudaRound) else None
 
-    def read(
-        self, decode: Sequence[Entry], answers: RoundAnswers, listed: LogprobOutputs | None, clean: bool
-    ) -> tuple[list[Result], RoundTimes]:
-        """Results of finished decode entries, and the device's times."""
+    def read(self, round_: CudaRound, answers: RoundAnswers) -> list[Result]:
+        """Results of a finished round's decode entries; the round is told the device's times."""
         begin, end, drafted = answers.clock
-        last = self._last_end
-        drafting = (drafted - last) * 1e-9 if last is not None and drafted > last else None
-        gap = None if self._last_end is None else (begin - max(self._last_end, drafted)) * 1e-9
-        self._last_end = end if clean else None
+        round_.gpu_seconds, last = (end - begin) * 1e-9, self._last_end
+        if last is not None:
+            round_.gap_seconds = (begin - max(last, drafted)) * 1e-9
+            round_.drafting_seconds = (drafted - last) * 1e-9 if drafted > last else None
+        self._last_end = end if round_.clean else None
         if self.drafts is not None:
-            for row, entry in enumerate(decode):
+            for row, entry in enumerate(round_.decode):
                 if entry.max_grown:
                     self.drafts.read(row, entry)
-        results = []
-        for row, (entry, answer) in enumerate(zip(decode, answers.read(), strict=True)):
+        results, listed = [], round_.listed
+        for row, (entry, answer) in enumerate(zip(round_.decode, answers.read(), strict=True)):
             num_tokens, error = answer[:2]
             if error:
                 results.append(Result(error=failure(error)))
@@ -352,7 +340,7 @@ class CudaExecutor(FeatureExecutor):
             token_ids, wanted = answer[2 : 2 + num_tokens], entry.request.params.sampling.num_logprobs
             logprobs = () if wanted is None or listed is None else read_logprobs(listed, row, token_ids, wanted)
             results.append(Result(token_ids, logprobs))
-        return results, RoundTimes((end - begin) * 1e-9, gap, drafting)
+        return results
 
     def _bucket(self, decode: Sequence[Entry], num_grown: int = 0) -> Bucket:
         return self.buckets.fit(sum(entry.num_tokens for entry in decode) + num_grown, len(decode))
@@ -485,54 +473,43 @@ def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
     return runs
 
 
+@dataclass(eq=False)
 class CudaRound:
     """A round that the device works on."""
 
-    def __init__(
-        self,
-        executor: CudaExecutor,
-        entries: Sequence[Entry],
-        decode: Sequence[Entry],
-        answers: RoundAnswers | None,
-        listed: LogprobOutputs | None,
-        event: torch.cuda.Event | None,
-        complete: torch.cuda.Event | None,
-        scores: Mapping[Entry, PromptScores],
-        clean: bool,
-    ) -> None:
-        self._executor = executor
-        self._entries = entries
-        self._decode = decode
-        self._answers = answers
-        self._listed = listed
-        self._event = event
-        self.complete = complete
-        """When prefill is done, too; known where features are stored."""
-        self._scores = scores
-        self._clean = clean
-        self.gpu_seconds: float | None = None
-        """Time that the device worked on the decode round; known after `wait`."""
-        self.gap_seconds: float | None = None
-        """Idle time of the device between the decode round before and this one; None where prefill lay between."""
-        self.drafting_seconds: float | None = None
-        """Time that the device drafted behind the decode round before; None where it did not, or likewise."""
+    executor: CudaExecutor
+    entries: Sequence[Entry]
+    decode: Sequence[Entry]
+    answers: RoundAnswers | None
+    listed: LogprobOutputs | None
+    event: torch.cuda.Event | None
+    complete: torch.cuda.Event | None
+    """When prefill is done, too; known where features are stored."""
+    scores: Mapping[Entry, PromptScores]
+    clean: bool
+    """Whether no prefill lies between this round and the next."""
+    gpu_seconds: float | None = None
+    """Time that the device worked on the decode round; known after `wait`."""
+    gap_seconds: float | None = None
+    """Idle time of the device between the decode round before and this one; None where prefill lay between."""
+    drafting_seconds: float | None = None
+    """Time that the device drafted behind the decode round before; None where it did not, or likewise."""
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        self._executor.check()
-        return self._event is None or self._event.query()
+        self.executor.check()
+        return self.event is None or self.event.query()
 
     def wait(self) -> list[Result]:
         """Results in the order of the entries."""
-        if self._event is not None:
-            self._event.synchronize()
-        self._executor.check()
+        if self.event is not None:
+            self.event.synchronize()
+        self.executor.check()
         found: dict[Entry, Result] = {}
-        if self._answers is not None:
-            results, times = self._executor.read(self._decode, self._answers, self._listed, self._clean)
-            self.gpu_seconds, self.gap_seconds, self.drafting_seconds = times
-            if self._decode == self._entries:
+        if self.answers is not None:
+            results = self.executor.read(self, self.answers)
+            if self.decode == self.entries:
                 return results
-            found = dict(zip(self._decode, results, strict=True))
-        found |= {entry: with_prompt(Result(), scores) for entry, scores in self._scores.items()}
-        return [found.get(entry, Result()) for entry in self._entries]
+            found = dict(zip(self.decode, results, strict=True))
+        found |= {entry: with_prompt(Result(), scores) for entry, scores in self.scores.items()}
+        return [found.get(entry, Result()) for entry in self.entries]

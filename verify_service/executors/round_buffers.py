@@ -27,6 +27,9 @@ MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
 NUM_COMMITTED = MAX_DEPTH + 1
 """Tokens that a round may commit for one request."""
+_WIDTH = 2 + 2 * NUM_COMMITTED
+_CLOCK = 6
+"""Words of a round's output that are of each row, and that lie before them."""
 _USUAL_COMMITTED = 4
 """Tokens of a request that most rounds commit no more than: the others' are read in a second step."""
 
@@ -103,8 +106,10 @@ class RoundInput:
         """Describe a round without tokens, whatever bucket it is run in."""
         self._send(_Lists(), self._largest, [])
 
-    def fill(self, entries: Sequence[Entry], rows: RequestRows | NoRows, bucket: Bucket) -> None:
+    def fill(self, entries: Sequence[Entry], rows: RequestRows | None, bucket: Bucket) -> None:
         """Describe a round of these entries; fields are written as far as the bucket reads them.
+
+        Without `rows` no request gets one, and no page becomes known.
 
         The round before the last one must be over.
         """
@@ -115,8 +120,8 @@ class RoundInput:
             request, extend, nodes = entry.request, entry.num_extend, entry.nodes
             cached = entry.start
             last = len(token_ids) + extend - 1
-            table_row = rows.row(request)
-            if pages := rows.new_pages(request, len(self._host.updates) - len(updates)):
+            table_row = self._spare_row if rows is None else rows.row(request)
+            if rows is not None and (pages := rows.new_pages(request, len(self._host.updates) - len(updates))):
                 updates += pages
             # What nearly all entries are; the other way takes a third longer for it.
             if extend == 1:
@@ -203,15 +208,11 @@ class RoundOutput:
     drafting behind the round before it ended.
     """
 
-    _CLOCK = 6
-
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._width = 2 + 2 * NUM_COMMITTED
-        size = self._CLOCK + max_rows * self._width
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._times = self._device[: self._CLOCK].view(torch.int64)
-        self._rows = self._device[self._CLOCK :].view(max_rows, self._width)
-        self._used = {rows: self._device[: self._CLOCK + rows * self._width] for rows in range(max_rows + 1)}
+        self._device = torch.zeros(_CLOCK + max_rows * _WIDTH, dtype=torch.int32, device=device)
+        self._times = self._device[:_CLOCK].view(torch.int64)
+        self._rows = self._device[_CLOCK:].view(max_rows, _WIDTH)
+        self._used = {rows: self._device[: _CLOCK + rows * _WIDTH] for rows in range(max_rows + 1)}
 
     def fields(self, bucket: Bucket) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """num_tokens [B], error [B], tokens [B, NUM_COMMITTED], accepted [B, NUM_COMMITTED]."""
@@ -228,20 +229,18 @@ class RoundOutput:
 
     def to_host(self, num_rows: int) -> RoundAnswers:
         """Queue a copy of the first rows: the next round overwrites them."""
-        return RoundAnswers(self._used[num_rows].to("cpu", non_blocking=True, copy=True), self._CLOCK, self._width)
+        return RoundAnswers(self._used[num_rows].to("cpu", non_blocking=True, copy=True))
 
 
 class RoundAnswers:
     """A round's output on the host, once its copy is done."""
 
-    def __init__(self, copied: Tensor, clock: int, width: int) -> None:
+    def __init__(self, copied: Tensor) -> None:
         self._copied = copied
-        self._clock = clock
-        self._width = width
 
     def read(self) -> list[list[int]]:
         """Rows [number of tokens, error, tokens ...]; longer than they need be."""
-        rows: NDArray[np.int32] = self._copied.numpy()[self._clock :].reshape(-1, self._width)
+        rows: NDArray[np.int32] = self._copied.numpy()[_CLOCK:].reshape(-1, _WIDTH)
         read: list[list[int]] = rows[:, : 2 + _USUAL_COMMITTED].tolist()
         for row, answer in enumerate(read):
             if answer[0] > _USUAL_COMMITTED:
@@ -251,23 +250,8 @@ class RoundAnswers:
     @property
     def clock(self) -> tuple[int, int, int]:
         """Nanoseconds at the round's begin and end, and at the end of the drafting before it."""
-        begin, end, drafted = self._copied.numpy()[: self._clock].view(np.int64).tolist()
+        begin, end, drafted = self._copied.numpy()[:_CLOCK].view(np.int64).tolist()
         return begin, end, drafted
-
-
-class NoRows:
-    """Rows of a dry run: no request gets one, and no page becomes known."""
-
-    def __init__(self, spare: int) -> None:
-        self._spare = spare
-
-    def row(self, request: Request) -> int:
-        """See RequestRows."""
-        return self._spare
-
-    def new_pages(self, request: Request, most: int) -> Sequence[tuple[int, int, int]]:
-        """See RequestRows."""
-        return ()
 
 
 class RowListener(Protocol):

@@ -46,6 +46,8 @@ _CATCH_UP_TOKENS = 2048
 _REPEATS = 5
 _SLOT_STEP = 4
 _FREE = GrowthCost(0.0, 0.0)
+_FLOOR = -12.0
+"""Path score below which no node is run or verified."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,6 @@ class DraftingOptions:
     """Largest number of nodes in a step."""
     region: int = ROUND_REGION
     """Tree slots of a request."""
-    floor: float = -12.0
-    """Path score below which no node is run or verified."""
-    rank_by_noise: bool = True
 
 
 class StoredFeatures:
@@ -146,8 +145,7 @@ class RoundDrafts:
             None if store is None else StoredFeatures(store, model),
             max_round_tokens=max_round_tokens,
             vocab_limit=vocab_size,
-            floor=options.floor,
-            rank_by_noise=options.rank_by_noise,
+            floor=_FLOOR,
             chunk_size=_CATCH_UP_TOKENS,
         )
         if isinstance(self.drafter, RankedDrafter):

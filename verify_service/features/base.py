@@ -25,11 +25,6 @@ class FeaturePlan:
     projection: Projection | None = None
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Parts of a stored row, in order."""
-        return self.layers if self.projection is None else (*self.layers, PROJECTED)
-
-    @property
     def inputs(self) -> tuple[int, ...]:
         """Layers that a forward must give, ascending."""
         return tuple(sorted({*self.layers, *(self.projection.layers if self.projection is not None else ())}))
@@ -38,7 +33,7 @@ class FeaturePlan:
         """Whether these parts are stored, and the product, if it is among them, is of this projection."""
         if PROJECTED in parts and (self.projection is None or self.projection.name != projection_name):
             return False
-        return set(parts) <= set(self.parts)
+        return set(parts) <= {*self.layers, PROJECTED}
 
 
 @dataclass(eq=False, slots=True)

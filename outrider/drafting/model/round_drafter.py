@@ -99,7 +99,6 @@ class RoundDrafter:
         max_round_tokens: int,
         vocab_limit: int,
         floor: float,
-        rank_by_noise: bool = True,
         chunk_size: int = 2048,
         compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -124,8 +123,7 @@ class RoundDrafter:
             vocab_limit,
             model.target_ids,
             device,
-            rank_by_noise,
-            model.edge_scale,
+            scale=model.edge_scale,
         )
         self._contexts = ContextForward(model, self.memory, shape, attention, chunk_size)
         num_rows, seeds = shape.num_rows, shape.max_seeds
