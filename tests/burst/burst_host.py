@@ -108,7 +108,8 @@ class Host:
         request.forced = [request.root]
         # The first token takes none.
         taken = torch.stack([request.truth[max(p - 1, 0)] for p in range(count)]) if self.lag else None
-        bounds = ((0, count // 2), (count // 2, count))
+        middle = max(count // 2, self.lag)
+        bounds = ((self.lag, middle), (middle, count))
         return [Extent(row, prompt[a:b], a, () if taken is None else taken[a:b].split(3)) for a, b in bounds]
 
     def close(self, row: int) -> None:

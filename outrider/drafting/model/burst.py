@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +93,7 @@ class Burst:
     """Nodes of a step at most; rounded up to a bucket."""
     floor: float
     """Path score below which nothing is run."""
-    features: Sequence[object] = ()
+    features: Sequence[Any] = ()
     """Target features of forced seeds: parts [F_i, feature_size] as `BurstRunner.project` returned them, or slices of
     those, which joined in this order are [F, feature_size]."""
     min_chance: float = 0.0
@@ -123,7 +123,7 @@ class Reroots:
     """Further forced seeds; with those that were not run yet no more than a step has nodes."""
     first_seed: int = 0
     """Pool index of the first; they follow the seeds that the burst has."""
-    features: Sequence[object] = ()
+    features: Sequence[Any] = ()
     """Target features that they take; see `Burst.features`."""
 
 
@@ -204,7 +204,7 @@ class Extent(NamedTuple):
     start: int
     """Position of the first in the sequence; it follows the context so far. First tokens of a context that is cut are
     the last ones of the gap."""
-    features: Sequence[object] = ()
+    features: Sequence[Any] = ()
     """For a model that takes them: parts as `BurstRunner.project` returned them, or slices of those, which joined in
     this order are [len(tokens), feature_size]; of the positions one before."""
     gap: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,13 +172,13 @@ class DeviceMemory:
             raise ValueError("features for a model that takes none")
         return self.features[self.first_given : self.first_given + count, : self._shape.feature_size]
 
-    def take_features(self, parts: Sequence[object]) -> None:
+    def take_features(self, parts: Sequence[Any]) -> None:
         """Queue the copy of a burst's features. Raises ValueError for what does not fit."""
         if not parts:
             return
         if self.features is None:
             raise ValueError("features for a model that takes none")
-        rows = [as_tensor(part) for part in parts]
+        rows: list[Tensor] = list(parts)
         end = self.first_given + sum(len(part) for part in rows)
         if end > self.features.shape[0]:
             raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
@@ -221,11 +222,8 @@ def _enter(device: torch.device) -> Iterator[None]:
         yield
 
 
-def project_features(model: DraftModel, features: object) -> Tensor:
+def project_features(model: DraftModel, features: Features) -> Tensor:
     """See BurstRunner.project; features that came together are projected at once."""
-    if not isinstance(features, Features):
-        with working_on(model.device):
-            return model.project(_copied(as_tensor(features), model))
     part = features.rows
     if not isinstance(part, PartOfRows):
         return _project(model, features, features.data if part is None else part, features.count)
@@ -237,32 +235,18 @@ def project_features(model: DraftModel, features: object) -> Tensor:
     return projected[part.start : part.start + features.count]
 
 
-def _project(model: DraftModel, features: Features, given: object, count: int) -> Tensor:
+def _project(model: DraftModel, features: Features, given: Any, count: int) -> Tensor:
     """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
     dtype = _DTYPES[features.dtype]
     with working_on(model.device):
         if isinstance(given, Tensor):  # read from a ring: nobody else has it
             rows = given.view(dtype).view(count, -1).to(model.device, model.dtype)
-        elif isinstance(given, bytes | memoryview):
-            rows = _copied(torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1), model)
         else:
-            raise ValueError(f"features must be bytes, not {type(given).__name__}")
+            # What is given is free when this returns, though bursts may be under way.
+            rows = torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1).to(model.dtype)
+            if model.device.type == "cuda":
+                rows = rows.pin_memory().to(model.device, non_blocking=True)
         return model.finish_product(rows) if features.projected else model.project(rows)
-
-
-def _copied(rows: Tensor, model: DraftModel) -> Tensor:
-    """A copy on the model's device, whose source is free when this returns, though bursts may be under way."""
-    device, dtype = model.device, model.dtype
-    if device.type != "cuda":
-        return rows.to(device, dtype, copy=True)
-    if not rows.is_cuda:
-        return rows.to(dtype).pin_memory().to(device, non_blocking=True)
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        copied = rows.to(device, dtype, copy=True)
-    stream.synchronize()
-    copied.record_stream(torch.cuda.current_stream())
-    return copied
 
 
 def join_rows(parts: Sequence[Tensor], into: Tensor) -> None:
@@ -270,17 +254,4 @@ def join_rows(parts: Sequence[Tensor], into: Tensor) -> None:
     if len(parts) == 1:
         into.copy_(parts[0], non_blocking=True)
         return
-    # What came without a projector may be elsewhere, and `cat` does not copy between devices.
-    torch.cat([moved(part, into.device, into.dtype) for part in parts], out=into)
-
-
-def moved(part: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A part on a device and in a dtype. It mostly is, and comparing takes a tenth of a call of `to`."""
-    return part if part.device == device and part.dtype == dtype else part.to(device, dtype)
-
-
-def as_tensor(value: object) -> Tensor:
-    """A tensor that torch-free code passes as an object. Raises ValueError for anything else."""
-    if not isinstance(value, Tensor):
-        raise ValueError(f"features must be a tensor, not {type(value).__name__}")
-    return value
+    torch.cat(list(parts), out=into)

@@ -19,10 +19,11 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.prompts import PromptChunk
 from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
-from outrider.drafting.model.device_memory import DeviceMemory, as_tensor, moved, project_features, working_on
+from outrider.drafting.model.device_memory import DeviceMemory, project_features, working_on
 from outrider.drafting.model.features import MemoryMapper
 from outrider.layers.linear import has_small_products
 from outrider.models.drafters.base import DraftModel
+from outrider.protocol.speculation import Features
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import HostProposer, Proposer
 
@@ -196,14 +197,14 @@ class BurstRunner(ABC):
     def extend(self, extents: Sequence[Extent]) -> None:
         """Compute KV of context tokens, of each row at most once; all of them in one forward, as far as they fit one.
 
-        A sequence's first token, which has no KV of its own under a lag, is left out. If it raises, nothing is known
-        of the KV of any of these rows.
+        Under a lag a sequence's first token has no KV of its own. If this raises, nothing is known of the KV of any of
+        these rows.
         """
         self._run_launched()
         self.memory.flush()
         given: Tensor | None = None
         if self.shape.feature_size:
-            parts = [part for extent in extents for part in _of_run_tokens(extent, self.shape.lag)]
+            parts = [part for extent in extents for part in extent.features]
             given = self.join(parts) if parts else None
         done = 0
         for chunks in self._forwards(extents):
@@ -218,23 +219,21 @@ class BurstRunner(ABC):
         if slots:
             self.memory.move(row, slots, position)
 
-    def project(self, features: object) -> Tensor:
+    def project(self, features: Features) -> Tensor:
         """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
 
-        `features` is a `Features` message (protocol.speculation) with its values in `data`, or as a tensor of bytes
-        in `rows`, or there as a part of what came together (outrider.drafting.model.features), or else a tensor
-        [N, layers * hidden]; the memory of `data` and of such a tensor may be used again as soon as this returns.
+        Their values are in `data`, whose memory may be used again as soon as this returns, or as a tensor of bytes in
+        `rows`, or there as a part of what came together (outrider.drafting.model.features).
         """
         return project_features(self._model, features)
 
     @on_device
-    def join(self, parts: Sequence[object]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size].
 
         A lone part is not copied.
         """
-        rows = [moved(as_tensor(part), self._model.device, self._model.dtype) for part in parts]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     @on_device
     def launch(self, burst: Burst) -> PendingBurst:
@@ -297,7 +296,7 @@ class BurstRunner(ABC):
         chunks: list[PromptChunk] = []
         room = chunk_size
         for row, tokens, start, _, gap in extents:
-            begin, first = max(lag - start, 0), start - lag - gap
+            begin, first = 0, start - lag - gap
             while begin < len(tokens):
                 end = min(begin + room, len(tokens))
                 slots = self.memory.context_slots(row, first + begin, first + end)
@@ -334,15 +333,6 @@ def short_context(model: DraftModel) -> int:
     # Mostly the width of the residual stream, which a model without features does not state.
     width = model.num_heads * model.head_dim
     return short_tokens(model.head_dim) if has_small_products(width) else 0
-
-
-def _of_run_tokens(extent: Extent, lag: int) -> Iterator[Tensor]:
-    """An extent's features, but for those of tokens without KV."""
-    skipped = max(lag - extent.start, 0)
-    for part in map(as_tensor, extent.features):
-        if skipped < len(part):
-            yield part[skipped:] if skipped else part
-        skipped = max(skipped - len(part), 0)
 
 
 def _check(model: DraftModel, shape: BurstShape) -> None:
