@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
 
 from outrider.drafting.answer_phases import AnswerPhases
-from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features
 from outrider.tree.author import TreeAuthor
@@ -138,40 +137,18 @@ class Drafter(ABC):
         return {}
 
 
-_Value = TypeVar("_Value", int, str)
-
-
 class CombinedDrafter:
-    """What its parts have in common; their sources follow each other. Raises ConfigError where they do not fit."""
+    """Several that grow one tree: one with a model at most, beside n-grams, which need nothing and serve any length."""
 
     def __init__(self, parts: Sequence[AnyDrafter]) -> None:
         self.parts = tuple(parts)
         self.sources = tuple(source for part in parts for source in part.sources)
-        self.needs = _join([part.needs for part in parts])
+        needs = next((part.needs for part in parts if part.needs != Needs()), Needs())
+        self.needs = replace(needs, max_positions=0)
 
     def gauges(self) -> Mapping[str, int]:
         """Sizes of all."""
         return {name: size for part in self.parts for name, size in part.gauges().items()}
-
-
-def _join(needs: Sequence[Needs]) -> Needs:
-    """What all of them need. Those that take a target as it is leave the choice to the others."""
-    return Needs(
-        vocab_size=min((need.vocab_size for need in needs if need.vocab_size), default=0),
-        tokenizer_hash=_only("tokenizer", [need.tokenizer_hash for need in needs]),
-        hidden_size=_only("hidden size", [need.hidden_size for need in needs]),
-        feature_layers=next((need.feature_layers for need in needs if need.feature_layers), ()),
-        projection=next((need.projection for need in needs if need.feature_layers), None),
-        # One that serves shorter sequences leaves the rest to the others.
-        max_positions=0 if any(not need.max_positions for need in needs) else max(need.max_positions for need in needs),
-    )
-
-
-def _only(what: str, values: Sequence[_Value]) -> _Value:
-    given = {value for value in values if value}
-    if len(given) > 1:
-        raise ConfigError(f"--speculative-algorithm: its drafters differ in their {what}: {sorted(given)}")
-    return given.pop() if given else values[0]
 
 
 @dataclass(slots=True, eq=False)

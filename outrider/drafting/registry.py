@@ -7,7 +7,6 @@ this one, the doors of the draft service among them, and a draft model is loaded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pkgutil import resolve_name
 
 from outrider.config.draft import AUTO, DraftOptions
@@ -26,25 +25,17 @@ _MODEL_FLOOR = 0.0002
 """Least chance of a path that a model grows. A model runs a round ahead of verify, and a round ends with a token that
 was unlikely, from which on the chances of nodes below count."""
 
-DrafterFactory = Callable[[DraftOptions], AnyDrafter]
-
-_DRAFTERS: dict[str, str | DrafterFactory] = {
+_DRAFTERS: dict[str, str] = {
     "NGRAM": "outrider.drafting.ngram.drafter:NgramDrafter",
     **dict.fromkeys(ALGORITHMS, "outrider.drafting.model.build:load_model_drafter"),
 }
-"""What builds each drafter from the options, or the module and name of that."""
-
-
-def register(name: str, factory: str | DrafterFactory) -> None:
-    """Make a drafter known by `name`. `factory` may be "module:name", to be imported when the drafter is built."""
-    _DRAFTERS[name] = factory
+"""Module and name of what builds each drafter from the options."""
 
 
 def build_drafter(options: DraftOptions) -> AnyDrafter:
     """Return what `options.speculative_algorithm` names; several grow one tree. Raises ConfigError."""
     _check(options)
-    factories = [_DRAFTERS[name] for name in named_drafters(options)]
-    built = [(resolve_name(found) if isinstance(found, str) else found)(options) for found in factories]
+    built = [resolve_name(_DRAFTERS[name])(options) for name in named_drafters(options)]
     return built[0] if len(built) == 1 else CombinedDrafter(built)
 
 

@@ -269,10 +269,8 @@ class _Stub:
         return {}
 
 
-def test_what_several_drafters_need_is_joined() -> None:
+def test_what_the_one_with_a_model_needs_several_need() -> None:
     model = _Stub(Needs(100, "cafe", 64, (1, 2), 512))
     both = CombinedDrafter([model, _Stub(Needs())])
     assert both.sources == ("stub", "stub")
     assert both.needs == Needs(100, "cafe", 64, (1, 2), 0)
-    with pytest.raises(ConfigError, match="tokenizer"):
-        CombinedDrafter([model, _Stub(Needs(tokenizer_hash="beef"))])

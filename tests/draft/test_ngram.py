@@ -14,7 +14,7 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Candidate, FrontierNode, Tree
 from outrider.drafting.ngram.confidence import NoiseTrust, chances_given_noise, point_gumbel
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.drafting.registry import build_drafter, register
+from outrider.drafting.registry import build_drafter
 from outrider.errors import ConfigError
 from outrider.protocol.speculation import Open
 from outrider.sampling.noise import gumbel
@@ -281,12 +281,6 @@ def test_noise_is_trusted_as_far_as_it_foretells() -> None:
 def test_an_unknown_drafter_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="NGRAM"):
         build_drafter(DraftOptions(speculative_algorithm=("CRYSTAL",)))
-
-
-def test_a_drafter_registers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.drafting.registry._DRAFTERS", {})
-    register("OWN", NgramDrafter)
-    assert isinstance(build_drafter(DraftOptions(speculative_algorithm=("OWN",))), NgramDrafter)
 
 
 @pytest.mark.parametrize(
