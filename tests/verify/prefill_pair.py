@@ -19,6 +19,7 @@ from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaRound
 from verify_service.executors.prefill import Prefill, PrefillShapes
+from verify_service.executors.ranks import Link
 from verify_service.features.base import FeaturePlan
 
 
@@ -28,12 +29,12 @@ class PrefillPair:
     def __init__(self, model: CausalLM, num_pages: int = 256, **options: Any) -> None:
         engine, self.executor = make_paged_engine(model, num_pages, **options)
         self.memory = engine.memory
-        self.prefill, rows = self.executor._prefill, self.executor.rows
+        self.prefill, rows = self.executor.prefill, self.executor.rows
         self._model = model
         self._source = random.Random(1)
         self._kv = model.new_kv(num_pages * self.executor.page_size)
         exact = PrefillShapes(1 << 20, 1 << 10, padded=False)
-        self._exact = Prefill(model, self._kv, TritonAttention(), rows, self.executor.page_size, exact)
+        self._exact = Prefill(model, self._kv, TritonAttention(), rows, self.executor.page_size, exact, Link())
         for cache in (self.executor._kv.k, self.executor._kv.v):
             cache.zero_()
 

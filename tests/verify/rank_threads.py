@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from cuda_harness import make_paged_engine
 from threaded_engine import ThreadedEngine
@@ -20,8 +19,9 @@ from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_decoder
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.rank_link import RankLink
+from verify_service.executors.ranks import RankLink
 from verify_service.ranks.replay import follow, lead
+from verify_service.ranks.worker import follow_rounds
 
 
 class RankEnd(Exception):
@@ -117,9 +117,7 @@ def linked(
         _, executor = make_paged_engine(part, link=_link(part, memory), draft=own(part), **options)
         if followers is not None:
             followers.append(executor)
-        while True:
-            kind, body = memory.receive()
-            executor.replay(kind, np.frombuffer(bytearray(body), np.int32))
+        follow_rounds(executor, memory)
 
     with _parts(folder, world, torch.float32, prepare, replay) as (part, memory):
         yield make_paged_engine(part, link=_link(part, memory), draft=draft or own(part), growth=growth, **options)[0]

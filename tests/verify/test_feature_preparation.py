@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,12 +11,11 @@ from feature_draft import FeatureDraft
 from harness import Answer, run_all, tokens
 from local_draft import oracle
 from threaded_engine import ThreadedEngine
-from torch import Tensor
 
 from outrider.cache.features import FeatureStore
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.rank_link import ROUND
+from verify_service.executors.ranks import ROUND, Link
 from verify_service.executors.round_buffers import Bucket, Buckets
 from verify_service.features.base import FeaturePlan
 
@@ -74,22 +73,14 @@ class NotedGraphs:
         self._executor._body(shape)
 
 
-class NotedLink:
+class NotedLink(Link):
     """A link to other ranks, of which there are none: notes of how many rounds they are told."""
-
-    leads = True
 
     def __init__(self) -> None:
         self.num_told = 0
 
-    def tell(self, kind: int, numbers: object) -> None:
+    def tell(self, kind: int, *parts: object) -> None:
         self.num_told += kind == ROUND
-
-    def share(self, parts: Sequence[Tensor]) -> None:
-        """See RankLink."""
-
-    def check(self) -> None:
-        """See RankLink."""
 
 
 Made = tuple[ThreadedEngine, CudaExecutor, NotedGraphs]
@@ -132,10 +123,10 @@ def test_rounds_go_on_without_features_meanwhile(model: CausalLM, truth: list[An
     assert left == len(graphs.captured()) - 1
     engine.start()
     assert tokens(run_all(engine, jobs()[:4], 2)) == tokens(truth[:4])
-    assert executor._features is None and executor._prefill.features is None
+    assert executor._features is None and executor.prefill.features is None
     while left:
         left = refresh(executor)
-    assert executor._features is executor._prefill.features is not None
+    assert executor._features is executor.prefill.features is not None
     assert tokens(run_all(engine, jobs()[:4], 2)) == tokens(truth[:4])
 
 
@@ -169,7 +160,7 @@ def test_a_round_for_whose_graph_there_is_no_memory_runs_without(
 ) -> None:
     engine, executor, graphs = made
     graphs.full = executor.buckets.fit(1, 1)
-    executor._link = link = NotedLink()  # type: ignore[assignment]
+    executor.link = link = NotedLink()
     draft = FeatureDraft(engine, VOCAB, lambda author: None, LAYERS)
     engine.start()
     draft.connect_and_wait()

@@ -147,10 +147,10 @@ class NotedChunks:
     def capture_next(self, shape: PromptShape, tell: Callable[[], None]) -> bool:
         self.order.append(shape)
         tell()
-        self._executor._prefill._body(shape)
+        self._executor.prefill._body(shape)
         if shape == self.full:
             return False
-        self._next[shape] = self._executor._prefill.features
+        self._next[shape] = self._executor.prefill.features
         return True
 
     def adopt(self) -> None:
@@ -161,8 +161,8 @@ class NotedChunks:
         self._next = {}
 
     def run(self, shape: PromptShape) -> None:
-        assert self._graphs.get(shape, self._executor._prefill.features) is self._executor._prefill.features
-        self._executor._prefill._body(shape)
+        assert self._graphs.get(shape, self._executor.prefill.features) is self._executor.prefill.features
+        self._executor.prefill._body(shape)
 
 
 class NoRounds:
@@ -216,4 +216,4 @@ def test_other_backends_get_forwards_as_they_are(model: CausalLM) -> None:
     from outrider.attention.torch_backend import TorchAttention
 
     _, executor = make_paged_engine(model, attention=TorchAttention())
-    assert not executor._prefill._shapes.small
+    assert not executor.prefill._shapes.small

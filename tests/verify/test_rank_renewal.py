@@ -56,8 +56,8 @@ def draft_without_memory(engine: ThreadedEngine, truth: list[Answer], part: str)
     """A draft that has the engine capture its graphs anew; memory ends in every second `part` of a capture."""
     executor: Any = engine._executor
     num_tried = 0
-    rounds, prompts = executor.graphs, executor._prefill.graphs
-    for pool, shapes in ((rounds, executor.buckets.all()), (prompts, executor._prefill._shapes.small)):
+    rounds, prompts = executor.graphs, executor.prefill.graphs
+    for pool, shapes in ((rounds, executor.buckets.all()), (prompts, executor.prefill._shapes.small)):
         pool._graphs = {shape: Graph(pool, shape) for shape in shapes}
         pool._record = partial(Graph, pool)
         work = getattr(pool, part)

@@ -34,9 +34,9 @@ from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_decoder
 from verify_service.engine import loading
 from verify_service.engine.round import Growth
-from verify_service.executors import ranked_drafter
+from verify_service.executors import ranks
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.ranked_drafter import pack_chunks, unpack_chunks
+from verify_service.executors.ranks import pack_chunks, unpack_chunks
 
 GROWTH = Growth(3, 16)
 
@@ -168,7 +168,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(GraphPool, "_record", lambda pool, shape: Graph(pool, shape))
     monkeypatch.setattr(graphs, "allow_threads", lambda: False)
-    monkeypatch.setattr(ranked_drafter, "compile_aside", nullcontext)
+    monkeypatch.setattr(ranks, "compile_aside", nullcontext)
 
 
 def test_ranks_capture_and_replay_in_step(ranks_folder: Path, truth: list[Answer], no_device: None) -> None:

@@ -46,7 +46,7 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.device import kv_tokens, out_of_memory
-from verify_service.executors.rank_link import RankLink
+from verify_service.executors.ranks import RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor
 from verify_service.features.base import FeatureExecutor

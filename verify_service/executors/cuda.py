@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PATH_SPLITS, RoundTokens, TreeBuffers, choose_splits
@@ -21,8 +18,7 @@ from outrider.cache.features import FeatureStore
 from outrider.device import num_processors
 from outrider.drafting.model.round_drafter import RoundResults, RoundShape
 from outrider.grammar.compiler import Mask
-from outrider.graphs import GraphPool, compile_aside
-from outrider.host.rank_memory import RankError
+from outrider.graphs import GraphPool
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.drafters.base import DraftModel
@@ -34,16 +30,7 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.device import out_of_memory, varied_tokens
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
-from verify_service.executors.rank_link import (
-    CAPTURE,
-    CAPTURE_SMALL,
-    DRAFTING,
-    LOGITS,
-    PAGES,
-    PROMPTS,
-    ROUND,
-    RankLink,
-)
+from verify_service.executors.ranks import CAPTURE, ROUND, Link
 from verify_service.executors.round_buffers import (
     NUM_COMMITTED,
     Bucket,
@@ -82,7 +69,7 @@ class CudaExecutor(FeatureExecutor):
         page_size: int,
         limits: EngineLimits,
         attention: AttentionBackend,
-        link: RankLink | None = None,
+        link: Link | None = None,
         *,
         max_graph_rows: int = 64,
         use_graphs: bool = True,
@@ -94,7 +81,7 @@ class CudaExecutor(FeatureExecutor):
         super().__init__(model)
         self._max_graph_rows = max_graph_rows
         self._use_graphs = use_graphs
-        self._link = link
+        self.link = link or Link()
         device = model.device
         self.limits = limits
         self.page_size = page_size
@@ -104,7 +91,9 @@ class CudaExecutor(FeatureExecutor):
         tokens, rows = limits.max_round_tokens, limits.max_running
         self.buckets = Buckets(tokens, rows, Bucket(tokens, rows, only=True) if limits.deterministic else None)
         self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, rule)
-        self.rows = RequestRows(rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device, link)
+        self.rows = RequestRows(
+            rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device, self.link
+        )
         self._input = RoundInput(tokens, rows, self.rows.spare, device)
         self._dry_run_input = RoundInput(tokens, rows, self.rows.spare, torch.device("cpu"))
         self._output = RoundOutput(rows, device)
@@ -113,10 +102,9 @@ class CudaExecutor(FeatureExecutor):
         # Other backends plan prompts on the host, by their lengths: nothing to capture, and nothing gained by padding.
         padded = isinstance(attention, TritonAttention)
         shapes = PrefillShapes(limits.chunk_size, rows, limits.deterministic, padded)
-        self._prefill = Prefill(model, self._kv, attention, self.rows, page_size, shapes, link)
+        self.prefill = Prefill(model, self._kv, attention, self.rows, page_size, shapes, self.link)
         self._num_processors = num_processors(device)
-        compiling = nullcontext if link is None else link.compiling
-        self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare, compiling)
+        self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare, self.link.compiling)
         self._last_end: int | None = None
         self._renewal: _Renewal | None = None
         self._uses: Counter[Bucket] = Counter()
@@ -124,7 +112,7 @@ class CudaExecutor(FeatureExecutor):
 
     def draft_inside(self, model: DraftModel, options: DraftingOptions) -> None:
         """From now on trees may grow behind rounds, on the same device; before anything is captured."""
-        self._features = self._prefill.features = feature_store(model, self._model, self._kv.num_slots)
+        self._features = self.prefill.features = feature_store(model, self._model, self._kv.num_slots)
         self.drafts = RoundDrafts(
             model,
             options,
@@ -137,7 +125,7 @@ class CudaExecutor(FeatureExecutor):
             context_length=self.limits.context_length,
             max_round_tokens=self.limits.max_round_tokens,
             vocab_size=self.limits.vocab_size,
-            link=None if model.exchange is None else self._link,
+            link=Link() if model.exchange is None else self.link,
         )
 
     def results(self, shape: RoundShape) -> RoundResults:
@@ -167,8 +155,7 @@ class CudaExecutor(FeatureExecutor):
                 all_buckets += sorted({self.buckets.bare(bucket.rows) for bucket in all_buckets}, reverse=True)
             buckets = [bucket for bucket in all_buckets if bucket.only or bucket.rows <= self._max_graph_rows]
             self._input.clear()
-            if self._link is not None:
-                self._link.tell(CAPTURE, [number for bucket in buckets for number in bucket])
+            self.link.tell(CAPTURE, [number for bucket in buckets for number in bucket])
             self.graphs.capture(buckets, not self._attention.plans_on_host, progress)
 
     @torch.inference_mode()
@@ -181,7 +168,7 @@ class CudaExecutor(FeatureExecutor):
     @torch.inference_mode()
     def capture_prefill(self) -> None:
         """The part of `capture` that is about chunks of prompts."""
-        self._prefill.capture(self._use_graphs, min(self._kv.num_slots, self.limits.context_length))
+        self.prefill.capture(self._use_graphs, min(self._kv.num_slots, self.limits.context_length))
 
     @torch.inference_mode()
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> CudaRound:
@@ -219,7 +206,7 @@ class CudaExecutor(FeatureExecutor):
                 drafts.draft(bucket, growth)
         scores: dict[Entry, PromptScores] = {}
         if prefill:
-            scores = self._prefill.run(prefill)
+            scores = self.prefill.run(prefill)
             if not decode:
                 self._last_end = None
             # With decoding going on, nobody waits for a chunk but the next round's graph, and who wants its logits.
@@ -259,9 +246,9 @@ class CudaExecutor(FeatureExecutor):
             self._stage()
             store = FeatureStore(plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection)
         self.graphs.discard_next()
-        self._prefill.graphs.discard_next()
+        self.prefill.graphs.discard_next()
         # Chunks behind rounds, the large ones first: what they need serves the others, too.
-        chunks = self._prefill.graphs.captured()[::-1]
+        chunks = self.prefill.graphs.captured()[::-1]
         rounds = sorted(self.graphs.captured(), key=self._is_late, reverse=True)
         self._renewal = _Renewal(store, [*chunks, *rounds])
 
@@ -288,23 +275,22 @@ class CudaExecutor(FeatureExecutor):
         Raises RankError where memory ends amid a run, which the other ranks have run to its end.
         """
         self._last_end = None
-        captured = False
         try:
-            captured = self._capture_next(shape, store)
-        except torch.OutOfMemoryError as error:
-            if self._link is not None:
-                raise RankError("no memory on rank 0 for a round with features; lower --mem-fraction-static") from error
+            with self.link.in_step("a round with features"):
+                captured = self._capture_next(shape, store)
+        except torch.OutOfMemoryError:
+            captured = False
         if not captured:
             log.warning("no memory for the graph of %d tokens in %d rows with features", shape.tokens, shape.rows)
 
     def _capture_next(self, shape: Bucket | PromptShape, store: FeatureStore) -> bool:
         if isinstance(shape, PromptShape):
-            return self._prefill.capture_next(shape, store)
+            return self.prefill.capture_next(shape, store)
         # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
         self._input.clear()
         used, self._features = self._features, store
         try:
-            return self.graphs.capture_next(shape, partial(self._tell, shape))
+            return self.graphs.capture_next(shape, partial(self.link.tell, ROUND, shape))
         finally:
             self._features = used
 
@@ -313,7 +299,7 @@ class CudaExecutor(FeatureExecutor):
         """Rounds store features from now on."""
         self._stage().join()
         self.graphs.adopt()
-        self._prefill.adopt(store)
+        self.prefill.adopt(store)
         self._features = store
 
     def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
@@ -354,39 +340,8 @@ class CudaExecutor(FeatureExecutor):
 
     def _run(self, bucket: Bucket) -> None:
         """Queue the round that was laid out, on all ranks."""
-        self._tell(bucket)
+        self.link.tell(ROUND, bucket)
         self.graphs.run(bucket)
-
-    def _tell(self, bucket: Bucket) -> None:
-        if self._link is not None:
-            self._link.tell(ROUND, bucket)
-
-    def check(self) -> None:
-        """Raise RankError if what a round brought is worthless."""
-        if self._link is not None:
-            self._link.check()
-
-    @torch.inference_mode()
-    def replay(self, kind: int, numbers: NDArray[np.int32]) -> None:
-        """As another rank than 0, do what rank 0 does; `kind`: see RankLink."""
-        if kind == ROUND:
-            self.graphs.run(bucket_of(numbers))
-        elif kind == PROMPTS:
-            self._prefill.forward(PromptShape(*numbers[:2].tolist()), numbers[2:])
-        elif kind == PAGES:
-            self.rows.enter(int(numbers[0]), int(numbers[1]), numbers[2:].tolist())
-        elif kind == LOGITS:
-            self._prefill.logits(*numbers.tolist())
-        elif kind == CAPTURE:
-            with compile_aside():
-                self.graphs.capture([bucket_of(bucket) for bucket in numbers.reshape(-1, 4)], together=True)
-        elif kind == CAPTURE_SMALL:
-            with compile_aside():
-                self._prefill.capture_small(bool(numbers[0]))
-        elif kind in DRAFTING and self.drafts is not None:
-            self.drafts.replay(kind, numbers)
-        else:
-            raise ValueError(f"rank 0 sent a message of kind {kind}")
 
     def _prepare(self, bucket: Bucket) -> None:
         self._attention.prepare(bucket.tokens, self._input.lengths(bucket), self.rows.page_tables)
@@ -398,10 +353,8 @@ class CudaExecutor(FeatureExecutor):
         drafts, store = (None, None) if bucket.is_bare else (self.drafts, self._features)
         if drafts is not None:
             tokens = drafts.merge(tokens)
-        link = self._link
-        if link is not None:
-            shared = [*(getattr(tokens, field.name) for field in fields(RoundTokens)), self._input.updates]
-            link.share(shared if drafts is None else shared + drafts.shared(bucket))
+        shared = [*(getattr(tokens, field.name) for field in fields(RoundTokens)), self._input.updates]
+        self.link.share(shared if drafts is None else shared + drafts.shared(bucket))
         tables = self.rows.page_tables
         self.rows.update(self._input.updates)
         splits = self._num_splits(bucket)
@@ -415,12 +368,11 @@ class CudaExecutor(FeatureExecutor):
             store.write(batch.slots, features)
         logits = self._model.logits(hidden)
         num_tokens, error, committed, accepted = self._output.fields(bucket)
-        if link is None or link.leads:
-            self._sampler.commit(logits, tokens, bucket.max_row_tokens, num_tokens, error, committed, accepted)
-        if link is not None:
-            link.share([self._output.rows(bucket)])
-            if not link.leads:
-                self._sampler.note_last(tokens, num_tokens, committed)
+        commit = partial(
+            self._sampler.commit, logits, tokens, bucket.max_row_tokens, num_tokens, error, committed, accepted
+        )
+        follow = partial(self._sampler.note_last, tokens, num_tokens, committed)
+        self.link.sample(commit, self._output.rows(bucket), follow)
         self._kv.compact(tokens, accepted, num_tokens, tables, self.page_size)
         if store is not None:
             store.compact(tokens, accepted, num_tokens, tables, self.page_size)
@@ -452,12 +404,6 @@ class CudaExecutor(FeatureExecutor):
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         return min(seconds)
-
-
-def bucket_of(numbers: NDArray[np.int32]) -> Bucket:
-    """The bucket that was told as four numbers."""
-    tokens, rows, only, is_bare = numbers.tolist()
-    return Bucket(tokens, rows, bool(only), bool(is_bare))
 
 
 def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
@@ -497,14 +443,14 @@ class CudaRound:
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        self.executor.check()
+        self.executor.link.check()
         return self.event is None or self.event.query()
 
     def wait(self) -> list[Result]:
         """Results in the order of the entries."""
         if self.event is not None:
             self.event.synchronize()
-        self.executor.check()
+        self.executor.link.check()
         found: dict[Entry, Result] = {}
         if self.answers is not None:
             results = self.executor.read(self, self.answers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from outrider.cache.kv import KVCache
 from outrider.cache.pages import page_slots
 from outrider.device import put
 from outrider.graphs import GraphPool
-from outrider.host.rank_memory import RankError
 from outrider.models.base import LanguageModel
 from verify_service.engine.round import Entry
 from verify_service.executors.prompt_logprobs import PromptScores
-from verify_service.executors.rank_link import CAPTURE_SMALL, LOGITS, PROMPTS, RankLink
+from verify_service.executors.ranks import CAPTURE_SMALL, LOGITS, PROMPTS, Link
 from verify_service.executors.round_buffers import RequestRows
 
 
@@ -43,7 +42,7 @@ class Prefill:
         rows: RequestRows,
         page_size: int,
         shapes: PrefillShapes,
-        link: RankLink | None = None,
+        link: Link,
     ) -> None:
         """`link`: to the other ranks of the model, which compute their part of every forward."""
         self._link = link
@@ -61,8 +60,7 @@ class Prefill:
         """Hidden states of the last small forward."""
         self._last = self._hidden
         """Hidden states of the last forward."""
-        compiling = nullcontext if link is None else link.compiling
-        self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body, compiling=compiling)
+        self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body, compiling=link.compiling)
         self.features: FeatureStore | None = None
         """Where features of prompts are stored, if anywhere; what was captured stores them where it did then."""
 
@@ -78,8 +76,7 @@ class Prefill:
         """Capture small forwards, and run all others once without effect, so that the first prompts need not wait for
         kernels to be compiled. `room`: positions that page tables and the cache have.
         """
-        if self._link is not None:
-            self._link.tell(CAPTURE_SMALL, (use_graphs,))
+        self._link.tell(CAPTURE_SMALL, (use_graphs,))
         self.capture_small(use_graphs)
         for counts in self._shapes.others(room):
             self._forward([self._empty_chunk(count) for count in counts])
@@ -101,7 +98,7 @@ class Prefill:
         used, self.features = self.features, store
         try:
             nothing = self._layout.describe((), self._rows.spare)
-            return self.graphs.capture_next(shape, lambda: self._tell(shape, nothing))
+            return self.graphs.capture_next(shape, partial(self._link.tell, PROMPTS, shape, nothing))
         finally:
             self.features = used
 
@@ -137,12 +134,8 @@ class Prefill:
         shape = self._shapes.fit(sum(len(chunk.slots) for chunk in chunks), len(chunks))
         layout = self._layout if shape in self._shapes.small else PromptLayout(shape)
         words = layout.describe(chunks, self._rows.spare)
-        self._tell(shape, words)
+        self._link.tell(PROMPTS, shape, words)
         return self.forward(shape, words)
-
-    def _tell(self, shape: PromptShape, words: NDArray[np.int32]) -> None:
-        if self._link is not None:
-            self._link.tell(PROMPTS, np.concatenate((np.array(shape, np.int32), words)))
 
     def forward(self, shape: PromptShape, words: NDArray[np.int32]) -> Tensor:
         """Queue a forward of this shape that PromptLayout has described in `words`; returns as `_forward`."""
@@ -167,16 +160,10 @@ class Prefill:
 
         Raises RankError where memory for them ends: the others wait for this rank's part, or are a step ahead of it.
         """
-        if self._link is None:
-            return self._model.logits(rows)
         first = (rows.data_ptr() - self._last.data_ptr()) // (rows.shape[1] * rows.itemsize)
         self._link.tell(LOGITS, (first, len(rows)))
-        try:
+        with self._link.in_step("log-probabilities of a prompt"):
             return self._model.logits(rows)
-        except torch.OutOfMemoryError as error:
-            raise RankError(
-                "no memory on rank 0 for log-probabilities of a prompt; lower --mem-fraction-static"
-            ) from error
 
     def _body(self, shape: PromptShape) -> None:
         """The small forward that was described last; may be captured."""

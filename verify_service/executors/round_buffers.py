@@ -21,7 +21,7 @@ from outrider.device import put, stamp
 from outrider.sampling.device import DeviceSampler
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
-from verify_service.executors.rank_link import PAGES, RankLink
+from verify_service.executors.ranks import PAGES, Link
 
 MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
@@ -282,7 +282,7 @@ class RequestRows:
         max_pages: int,
         sampler: DeviceSampler,
         device: torch.device,
-        link: RankLink | None = None,
+        link: Link,
     ) -> None:
         """`link`: to the other ranks of the model, which have page tables of their own."""
         self._link = link
@@ -363,8 +363,7 @@ class RequestRows:
 
     def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
         """Queue a copy of a row's pages from this place on to the page tables."""
-        if self._link is not None:
-            self._link.tell(PAGES, (row, place, *pages))
+        self._link.tell(PAGES, (row, place), pages)
         put(pages, self.page_tables.device, into=self.page_tables[row, place : place + len(pages)])
         if self._listener is not None:
             self._listener.enter(row, place, pages)

@@ -20,13 +20,11 @@ from outrider.drafting.model.context_cut import WHOLE, ContextCut, cut_context, 
 from outrider.drafting.model.round_drafter import (
     MAX_COMMITTED,
     ChoiceShape,
-    RoundDrafter,
     RoundExecutor,
     RoundShape,
 )
 from outrider.drafting.model.round_trees import GrownNodes, RoundTrees, RowTree
 from outrider.errors import raise_device_failure
-from outrider.host.rank_memory import RankError
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import ROUND_REGION
@@ -34,8 +32,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.request import Request
 from verify_service.engine.round import NO_MARKS, Entry, Growth, Marks, Nodes
-from verify_service.executors.rank_link import RankLink
-from verify_service.executors.ranked_drafter import RankedDrafter
+from verify_service.executors.ranks import Link
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
 from verify_service.speculation.growth_policy import GrowthCost
 
@@ -113,9 +110,10 @@ class RoundDrafts:
         context_length: int,
         max_round_tokens: int,
         vocab_size: int,
-        link: RankLink | None = None,
+        link: Link,
     ) -> None:
         """`rounds`: the executor, whose rows and pages the drafter uses. `link`: to ranks with parts of the model."""
+        self._link = link
         self._model = model
         self._options = options
         self._rows = rows
@@ -135,9 +133,7 @@ class RoundDrafts:
             feature_size=model.feature_size,
             sink_pages=num_sink_pages(model.window, page_size),
         )
-        self._ranked: RankedDrafter | None = None
-        kind: Callable[..., RoundDrafter] = RoundDrafter if link is None else partial(RankedDrafter, link)
-        self.drafter = kind(
+        self.drafter = link.new_drafter(
             model,
             shape,
             attention,
@@ -148,8 +144,6 @@ class RoundDrafts:
             floor=_FLOOR,
             chunk_size=_CATCH_UP_TOKENS,
         )
-        if isinstance(self.drafter, RankedDrafter):
-            self._ranked = self.drafter
         rows.follow(self)
         self.trees = RoundTrees(max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
@@ -312,8 +306,7 @@ class RoundDrafts:
             action()
         except Exception as error:
             raise_device_failure(error)
-            if self._ranked is not None:
-                raise RankError(f"drafting on all ranks failed on rank 0: {type(error).__name__}: {error}") from error
+            self._link.give_up("drafting", error)
             self.failed = True
             self._growing.clear()
             self._behind = ()
@@ -373,13 +366,7 @@ class RoundDrafts:
 
     def shared(self, bucket: Bucket) -> list[Tensor]:
         """What other ranks that draft must know of a round on the device, beside its tokens."""
-        return [] if self._ranked is None else [self.trees.drafted(bucket.rows)]
-
-    def replay(self, kind: int, numbers: NDArray[np.int32]) -> None:
-        """See RankedDrafter. Raises ValueError where the model is rank 0's alone."""
-        if self._ranked is None:
-            raise ValueError("rank 0 sent word of drafts to a rank that does not draft")
-        self._ranked.replay(kind, numbers)
+        return [self.trees.drafted(bucket.rows)] if self._link.is_ranked else []
 
     def merge(self, base: RoundTokens) -> RoundTokens:
         """The round's tokens with its trees, on the device; may be captured."""

@@ -12,9 +12,12 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from outrider.attention.prompts import PromptShape
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
+from outrider.graphs import compile_aside
 from outrider.host.rank_memory import RankMemory
 from outrider.host.worker import exit_process, pin_to_cores
 from outrider.logs import configure_logging, get_logger
@@ -23,6 +26,16 @@ from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
 from verify_service.engine.build import choose_threads, following_executor, link_ranks
 from verify_service.engine.loading import load, load_draft
 from verify_service.executors.cuda import CudaExecutor
+from verify_service.executors.ranks import (
+    CAPTURE,
+    CAPTURE_SMALL,
+    LOGITS,
+    PAGES,
+    PROMPTS,
+    ROUND,
+    RankedDrafter,
+)
+from verify_service.executors.round_buffers import Bucket
 from verify_service.ranks.leader import START
 from verify_service.ranks.replay import follow
 
@@ -67,11 +80,36 @@ def serve(options: VerifyOptions, memory: RankMemory) -> None:
         follow_rounds(following_executor(options, path, model, draft, link), memory)
 
 
+@torch.inference_mode()
 def follow_rounds(executor: CudaExecutor, memory: RankMemory) -> None:
-    """Replay on a GPU what rank 0 launches, for ever."""
+    """Do on a GPU what rank 0 launches, for ever."""
     while True:
         kind, body = memory.receive()
-        executor.replay(kind, np.frombuffer(bytearray(body), np.int32))
+        numbers = np.frombuffer(bytearray(body), np.int32)
+        if kind == ROUND:
+            executor.graphs.run(bucket_of(numbers))
+        elif kind == PROMPTS:
+            executor.prefill.forward(PromptShape(*numbers[:2].tolist()), numbers[2:])
+        elif kind == PAGES:
+            executor.rows.enter(int(numbers[0]), int(numbers[1]), numbers[2:].tolist())
+        elif kind == LOGITS:
+            executor.prefill.logits(*numbers.tolist())
+        elif kind == CAPTURE:
+            with compile_aside():
+                executor.graphs.capture([bucket_of(bucket) for bucket in numbers.reshape(-1, 4)], together=True)
+        elif kind == CAPTURE_SMALL:
+            with compile_aside():
+                executor.prefill.capture_small(bool(numbers[0]))
+        elif executor.drafts is not None and isinstance(drafter := executor.drafts.drafter, RankedDrafter):
+            drafter.replay(kind, numbers)
+        else:
+            raise InternalError(f"rank 0 sent a message of kind {kind}")
+
+
+def bucket_of(numbers: NDArray[np.int32]) -> Bucket:
+    """The bucket that was told as four numbers."""
+    tokens, rows, only, is_bare = numbers.tolist()
+    return Bucket(tokens, rows, bool(only), bool(is_bare))
 
 
 if __name__ == "__main__":
