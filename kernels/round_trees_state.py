@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,48 +39,14 @@ class CommittedTokens(RoundTokens):
     root_positions: Tensor
     """int32 [B], position in the sequence of the row's last token; 0 where it has none."""
 
+    _OF_ROWS: ClassVar = RoundTokens._OF_ROWS | {"context_len", "last", "draft_rows", "root_positions"}
+
     @classmethod
     def new(cls, num_tokens: int, num_rows: int, device: torch.device) -> CommittedTokens:
         """Memory for `num_tokens` tokens of `num_rows` rows."""
-
-        def ints(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        return cls(
-            token_ids=ints(num_tokens),
-            positions=ints(num_tokens),
-            rotary=ints(num_tokens),
-            parents=ints(num_tokens),
-            rows=ints(num_tokens),
-            first=ints(num_rows + 1),
-            root=ints(num_rows),
-            table_rows=ints(num_rows),
-            cached_len=ints(num_rows),
-            context_len=ints(num_rows),
-            sources=ints(num_tokens, torch.int64),
-            last=ints(num_rows, torch.int64),
-            draft_rows=ints(num_rows),
-            root_positions=ints(num_rows),
-        )
-
-    def head(self, num_tokens: int, num_rows: int) -> CommittedTokens:
-        """The first slots and rows of these."""
-        return CommittedTokens(
-            token_ids=self.token_ids[:num_tokens],
-            positions=self.positions[:num_tokens],
-            rotary=self.rotary[:num_tokens],
-            parents=self.parents[:num_tokens],
-            rows=self.rows[:num_tokens],
-            first=self.first[: num_rows + 1],
-            root=self.root[:num_rows],
-            table_rows=self.table_rows[:num_rows],
-            cached_len=self.cached_len[:num_rows],
-            context_len=self.context_len[:num_rows],
-            sources=self.sources[:num_tokens],
-            last=self.last[:num_rows],
-            draft_rows=self.draft_rows[:num_rows],
-            root_positions=self.root_positions[:num_rows],
-        )
+        kinds = dict.fromkeys(("sources", "last"), torch.int64)
+        sizes = cls.sizes(num_tokens, num_rows).items()
+        return cls(**{name: torch.zeros(n, dtype=kinds.get(name, torch.int32), device=device) for name, n in sizes})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -59,6 +60,17 @@ class RoundTokens:
     """[B], the request's row in the tables."""
     cached_len: Tensor
     """[B], tokens of the request with valid KV; its tokens of the round lie behind them."""
+    _OF_ROWS: ClassVar = frozenset({"root", "table_rows", "cached_len"})
+
+    @classmethod
+    def sizes(cls, num_tokens: int, num_rows: int) -> dict[str, int]:
+        """Of each field."""
+        of_rows = dict.fromkeys(cls._OF_ROWS, num_rows) | {"first": num_rows + 1}
+        return {field.name: of_rows.get(field.name, num_tokens) for field in fields(cls)}
+
+    def head(self, num_tokens: int, num_rows: int) -> Self:
+        """The first slots and rows of these."""
+        return replace(self, **{name: getattr(self, name)[:n] for name, n in self.sizes(num_tokens, num_rows).items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,9 @@ class RoundInput:
         self._device = torch.zeros(bounds[-1], dtype=torch.int32, device=device)
         self._starts = dict(zip(self._NAMES, bounds, strict=False))
         spans = {name: slice(*bounds[i : i + 2]) for i, name in enumerate(self._NAMES)}
-        self._fields = {name: self._device[span] for name, span in spans.items()}
+        fields = {name: self._device[span] for name, span in spans.items()}
+        self._updates = fields.pop("updates").view(-1, 3)
+        self._tokens = RoundTokens(**fields)
         self._host, self._other = (_HostInput(bounds[-1], spans, device.type == "cuda") for _ in range(2))
         self._largest = Bucket(max_tokens, max_rows)
         self.clear()
@@ -183,11 +185,7 @@ class RoundInput:
 
     def tokens(self, bucket: Bucket) -> RoundTokens:
         """The fields on the device, cut to the bucket."""
-        num_tokens, num_rows = bucket.tokens, bucket.rows
-        fields = self._fields
-        sizes = {"first": num_rows + 1, "cached_len": num_rows, "root": num_rows, "table_rows": num_rows}
-        names = self._NAMES[:-1]
-        return RoundTokens(**{name: fields[name][: sizes.get(name, num_tokens)] for name in names})
+        return self._tokens.head(bucket.tokens, bucket.rows)
 
     def lengths(self, bucket: Bucket) -> HostLengths:
         """The bucket's lengths in host memory; later rounds overwrite them."""
@@ -198,7 +196,7 @@ class RoundInput:
     @property
     def updates(self) -> Tensor:
         """On the device, [U, 3] of table row, place and page; a negative row means nothing."""
-        return self._fields["updates"].view(-1, 3)
+        return self._updates
 
 
 class RoundOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +51,7 @@ class RoundTrees:
         sizes = (max_tokens,) * 3 + (max_rows + 1,)
         self._nodes = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._read = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-        self._token_ids, self._parents, scores, self._first = self._nodes.split(sizes)
+        token_ids, parents, scores, first = self._nodes.split(sizes)
         self._scores = scores.view(torch.float32)
         self._host = self._read.numpy()
         self._host_scores = self._host.view(np.float32)
@@ -61,8 +62,8 @@ class RoundTrees:
 
         self._fetched = torch.zeros(1 + NUM_FIELDS, MAX_CHOSEN, dtype=torch.int32, pin_memory=pinned)
         self._fetched_at = torch.cuda.Event() if pinned else None
-        self._positions, self._rows = ints(max_tokens), ints(max_tokens)
-        self._root, self._table_rows = ints(max_rows), ints(max_rows)
+        positions, rows, root, table_rows = ints(max_tokens), ints(max_tokens), ints(max_rows), ints(max_rows)
+        self._tokens = RoundTokens(token_ids, positions, parents, rows, first, root, table_rows, cached_len=root)
         self.tell(())
 
     def tell(self, rows: Sequence[RowTree], num_nodes: int = 0) -> None:
@@ -97,17 +98,8 @@ class RoundTrees:
 
     def tokens(self, base: RoundTokens) -> RoundTokens:
         """The memory that `merge` writes a round of the base's size to."""
-        num_tokens, num_rows = base.token_ids.shape[0], base.table_rows.shape[0]
-        return RoundTokens(
-            token_ids=self._token_ids[:num_tokens],
-            positions=self._positions[:num_tokens],
-            parents=self._parents[:num_tokens],
-            rows=self._rows[:num_tokens],
-            first=self._first[: num_rows + 1],
-            root=self._root[:num_rows],
-            table_rows=self._table_rows[:num_rows],
-            cached_len=base.cached_len,
-        )
+        own = self._tokens.head(base.token_ids.shape[0], base.table_rows.shape[0])
+        return replace(own, cached_len=base.cached_len)
 
     def merge(self, base: RoundTokens, grown: GrownTrees) -> RoundTokens:
         """Hang trees below the roots of a round that the host laid out, perhaps with nodes; may be captured."""
