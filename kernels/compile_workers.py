@@ -14,7 +14,7 @@ import pkgutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -197,29 +197,13 @@ def compile_aside() -> Iterator[None]:
         own.end()
 
 
-def prepare(function: Any, device: int, signature: Any, *variant: Any) -> None:
+def prepare(function: Any, device: int, signature: Any, *variant: Any, ahead: bool = False) -> bool:
     """See to it that Triton's cache has a variant of a kernel, if it is a time to compile aside.
 
     `variant`: constexprs, options and attributes. It is compiled in this process, as ever, where that fails, and while
-    other processes import the compiler.
+    other processes import the compiler. `ahead`: without waiting, which a later call for the same variant does. Returns
+    whether the cache lacked it, and others compile it.
     """
-    _pass_on(_Workers.do, function, device, signature, *variant)
-
-
-def prepare_ahead(function: Any, device: int, signature: Any, *variant: Any) -> bool:
-    """As `prepare`, without waiting: a later `prepare` of the same variant does. Returns whether there is need to."""
-    return _pass_on(_Workers.tell, function, device, signature, *variant)
-
-
-def compiles_aside() -> bool:
-    """Whether other processes compile, within `compile_aside`."""
-    return _workers is not None
-
-
-def _pass_on(
-    method: Callable[[_Workers, CompileJob], None], function: Any, device: int, signature: Any, *variant: Any
-) -> bool:
-    """Call `method` with a variant of a kernel if Triton's cache lacks it. Returns whether that was done."""
     workers = _workers
     if workers is None:
         return False
@@ -230,11 +214,17 @@ def _pass_on(
             return False
         where = (target.backend, target.arch, target.warp_size)
         told = (function.module, function.__name__, function.cache_key)
-        method(workers, CompileJob(*told, signature, constexprs, attrs, vars(options), where))
+        job = CompileJob(*told, signature, constexprs, attrs, vars(options), where)
+        (workers.tell if ahead else workers.do)(job)
     except Exception as error:  # whatever it is, there is another way
         log.debug("%s is compiled here: %s", getattr(function, "__name__", function), error)
         return False
     return True
+
+
+def compiles_aside() -> bool:
+    """Whether other processes compile, within `compile_aside`."""
+    return _workers is not None
 
 
 def _checked_line(job: CompileJob) -> bytes:

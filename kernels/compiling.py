@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.compile_workers import compiles_aside, prepare, prepare_ahead
+from kernels.compile_workers import compiles_aside, prepare
 
 _patch_lock = threading.Lock()
 _load_lock = threading.RLock()
@@ -103,7 +103,7 @@ def _compile_once(function: Any) -> None:
             if _told is not None:
                 # A kernel is launched many times; only the first time is worth a look into Triton's cache.
                 if (id(self), key) not in _told:
-                    _told[id(self), key] = prepare_ahead(self, device, signature, *rest)
+                    _told[id(self), key] = prepare(self, device, signature, *rest, ahead=True)
                 return None
             prepare(self, device, signature, *rest)
             return compile_variant(self, key, signature, device, *rest)

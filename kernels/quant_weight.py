@@ -67,11 +67,6 @@ class QuantWeight:
         """Memory of it all."""
         return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.zeros) if tensor is not None)
 
-    def to(self, device: torch.device | str) -> QuantWeight:
-        """The same on a device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
-
     def for_streaming(self) -> QuantWeight:
         """The same with float32 scales: four bytes each, they are copied ahead of their use as codes are."""
         return replace(self, scales=self.scales.float())
@@ -153,7 +148,8 @@ def joined(parts: list[QuantWeight]) -> QuantWeight:
     zeros = None
     if any(part.zeros is not None for part in parts):
         eight = [torch.full_like(part.scales, 8, dtype=torch.uint8) for part in parts]
-        zeros = torch.cat([_or(part.zeros, other) for part, other in zip(parts, eight, strict=True)], -1)
+        given = zip(parts, eight, strict=True)
+        zeros = torch.cat([other if part.zeros is None else part.zeros for part, other in given], -1)
     dtypes = {part.scales.dtype for part in parts}
     common = dtypes.pop() if len(dtypes) == 1 else torch.float32
     return replace(
@@ -162,26 +158,6 @@ def joined(parts: list[QuantWeight]) -> QuantWeight:
         scales=torch.cat([part.scales.to(common) for part in parts], -1),
         zeros=zeros,
     )
-
-
-def stacked(parts: list[QuantWeight]) -> QuantWeight:
-    """Matrices of one kind, shape and group as experts: with their number in front."""
-    if any(part.zeros is not None for part in parts):
-        parts = [
-            replace(part, zeros=_or(part.zeros, torch.full_like(part.scales, 8, dtype=torch.uint8))) for part in parts
-        ]
-    common = parts[0].scales.dtype if len({part.scales.dtype for part in parts}) == 1 else torch.float32
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    return replace(
-        parts[0],
-        codes=torch.stack([part.codes for part in parts]),
-        scales=torch.stack([part.scales.to(common) for part in parts]),
-        zeros=torch.stack(zeros) if zeros else None,
-    )
-
-
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    return other if tensor is None else tensor
 
 
 def _scales_of_rows(weight: QuantWeight) -> QuantWeight:

@@ -29,10 +29,10 @@ from benchmarks.kernels.quantized_products import COPIES_BYTES, graph_us
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads
 from kernels.elementwise import gate_mul
-from kernels.expert_tiles import SWIGLU, Routes, max_tiles, tile_of
-from kernels.experts import expert_linear
+from kernels.expert_tiles import SWIGLU, Routes, tile_of
+from kernels.experts import expert_linear, in_tiles
 from kernels.quant_weight import QuantWeight, packed, piece_of, unpacked
-from kernels.reference.experts import align, choose
+from kernels.reference.experts import choose
 from kernels.reference.experts import expert_linear as reference
 from outrider.layers.formats import nibble_words
 from outrider_tools.bench.report import Row, write_report
@@ -145,10 +145,7 @@ class ExpertTokens:
 
     def in_tiles(self, num_experts: int, tile: int) -> ExpertTokens:
         """The same in other tiles."""
-        chosen = self.routes.experts
-        count, active = chosen.shape
-        places = align(chosen, num_experts, tile, max_tiles(count, active, num_experts, tile))
-        return replace(self, routes=Routes(chosen, self.routes.weights, *places, chosen.new_empty(1), tile))
+        return replace(self, routes=in_tiles(self.routes, num_experts, tile))
 
     @property
     def woken(self) -> int:

@@ -22,27 +22,6 @@ def choose(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None) 
     return experts, weights
 
 
-def align(experts: Tensor, num_experts: int, tile: int, max_tiles: int) -> tuple[Tensor, Tensor]:
-    """`tile_experts` and `places` of Routes."""
-    flat = torch.where(experts < 0, num_experts, experts).flatten().long()
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).index_add_(
-        0, flat, torch.ones_like(flat)
-    )
-    tiles = (counts + tile - 1) // tile
-    tiles[num_experts] = 0
-    ends = tiles.cumsum(0)
-    tile_experts = torch.searchsorted(ends, torch.arange(max_tiles, device=flat.device), right=True)
-    tile_experts = torch.where(tile_experts >= num_experts, -1, tile_experts).int()
-    order = flat.argsort(stable=True)
-    sorted_experts = flat[order]
-    rank = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[sorted_experts]
-    at = (ends - tiles)[sorted_experts] * tile + rank
-    places = torch.full((max_tiles * tile,), -1, dtype=torch.int32, device=flat.device)
-    real = sorted_experts < num_experts
-    places[at[real]] = order[real].int()
-    return tile_experts, places
-
-
 def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
     """[P, 2F] to [P, F], in the dtype given."""
     if interleaved:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kernels import compile_workers
-from kernels.compile_workers import compile_aside, prepare, prepare_ahead
+from kernels.compile_workers import compile_aside, prepare
 from kernels.compiling import allow_threads, tell_launches
 
 triton = pytest.importorskip("triton")
@@ -101,8 +101,8 @@ def test_what_another_process_compiled_is_in_the_cache(
 def test_what_is_told_ahead_is_waited_for_when_it_is_needed(update: Any, tmp_path: Path) -> None:
     with compile_aside():
         for block in (64, 128, 128):
-            prepare_ahead(update, 0, *variant(update, block))
-        prepare_ahead(update, 0, *variant(update, triton.language.float32))
+            prepare(update, 0, *variant(update, block), ahead=True)
+        prepare(update, 0, *variant(update, triton.language.float32), ahead=True)
         workers = compile_workers._workers
         assert workers is not None and len(workers._told) == 2
         for block in (64, 128):
@@ -113,7 +113,7 @@ def test_what_is_told_ahead_is_waited_for_when_it_is_needed(update: Any, tmp_pat
 
 def test_nobody_waits_for_processes_that_are_gone(update: Any, tmp_path: Path) -> None:
     with compile_aside():
-        prepare_ahead(update, 0, *variant(update, 64))
+        prepare(update, 0, *variant(update, 64), ahead=True)
         workers = compile_workers._workers
         assert workers is not None
         workers._processes[0].kill()
@@ -125,7 +125,7 @@ def test_nobody_waits_for_processes_that_are_gone(update: Any, tmp_path: Path) -
 def test_what_was_told_and_never_needed_ends_with_the_processes(update: Any) -> None:
     with compile_aside():
         for block in (16, 32, 64, 128):
-            prepare_ahead(update, 0, *variant(update, block))
+            prepare(update, 0, *variant(update, block), ahead=True)
         workers = compile_workers._workers
         assert workers is not None
     workers._threads.shutdown()
