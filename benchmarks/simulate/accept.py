@@ -93,7 +93,7 @@ class Inside:
         )
         self._text, self._growth, self._committed = text, (steps, num_nodes), text.prompt_len
         self._given = None if text.features is None else model.project(text.features)
-        features = None if text.features is None else self
+        features = None if text.features is None else self.rows
         options = {"max_round_tokens": 64, "vocab_limit": model.target_vocab_size, "floor": -12.0}
         self._drafter = RoundDrafter(model, shape, TritonAttention(), self, features, **options)  # type: ignore[arg-type]
         self._shape = RoundShape(MAX_COMMITTED, 1)

@@ -89,7 +89,7 @@ def measure(model: DraftModel, num_rows: int, context: int, steps: list[int], no
         shape,
         TritonAttention(),
         rounds,
-        rounds,
+        rounds.rows,
         max_round_tokens=round_shape.tokens,
         vocab_limit=model.target_vocab_size,
         floor=-1e9,

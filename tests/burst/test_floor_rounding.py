@@ -20,8 +20,9 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
     for row, token in ((1, 5), (2, 6)):
         forest.set_root(row, token, 3, 0)
     forest.quotas[:] = 50
-    leased = forest.slots.lease(np.array([1, 2]), np.array([20, 20]))
-    first, second = forest.slots.stacks[1, leased.starts[0] : leased.ends[0]].tolist()[:2]
+    rows = np.array([1, 2])
+    starts, ends = forest.slots.lease(rows, np.array([20, 20]))
+    first, second = forest.slots.stacks[1, starts[0] : ends[0]].tolist()[:2]
     collector = BurstCollector(np.array([forest.roots[1]]))
     below = np.nextafter(np.float32(FLOOR), np.float32(-np.inf))
 
@@ -34,6 +35,6 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
     forest.merge(collector, part(64, 0, first, [np.float32(-0.1), below]))
     # The second candidate, run after a commit that the device was told of.
     forest.merge(collector, part(68, 65, second, [np.float32(-0.1), np.float32(-0.2)]))
-    forest.slots.take_back(leased)
+    forest.slots.take_back(rows)
     check_forest(forest)
     assert (forest.entries.rows[: forest.entries.count] > 0).all()

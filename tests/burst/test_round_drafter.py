@@ -115,7 +115,7 @@ def make(model: DraftModel, seed: int, target: Target | None = None) -> tuple[Ta
         shape,
         TritonAttention(),
         target,
-        target if model.feature_size else None,
+        target.rows if model.feature_size else None,
         max_round_tokens=16,
         vocab_limit=10_000,
         floor=FLOOR,

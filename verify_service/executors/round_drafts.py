@@ -64,19 +64,11 @@ class DraftingOptions:
     """Tree slots of a request."""
 
 
-class StoredFeatures:
-    """The features that rounds store, as a drafter takes them."""
-
-    def __init__(self, store: FeatureStore, model: DraftModel) -> None:
-        self._store = store
-        self._model = model
-
-    def rows(self, slots: Tensor) -> Tensor:
-        """See FeatureRows."""
-        store = self._store
-        found = torch.empty(len(slots), store.width, dtype=store.dtype, device=store.device)
-        store.gather(slots, store.parts, found)
-        return self._model.finish_product(found) if PROJECTED in store.parts else self._model.project(found)
+def stored_features(store: FeatureStore, model: DraftModel, slots: Tensor) -> Tensor:
+    """The features that rounds store, as a drafter takes them; see FeatureRows."""
+    found = torch.empty(len(slots), store.width, dtype=store.dtype, device=store.device)
+    store.gather(slots, store.parts, found)
+    return model.finish_product(found) if PROJECTED in store.parts else model.project(found)
 
 
 def feature_store(model: DraftModel, target: LanguageModel, num_slots: int) -> FeatureStore | None:
@@ -138,7 +130,7 @@ class RoundDrafts:
             shape,
             attention,
             rounds,
-            None if store is None else StoredFeatures(store, model),
+            None if store is None else partial(stored_features, store, model),
             max_round_tokens=max_round_tokens,
             vocab_limit=vocab_size,
             floor=_FLOOR,

@@ -163,15 +163,6 @@ class DeviceMemory:
         """KV slot of the row's tree slot 0; the others follow it."""
         return self._first_region + row * self._region_stride
 
-    def given(self, count: int) -> Tensor:
-        """[count, feature_size] of the feature store: the first features that a burst brings.
-
-        Raises ValueError for a model that takes none.
-        """
-        if self.features is None:
-            raise ValueError("features for a model that takes none")
-        return self.features[self.first_given : self.first_given + count, : self._shape.feature_size]
-
     def take_features(self, parts: Sequence[Any]) -> None:
         """Queue the copy of a burst's features. Raises ValueError for what does not fit."""
         if not parts:

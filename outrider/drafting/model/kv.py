@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,17 +27,6 @@ _MAX_STALE_TOKENS = 6
 """Uncached tokens without final KV that a burst under way is given, which is after about two commits."""
 _MIN_MOVE_ALONG = 8
 """Uncached tokens that are moved when others are, so that no burst ends for them a few rounds later."""
-
-
-class SlotLease(NamedTuple):
-    """Free slots that a burst may fill; it fills some of them."""
-
-    rows: Ints
-    """[B] ascending."""
-    starts: Int32s
-    """[B], the first of each row in `TreeSlots.stacks` as they were at the lease."""
-    ends: Int32s
-    """[B], one past the last."""
 
 
 class TreeSlots:
@@ -68,14 +57,17 @@ class TreeSlots:
         taken: list[int] = self.stacks[row, left : left + count].tolist()
         return taken
 
-    def lease(self, rows: Ints, counts: Ints) -> SlotLease:
-        """Lease free slots to a burst, at most `counts` of each row."""
+    def lease(self, rows: Ints, counts: Ints) -> tuple[Int32s, Int32s]:
+        """Lease free slots to a burst, at most `counts` of each row, of which it fills some.
+
+        Returns where those of each row begin and end in `stacks`, as they are by now.
+        """
         ends = self.num_free[rows]
         starts = np.maximum(ends - counts, 0).astype(np.int32)
         self.num_free[rows] = starts
         for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
             self._leased[row][self.stacks[row, start:end]] = True
-        return SlotLease(rows, starts, ends)
+        return starts, ends
 
     def lease_more(self, rows: Ints, counts: Ints) -> list[Int32s]:
         """Lease further slots to the burst that runs: free by now, or freed by commits that it is told of with them.
@@ -117,9 +109,8 @@ class TreeSlots:
         else:
             self.free(rows, slots)
 
-    def take_back(self, leased: SlotLease) -> None:
-        """End a lease: what the burst did not fill is free."""
-        rows = leased.rows
+    def take_back(self, rows: NDArray[np.integer[Any]]) -> None:
+        """End the leases of rows, ascending: what the burst did not fill is free."""
         places, slots = self._leased[rows, ::-1].nonzero()  # of each row the lowest is the next to be taken
         self._leased[rows] = False
         self._push(rows[places], self.region - 1 - slots)
@@ -164,13 +155,6 @@ class DeclinedError(Exception):
     def __init__(self, reason: DeclineReason, detail: str) -> None:
         super().__init__(detail)
         self.refusal = Refusal(reason, detail)
-
-
-class ExtendResult(NamedTuple):
-    """What became of requests whose tokens were to be computed apart."""
-
-    served: list[DraftContext]
-    failed: list[tuple[DraftContext, Exception]]
 
 
 class ContextKVManager:
@@ -256,8 +240,13 @@ class ContextKVManager:
         lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not one.is_final]
         return lacking[-1] + 1 if len(lacking) > self.max_forced else 0
 
-    def extend(self, contexts: Iterable[DraftContext], limit: int) -> ExtendResult:
-        """Compute up to `limit` of those tokens of all requests, first come first served, in one call of the runner."""
+    def extend(
+        self, contexts: Iterable[DraftContext], limit: int
+    ) -> tuple[list[DraftContext], list[tuple[DraftContext, Exception]]]:
+        """Compute up to `limit` of those tokens of all requests, first come first served, in one call of the runner.
+
+        Returns which were served, and which failed of what.
+        """
         served: list[DraftContext] = []
         failed: list[tuple[DraftContext, Exception]] = []
         extents: list[Extent] = []
@@ -276,18 +265,18 @@ class ContextKVManager:
             served.append(context)
             limit -= count
         if not extents:
-            return ExtendResult(served, failed)
+            return served, failed
         try:
             self._runner.extend(extents)
         except Exception as error:
-            return ExtendResult([], failed + [(context, error) for context in served])
+            return [], failed + [(context, error) for context in served]
         for context, extent in zip(served, extents, strict=True):
             if context.num_sinks:
                 context.sinks = None
             else:
                 self._note_extended(context, len(extent.tokens))
         self.free_slots()
-        return ExtendResult(served, failed)
+        return served, failed
 
     def _extent(self, context: DraftContext, count: int) -> Extent:
         if context.num_sinks:

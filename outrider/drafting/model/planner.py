@@ -24,7 +24,7 @@ from outrider.drafting.model.context import DraftContext, UncachedToken
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.entries import BurstCollector, Ints
 from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.kv import ContextKVManager, Int32s, SlotLease
+from outrider.drafting.model.kv import ContextKVManager, Int32s
 
 _WIDTH_FACTOR, _FRESH_WIDTH_FACTOR = 2, 4
 """Nodes of a step for each request, as a multiple of a node's candidates; the second after a miss."""
@@ -192,7 +192,6 @@ class BurstPlan:
     """Forced tokens of requests of which some were not run yet."""
     collector: BurstCollector
     """Entries by pool index."""
-    leased: SlotLease
     most_steps: int
     """Steps of all parts at most."""
     slot_limit: int
@@ -294,7 +293,7 @@ class Planner:
         width = self._width(num_forced, num_fresh, num_worth, len(rows), sum(left.tolist()))
         slot_limit = max(branching, _MAX_EVEN_SHARES * width * (num_steps + most_steps) // (2 * len(rows)))
         slot_limit = min(slot_limit, width * most_steps)
-        leased = forest.slots.lease(rows, np.minimum(left, slot_limit))
+        starts, ends = forest.slots.lease(rows, np.minimum(left, slot_limit))
         forest.shifts[rows] = 0.0
         self._index[rows] = np.arange(len(rows))
         fields = np.empty((NUM_SEED_FIELDS, num_forced + len(chosen)), np.int32)
@@ -307,19 +306,16 @@ class Planner:
         slots = forest.slots
         num_indices = max_seeds + most_steps * width * branching
         lens = self._kv_manager.context_lens[rows]
-        states = RowStates(
-            rows.astype(np.int32), lens, slots.live[rows], slots.stacks[rows], leased.starts, leased.ends
-        )
+        states = RowStates(rows.astype(np.int32), lens, slots.live[rows], slots.stacks[rows], starts, ends)
         burst = Burst(states, Seeds(fields), num_steps, width, forest.floor, parts, options.min_chance)
         return BurstPlan(
             burst,
             rows.tolist(),
             forced,
             BurstCollector(entries, int(rows[0]) if len(rows) == 1 else -1, num_indices),
-            leased,
             most_steps,
             slot_limit,
-            int((leased.ends - leased.starts).sum()),
+            int((ends - starts).sum()),
             num_steps,
             contexts=[one.context for one in forced],
         )
@@ -455,7 +451,7 @@ class Planner:
     def land(self, plan: BurstPlan, result: BurstResult) -> None:
         """Take the result of the last part, and end leases and forced tokens."""
         self.take(plan, result)
-        self._forest.slots.take_back(plan.leased)
+        self._forest.slots.take_back(plan.burst.rows.rows)
         for one in (*plan.forced, *plan.unsent):
             land_forced(self._forest, one)
         plan.forced, plan.unsent = [], []

@@ -42,11 +42,8 @@ MAX_COMMITTED = 32
 """Largest number of tokens that a round commits for one request."""
 
 
-class FeatureRows(Protocol):
-    """The target's features, by KV slot."""
-
-    def rows(self, slots: Tensor) -> Tensor:
-        """[N, feature_size] as the drafter takes them, of KV slots int64 [N]; may be captured."""
+FeatureRows = Callable[[Tensor], Tensor]
+"""The target's features [N, feature_size] as the drafter takes them, of KV slots int64 [N]; may be captured."""
 
 
 class RoundResults(NamedTuple):
@@ -172,7 +169,7 @@ class RoundDrafter:
         """
         given = None
         if self._features is not None:
-            given = self._features.rows(put(feature_slots, self._model.device).long())
+            given = self._features(put(feature_slots, self._model.device).long())
         self._contexts.run_at(chunks, given)
 
     def grow(self, shape: RoundShape, num_steps: int, num_nodes: int) -> None:
@@ -244,7 +241,7 @@ class RoundDrafter:
         Returns logits float32 [B, vocab_size].
         """
         model, kv, store = self._model, self.memory.kv, self.memory.features
-        given = None if self._features is None else self._features.rows(out.sources)
+        given = None if self._features is None else self._features(out.sources)
         if isinstance(self._steps, BlockSteps) and isinstance(model, BlockHead):
             model.extend(batch, given, batch.slots, kv, self._attention)
             length = out.root_positions
@@ -257,7 +254,8 @@ class RoundDrafter:
             return logits
         hidden, features = model.forward(batch, given, kv, self._attention)
         if store is not None and features is not None:
-            self.memory.given(out.last.shape[0]).copy_(features.index_select(0, out.last))
+            into = store[self.memory.first_given :][: out.last.shape[0], : self.shape.feature_size]
+            into.copy_(features.index_select(0, out.last))
         return model.logits(hidden.index_select(0, out.last))
 
     def _choose(self, shape: ChoiceShape) -> None:
