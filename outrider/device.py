@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -97,3 +98,18 @@ def check_fp8(device: torch.device, what: str) -> None:
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         found = ".".join(map(str, capability))
         raise ConfigError(f"{what} needs a GPU of compute capability 8.9 or higher (Ada, Hopper); this one has {found}")
+
+
+@contextmanager
+def out_of_memory(what: str, fix: str) -> Iterator[None]:
+    """Turn a device that runs out of memory while it makes room for `what` into a ConfigError with the fix."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = torch.cuda.mem_get_info()[0]
+        raise ConfigError(f"the GPU has no memory for {what}: {gib(free)} are free; {fix}") from error
+
+
+def gib(size: int) -> str:
+    """Bytes as messages have them."""
+    return f"{size / 2**30:.1f} GiB"

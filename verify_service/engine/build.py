@@ -16,6 +16,7 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.verify import VerifyOptions
+from outrider.device import out_of_memory
 from outrider.drafting.model.round_trees import MAX_CHOSEN
 from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import introduce
@@ -45,7 +46,7 @@ from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.device import kv_tokens, out_of_memory
+from verify_service.executors.device import kv_tokens
 from verify_service.executors.ranks import RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor

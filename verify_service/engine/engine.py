@@ -39,9 +39,6 @@ _IDLE_POLL_SECONDS = 0.25
 _CALM_SECONDS = 0.25
 """Without a round for so long, an engine takes up work that requests would wait for: clients often ask again soon."""
 
-_SLEEP_SHARE = 0.75
-"""Part of a round's expected time after which the engine looks for its end without sleeping, if it ever sleeps."""
-
 _AHEAD_SHARE = 0.5
 """Part of a round's expected time after which the next one is launched, if it need not wait for this one's end: what
 has come by then is part of it."""
@@ -318,11 +315,8 @@ class VerifyEngine:
         The next one is launched meanwhile if it can be, not before this one is half over.
         """
         entries = batch.entries
-        sleep_until = launched_at
-        ahead_at = math.inf
-        if self._executor.launches_ahead:
-            num_tokens = sum(entry.num_tokens for entry in entries)
-            ahead_at = launched_at + _AHEAD_SHARE * self.budget.cost.seconds(num_tokens)
+        seconds = self.budget.cost.seconds(sum(entry.num_tokens for entry in entries))
+        ahead_at = launched_at + _AHEAD_SHARE * seconds if self._executor.launches_ahead else math.inf
         if self.limits.spin:
             # The rest of what `_maintain` does waits until all that came was taken, which may be after this round.
             self.scheduler.admit()
@@ -330,16 +324,13 @@ class VerifyEngine:
             if self._garbage.overdue:
                 self._garbage.collect_young()
         else:
-            num_decoded = sum(entry.num_tokens for entry in entries if not self.limits.is_apart(entry))
-            seconds = self.budget.cost.seconds(num_decoded)
             if self._colocated is not None:
                 self._colocated.work(_DRAFT_WORK_SHARE * seconds, self._is_called)
             self._process_messages(None)
             self._maintain()
             # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
             self._garbage.collect_young()
-            sleep_until += _SLEEP_SHARE * seconds
-        self._warmer.pause_until(sleep_until)
+        self._warmer.pause_until(launched_at)
         is_maintained = False
         # Also for a round that is over by now.
         self._receive(None)
@@ -353,7 +344,7 @@ class VerifyEngine:
             elif now >= ahead_at:
                 self._launch_ahead(batch)
                 ahead_at = math.inf
-            elif (sleep_until > now and self._receive(sleep_until - now)) or self.features.busy:
+            elif self.features.busy:
                 continue  # a draft may wait for features, and for nothing that follows
             elif not is_maintained:
                 self._maintain()

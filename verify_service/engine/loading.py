@@ -11,7 +11,7 @@ import torch
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
-from outrider.device import check_fp8, choose_device, choose_dtype
+from outrider.device import check_fp8, choose_device, choose_dtype, out_of_memory
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.device_exchange import PeerExchange, device_exchange
@@ -29,7 +29,7 @@ from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
-from verify_service.executors.device import check_model, out_of_memory
+from verify_service.executors.device import check_model
 from verify_service.executors.round_drafts import DraftingOptions
 
 log = get_logger(__name__)

@@ -15,7 +15,7 @@ from outrider.attention.paged import MAX_PATH, PATH_SPLITS, RoundTokens, TreeBuf
 from outrider.attention.prompts import PromptShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
-from outrider.device import num_processors
+from outrider.device import num_processors, out_of_memory
 from outrider.drafting.model.round_drafter import RoundResults, RoundShape
 from outrider.grammar.compiler import Mask
 from outrider.graphs import GraphPool
@@ -27,7 +27,7 @@ from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.executors.device import out_of_memory, varied_tokens
+from verify_service.executors.device import varied_tokens
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.executors.ranks import CAPTURE, ROUND, Link

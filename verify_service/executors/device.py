@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from random import Random
 
 import torch
 
+from outrider.device import gib
 from outrider.errors import ConfigError
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig, check_heads
@@ -28,8 +27,8 @@ def check_model(
         needed -= config.bytes_saved(dtype.itemsize)
     if needed > budget:
         raise ConfigError(
-            f"the weights take {_gib(needed)} in {_word(dtype)}, but --mem-fraction-static {mem_fraction} of "
-            f"{_gib(total)}, of which {_gib(free)} are free, allows {_gib(budget)}; choose a smaller model or another "
+            f"the weights take {gib(needed)} in {_word(dtype)}, but --mem-fraction-static {mem_fraction} of "
+            f"{gib(total)}, of which {gib(free)} are free, allows {gib(budget)}; choose a smaller model or another "
             f"GPU, or end what else runs on this one"
         )
 
@@ -45,7 +44,7 @@ def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: i
     room = free - int(total * (1 - mem_fraction)) - reserve
     if room < 1024 * per_token:
         raise ConfigError(
-            f"--mem-fraction-static: {mem_fraction} of {_gib(total)} leaves {max(room, 0) / 2**30:.2f} GiB for KV, too "
+            f"--mem-fraction-static: {mem_fraction} of {gib(total)} leaves {max(room, 0) / 2**30:.2f} GiB for KV, too "
             f"little for 1024 tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98) or choose a smaller model"
         )
     return room // per_token
@@ -54,20 +53,6 @@ def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: i
 def varied_tokens(count: int, vocab_size: int) -> list[int]:
     """Token ids to measure forwards with: at random, for copies of one token would wake the same few experts."""
     return Random(0).choices(range(vocab_size), k=count)
-
-
-@contextmanager
-def out_of_memory(what: str, fix: str) -> Iterator[None]:
-    """Turn a device that runs out of memory while it makes room for `what` into a ConfigError with the fix."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        free = torch.cuda.mem_get_info()[0]
-        raise ConfigError(f"the GPU has no memory for {what}: {_gib(free)} are free; {fix}") from error
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
 
 
 def _word(dtype: torch.dtype) -> str:

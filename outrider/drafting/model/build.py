@@ -11,6 +11,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
+from outrider.device import gib, out_of_memory
 from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.cuda_runner import CudaRunner
@@ -75,21 +76,16 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
         return TorchRunner(model, shape, TorchAttention(), runner_options)
     with torch.cuda.device(model.device):
         shape = replace(shape, num_pages=_num_pages(options, shape, _gpu_tokens(options, model, shape)))
-        try:
+        with out_of_memory("the draft model's KV cache and steps", _MEMORY_FIX):
             runner = CudaRunner(model, shape, TritonAttention(), runner_options)
             with ConsoleProgress() as progress, compile_aside():
                 runner.capture(lambda done, total: progress("capturing draft steps", done, total))
-        except torch.OutOfMemoryError as error:
-            free = torch.cuda.mem_get_info(model.device)[0]
-            raise ConfigError(
-                f"the GPU has no memory for the draft model's KV cache and steps: {_gib(free)} are free; {_MEMORY_FIX}"
-            ) from error
     _logger.info(
         "draft KV of %d context tokens and %d rows of %d tree slots, %s in all",
         shape.num_pages * shape.page_size,
         shape.num_rows,
         shape.region,
-        _gib(runner.num_bytes),
+        gib(runner.num_bytes),
     )
     return runner
 
@@ -159,13 +155,9 @@ def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> 
     room = memory_room(free, total, own, options.mem_fraction_static) - beside
     if room < _MIN_TOKENS * per_token and not options.max_total_tokens:
         raise ConfigError(
-            f"--mem-fraction-static: {options.mem_fraction_static} of {_gib(total)} leaves {max(room, 0) / 2**30:.2f} "
-            f"GiB for context KV beside {_gib(beside)} for tree slots and steps of {shape.num_rows} requests, too "
+            f"--mem-fraction-static: {options.mem_fraction_static} of {gib(total)} leaves {max(room, 0) / 2**30:.2f} "
+            f"GiB for context KV beside {gib(beside)} for tree slots and steps of {shape.num_rows} requests, too "
             f"little for {_MIN_TOKENS} tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98), lower "
-            f"--max-requests, choose a smaller draft model or free some of the {_gib(total - free - own)} of others"
+            f"--max-requests, choose a smaller draft model or free some of the {gib(total - free - own)} of others"
         )
     return max(room // per_token, 0)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
