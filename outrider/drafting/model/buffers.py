@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,41 +36,6 @@ _SAME_ROOT = np.array([-1, -1, 0, 0], np.int32)
 """A row that keeps its root: see kernels.frontier.reroot_pool."""
 
 
-class _InputLayout:
-    """Where fields lie in a run of int32 words; free slots, of which there may be many, last."""
-
-    def __init__(self, shape: BurstShape) -> None:
-        rows, words = shape.num_rows, shape.region // 32
-        sizes: dict[str, tuple[int, ...]] = {
-            "header": (HEADER_WORDS,),
-            "seeds": (NUM_FIELDS, shape.max_seeds),
-            "table_rows": (rows,),
-            "context_len": (rows,),
-            "num_free": (rows,),
-            "next_free": (rows,),
-            "live": (rows, words),
-            "free": (rows, shape.region),
-        }
-        self.fields: dict[str, tuple[int, int, tuple[int, ...]]] = {}
-        self.size = 0
-        for name, size in sizes.items():
-            end = self.size + math.prod(size)
-            self.fields[name] = (self.size, end, size)
-            self.size = end
-
-    def views(self, words: Words) -> dict[str, Words]:
-        """Fields by name, and all that has a word for each row as "rows", [4, num_rows]."""
-        views = {name: words[begin:end].reshape(size) for name, (begin, end, size) in self.fields.items()}
-        begin, end = self.fields["table_rows"][0], self.fields["next_free"][1]
-        views["rows"] = words[begin:end].reshape(4, -1)
-        return views
-
-    def used(self, num_rows: int) -> int:
-        """Words that a burst of so many rows must copy."""
-        begin, _, (_, region) = self.fields["free"]
-        return begin + num_rows * region
-
-
 class _StagedWords:
     """int32 words on a device, and NUM_COPIES times in host memory from or to which they are copied."""
 
@@ -99,20 +65,36 @@ class _StagedWords:
 
 
 class BurstInput:
-    """A burst as the device is told of it: header, seeds and rows."""
+    """A burst as the device is told of it: header, seeds and rows; free slots, of which there may be many, last."""
 
     def __init__(self, shape: BurstShape, device: torch.device) -> None:
         self._shape = shape
-        self._layout = layout = _InputLayout(shape)
-        self._words = _StagedWords(layout.size, device)
-        self._host = [layout.views(words) for words in self._words.host]
-        fields = layout.fields.items()
-        views = {name: self._words.device[begin:end].view(size) for name, (begin, end, size) in fields}
-        self.header: Tensor = views.pop("header")
+        rows, words = shape.num_rows, shape.region // 32
+        sizes: dict[str, tuple[int, ...]] = {
+            "header": (HEADER_WORDS,),
+            "seeds": (NUM_FIELDS, shape.max_seeds),
+            **dict.fromkeys(("table_rows", "context_len", "num_free", "next_free"), (rows,)),
+            "live": (rows, words),
+            "free": (rows, shape.region),
+        }
+        bounds = np.cumsum([0, *map(math.prod, sizes.values())]).tolist()
+        self._begins = dict(zip(sizes, bounds, strict=False))
+        self._words = _StagedWords(bounds[-1], device)
+
+        def views(words: Any) -> dict[str, Any]:
+            """Fields by name."""
+            places = zip(sizes.items(), bounds, bounds[1:], strict=False)
+            return {name: words[begin:end].reshape(size) for (name, size), begin, end in places}
+
+        self._host: list[dict[str, Words]] = [views(words) for words in self._words.host]
+        fields = views(self._words.device)
+        self.header: Tensor = fields.pop("header")
         """On the device, as everything that follows; see kernels.frontier."""
-        self.seeds: Tensor = views.pop("seeds")
-        self.rows = BurstRows(**views)
-        for host in self._host:
+        self.seeds: Tensor = fields.pop("seeds")
+        self.rows = BurstRows(**fields)
+        for host, memory in zip(self._host, self._words.host, strict=True):
+            # All that has a word for each row.
+            host["rows"] = memory[self._begins["table_rows"] : self._begins["live"]].reshape(4, -1)
             host["table_rows"][:] = shape.num_rows
 
     def fill(self, copy: int, burst: Burst) -> None:
@@ -129,7 +111,7 @@ class BurstInput:
 
     def to_device(self, copy: int, num_rows: int) -> None:
         """Queue the copy of a description with so many rows."""
-        self._words.to_device(copy, self._layout.used(num_rows))
+        self._words.to_device(copy, self._begins["free"] + num_rows * self._shape.region)
 
 
 class RerootInput:
