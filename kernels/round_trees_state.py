@@ -11,9 +11,6 @@ from torch import Tensor
 from kernels.frontier_state import FLOOR, HEADER_WORDS, NUM_FIELDS, STEP, BurstRows, CandidatePool, StepTokens
 from kernels.sampling_state import RoundTokens
 
-MAX_TABLES = 4096
-"""Largest number of rows in the tables."""
-
 
 @dataclass(frozen=True, slots=True)
 class CommittedTokens(RoundTokens):
@@ -55,13 +52,18 @@ class GrownTrees:
 
     Attributes:
         order: int32 [N], pool indices, the best node first, parents before children; -1 behind them.
-        pool: what the trees were grown in; BASE holds path scores, SLOT the tree slot of nodes that were run.
-        table_rows: int32 [B], of the pool's rows.
+        pool: what the trees were grown in; ROW is a row of the tables, BASE holds path scores, SLOT the tree slot of
+            nodes that were run.
     """
 
     order: Tensor
     pool: CandidatePool
-    table_rows: Tensor
+
+    @classmethod
+    def new(cls, most_nodes: int, device: torch.device) -> GrownTrees:
+        """Memory for so many nodes, none yet."""
+        order = torch.full((most_nodes,), -1, dtype=torch.int32, device=device)
+        return cls(order, CandidatePool(torch.zeros(NUM_FIELDS, most_nodes, dtype=torch.int32, device=device), 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class NodePicker:
     """Memory for the choice of the best N nodes of a pool, and for the nodes that were chosen, L at most.
 
     Attributes:
-        trees: the chosen nodes in a pool of their own, where ROW is a row of the tables.
+        trees: the chosen nodes in a pool of their own.
         choice: the choice's scratch: `order` int32 [N], `keys` and `tally`.
         header: int32 [4], as the choice reads it.
         rows: under which all nodes may be chosen.
@@ -81,24 +83,11 @@ class NodePicker:
     rows: BurstRows
 
     @classmethod
-    def new(
-        cls, num_nodes: int, most_nodes: int, capacity: int, num_rows: int, floor: float, device: torch.device
-    ) -> NodePicker:
-        """Memory for `num_nodes` of at most `most_nodes` nodes, of pools of `capacity` entries and `num_rows` rows.
+    def new(cls, trees: GrownTrees, num_nodes: int, capacity: int, num_rows: int, floor: float) -> NodePicker:
+        """Memory for the choice of `num_nodes` of pools of `capacity` entries and `num_rows` rows, which go to `trees`.
 
         Nodes with path scores below `floor` are not chosen.
         """
-
-        def ints(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=device)
-
-        pool = CandidatePool(ints(NUM_FIELDS, most_nodes), 0)
-        trees = GrownTrees(ints(most_nodes, value=-1), pool, torch.arange(MAX_TABLES, dtype=torch.int32, device=device))
-        return cls.of(trees, num_nodes, capacity, num_rows, floor)
-
-    @classmethod
-    def of(cls, trees: GrownTrees, num_nodes: int, capacity: int, num_rows: int, floor: float) -> NodePicker:
-        """A picker whose chosen nodes go to `trees`; see `new`."""
         device = trees.order.device
         ones = torch.ones(num_rows, dtype=torch.int32, device=device)
         zeros = torch.zeros_like(ones)

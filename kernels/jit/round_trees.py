@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -12,10 +11,8 @@ from torch import Tensor
 from kernels import frontier_state as state
 from kernels.frontier_state import BurstRows, CandidatePool
 from kernels.launch import power_of_two
+from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits
 from kernels.sampling_state import RoundTokens
-
-if TYPE_CHECKING:
-    from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits
 
 _ROW: tl.constexpr = tl.constexpr(state.ROW)
 _PARENT: tl.constexpr = tl.constexpr(state.PARENT)
@@ -160,7 +157,7 @@ def _export_nodes(
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "num_nodes"])
 def _merge_trees(
-    tokens, positions, parents, rows, first, root, table_rows, order, entries, tree_tables, row_of, max_nodes,
+    tokens, positions, parents, rows, first, root, table_rows, order, entries, row_of, max_nodes,
     max_depth, most, out_tokens, out_positions, out_parents, out_rows, out_first, out_root, out_tables, out_scores,
     num_slots, num_rows, num_nodes,
     CAPACITY: tl.constexpr, NODES_PAD: tl.constexpr, LANES: tl.constexpr,
@@ -169,13 +166,12 @@ def _merge_trees(
     number = tl.arange(0, NODES_PAD)
     entry = tl.load(order + number, mask=number < tl.minimum(num_nodes, tl.load(most)), other=-1)
     chosen = entry >= 0
-    tree = tl.load(entries + _ROW * CAPACITY + entry, mask=chosen, other=-1)
+    table = tl.load(entries + _ROW * CAPACITY + entry, mask=chosen, other=-1)
     parent = tl.load(entries + _PARENT * CAPACITY + entry, mask=chosen, other=-1)
     slot = tl.load(entries + _SLOT * CAPACITY + entry, mask=chosen, other=-1)
     token = tl.load(entries + _TOKEN * CAPACITY + entry, mask=chosen, other=0)
     position = tl.load(entries + _POSITION * CAPACITY + entry, mask=chosen, other=0)
     path = tl.load(entries + _BASE * CAPACITY + entry, mask=chosen, other=0).to(tl.float32, bitcast=True)
-    table = tl.load(tree_tables + tree, mask=chosen, other=0)
     of_row = tl.load(row_of + table, mask=chosen, other=-1)
     root_place = tl.load(root + of_row, mask=of_row >= 0, other=-1)
     near = root_place >= 0
@@ -311,7 +307,7 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
     slots, rows, nodes = base.token_ids.shape[0], base.table_rows.shape[0], trees.order.shape[0]
     _merge_trees[(1,)](
         base.token_ids, base.positions, base.parents, base.rows, base.first, base.root, base.table_rows,
-        trees.order, trees.pool.entries, trees.table_rows, limits.row_of, limits.max_nodes, limits.max_depth,
+        trees.order, trees.pool.entries, limits.row_of, limits.max_nodes, limits.max_depth,
         limits.most, out.token_ids, out.positions, out.parents, out.rows, out.first, out.root, out.table_rows, scores,
         slots, rows, nodes,
         CAPACITY=trees.pool.capacity, NODES_PAD=_lanes(nodes), LANES=_lanes(slots, rows),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -22,10 +20,8 @@ from kernels.frontier_state import (
     BurstRows,
     CandidatePool,
 )
+from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits
 from kernels.sampling_state import RoundTokens
-
-if TYPE_CHECKING:
-    from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits
 
 
 def lay_out_committed(
@@ -111,7 +107,7 @@ def merge_trees(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
     paths = trees.pool.entries[BASE, chosen].view(torch.float32).tolist()
     of_row: dict[int, list[int]] = {row: [] for row in range(num_rows)}
     for number, entry in enumerate(fields):
-        row = int(limits.row_of[int(trees.table_rows[entry[ROW]])])
+        row = int(limits.row_of[entry[ROW]])
         root = int(base.root[row]) if row >= 0 else -1
         if root >= 0 and entry[POSITION] - int(base.positions[root]) <= int(limits.max_depth[row]):
             of_row[row].append(number)

@@ -140,7 +140,8 @@ def test_trees_are_hung_below_their_roots_as_by_the_reference(device: str, seed:
             if (root := int(base.root[row])) >= 0:
                 moved = 29 + tree_tables.index(table) - int(base.positions[root])
                 base.positions[int(base.first[row]) : int(base.first[row + 1])] += moved
-    trees = GrownTrees(ints(order + [-1] * (num_nodes - len(order)), "cpu"), pool, ints(tree_tables, "cpu"))
+    pool.entries[ROW] = ints(tree_tables, "cpu")[pool.entries[ROW].long()]
+    trees = GrownTrees(ints(order + [-1] * (num_nodes - len(order)), "cpu"), pool)
     limits = MergeLimits(
         row_of=ints(row_of, "cpu"),
         max_nodes=ints([source.choice([0, 2, 30, 30]) for _ in range(num_rows)], "cpu"),
@@ -150,7 +151,7 @@ def test_trees_are_hung_below_their_roots_as_by_the_reference(device: str, seed:
     theirs, their_scores = to(base, "cpu"), torch.zeros(num_slots)
     reference.merge_trees(base, trees, limits, theirs, their_scores)
     ours, our_scores = to(base, device), torch.zeros(num_slots, device=device)
-    there = GrownTrees(trees.order.to(device), CandidatePool(pool.entries.to(device), 1), trees.table_rows.to(device))
+    there = GrownTrees(trees.order.to(device), CandidatePool(pool.entries.to(device), 1))
     merge_trees(to(base, device), there, to(limits, device), ours, our_scores)
     same(ours, theirs)
     assert torch.equal(our_scores.cpu(), their_scores)
@@ -192,7 +193,7 @@ def check_union(base: RoundTokens, trees: GrownTrees, limits: MergeLimits, out: 
         path = (*(paths[tree, parent] if parent >= 0 else ()), int(entries[TOKEN, index]))
         if slot >= 0:
             paths[tree, slot] = path
-        row = int(limits.row_of[int(trees.table_rows[tree])])
+        row = int(limits.row_of[tree])
         if row >= 0 and len(path) <= int(limits.max_depth[row]):
             grown.setdefault(row, {})[path] = float(entries[BASE].view(torch.float32)[index])
     for row in range(base.table_rows.shape[0]):
@@ -244,7 +245,7 @@ def test_the_best_nodes_of_all_trees_are_picked_whether_they_were_run_or_not(dev
     best = [entry for entry in best if entry < used]
     entries[SCORE] = torch.full((entries.shape[1],), float("-inf")).view(torch.int32)
     header = ints([num_steps, seeds, int(torch.tensor(-2.0).view(torch.int32)), 0], device)
-    picker = NodePicker.new(6, 8, entries.shape[1], 3, -2.0, torch.device(device))
+    picker = NodePicker.new(GrownTrees.new(8, torch.device(device)), 6, entries.shape[1], 3, -2.0)
     tree_tables = ints([5, 7, 2], device)
     pick_nodes(header, CandidatePool(entries, seeds), tree_tables, width * branching, picker)
     paths = entries[BASE].view(torch.float32)

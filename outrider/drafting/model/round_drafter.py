@@ -140,7 +140,7 @@ class RoundDrafter:
         self._trees = TreeBuffers(max_round_tokens, MAX_PATH, device)
         self._root_tokens, self._root_scores = ints(seeds), torch.zeros(seeds, dtype=torch.float32, device=device)
         self._pickers: dict[ChoiceShape, NodePicker] = {}
-        self.grown: GrownTrees = NodePicker.new(1, MAX_CHOSEN, 1, 1, floor, device).trees
+        self.grown = GrownTrees.new(MAX_CHOSEN, device)
         """The nodes that were chosen last."""
         self.extensions = GraphPool[RoundShape]("extensions of drafts", self._extend, compiling=compiling)
         self.steps = GraphPool[StepBucket]("draft steps", self._steps.run, compiling=compiling)
@@ -264,7 +264,7 @@ class RoundDrafter:
         pool = self._steps.pool(step)
         picker = self._pickers.get(shape)
         if picker is None:
-            made = NodePicker.of(self.grown, shape.nodes, pool.capacity, shape.rows, self._floor)
+            made = NodePicker.new(self.grown, shape.nodes, pool.capacity, shape.rows, self._floor)
             # Another thread may compile the choice of the same shape.
             picker = self._pickers.setdefault(shape, made)
         tables = self._steps.rows.table_rows[: shape.rows]

@@ -111,7 +111,7 @@ class RoundTrees:
             most=self._limits[4 * most + 1 :],
         )
         num_tokens = base.token_ids.shape[0]
-        seen = GrownTrees(grown.order[:num_tokens], grown.pool, grown.table_rows)
+        seen = GrownTrees(grown.order[:num_tokens], grown.pool)
         merge_trees(base, seen, limits, out, self._scores[:num_tokens])
         return out
 
