@@ -28,7 +28,7 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.round import Growth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.ranks import Link
+from verify_service.executors.ranks import ExecutorLink
 from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.round_drafts import DraftingOptions
 from verify_service.speculation.budget import CostModel
@@ -132,7 +132,7 @@ def make_paged_engine(
     vocabulary: GrammarVocabulary | None = None,
     draft: DraftModel | None = None,
     growth: Growth | None = None,
-    link: Link | None = None,
+    link: ExecutorLink | None = None,
     **limits: Any,
 ) -> tuple[ThreadedEngine, CudaExecutor]:
     """An engine that finds every draft token cheap, so that speculation is exercised.

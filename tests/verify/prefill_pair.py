@@ -19,7 +19,7 @@ from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaRound
 from verify_service.executors.prefill import Prefill, PrefillShapes
-from verify_service.executors.ranks import Link
+from verify_service.executors.ranks import ExecutorLink
 from verify_service.features.base import FeaturePlan
 
 
@@ -34,7 +34,7 @@ class PrefillPair:
         self._source = random.Random(1)
         self._kv = model.new_kv(num_pages * self.executor.page_size)
         exact = PrefillShapes(1 << 20, 1 << 10, padded=False)
-        self._exact = Prefill(model, self._kv, TritonAttention(), rows, self.executor.page_size, exact, Link())
+        self._exact = Prefill(model, self._kv, TritonAttention(), rows, self.executor.page_size, exact, ExecutorLink())
         for cache in (self.executor._kv.k, self.executor._kv.v):
             cache.zero_()
 

@@ -15,7 +15,7 @@ from threaded_engine import ThreadedEngine
 from outrider.cache.features import FeatureStore
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.ranks import ROUND, Link
+from verify_service.executors.ranks import ROUND, ExecutorLink
 from verify_service.executors.round_buffers import Bucket, Buckets
 from verify_service.features.base import FeaturePlan
 
@@ -73,7 +73,7 @@ class NotedGraphs:
         self._executor._body(shape)
 
 
-class NotedLink(Link):
+class NotedLink(ExecutorLink):
     """A link to other ranks, of which there are none: notes of how many rounds they are told."""
 
     def __init__(self) -> None:

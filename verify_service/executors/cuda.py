@@ -30,7 +30,7 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.device import varied_tokens
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
-from verify_service.executors.ranks import CAPTURE, ROUND, Link
+from verify_service.executors.ranks import CAPTURE, ROUND, ExecutorLink
 from verify_service.executors.round_buffers import (
     NUM_COMMITTED,
     Bucket,
@@ -69,7 +69,7 @@ class CudaExecutor(FeatureExecutor):
         page_size: int,
         limits: EngineLimits,
         attention: AttentionBackend,
-        link: Link | None = None,
+        link: ExecutorLink | None = None,
         *,
         max_graph_rows: int = 64,
         use_graphs: bool = True,
@@ -81,7 +81,7 @@ class CudaExecutor(FeatureExecutor):
         super().__init__(model)
         self._max_graph_rows = max_graph_rows
         self._use_graphs = use_graphs
-        self.link = link or Link()
+        self.link = link or ExecutorLink()
         device = model.device
         self.limits = limits
         self.page_size = page_size
@@ -125,7 +125,7 @@ class CudaExecutor(FeatureExecutor):
             context_length=self.limits.context_length,
             max_round_tokens=self.limits.max_round_tokens,
             vocab_size=self.limits.vocab_size,
-            link=Link() if model.exchange is None else self.link,
+            link=ExecutorLink() if model.exchange is None else self.link,
         )
 
     def results(self, shape: RoundShape) -> RoundResults:

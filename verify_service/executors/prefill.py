@@ -22,7 +22,7 @@ from outrider.graphs import GraphPool
 from outrider.models.base import LanguageModel
 from verify_service.engine.round import Entry
 from verify_service.executors.prompt_logprobs import PromptScores
-from verify_service.executors.ranks import CAPTURE_SMALL, LOGITS, PROMPTS, Link
+from verify_service.executors.ranks import CAPTURE_SMALL, LOGITS, PROMPTS, ExecutorLink
 from verify_service.executors.round_buffers import RequestRows
 
 
@@ -42,7 +42,7 @@ class Prefill:
         rows: RequestRows,
         page_size: int,
         shapes: PrefillShapes,
-        link: Link,
+        link: ExecutorLink,
     ) -> None:
         """`link`: to the other ranks of the model, which compute their part of every forward."""
         self._link = link

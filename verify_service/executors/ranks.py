@@ -38,7 +38,7 @@ _SAMPLING = struct.Struct("<dQq")
 _CHUNK_WORDS = 4
 
 
-class Link:
+class ExecutorLink:
     """What an executor says to other ranks of its model. This one has none."""
 
     is_ranked = False
@@ -74,7 +74,7 @@ class Link:
         return RoundDrafter(*arguments, **options)
 
 
-class RankLink(Link):
+class RankLink(ExecutorLink):
     """One rank's link to the others."""
 
     is_ranked = True
@@ -85,7 +85,7 @@ class RankLink(Link):
         self._leads = memory.rank == 0
 
     def tell(self, kind: int, *parts: Numbers) -> None:
-        """See Link."""
+        """See ExecutorLink."""
         if self._leads:
             self._memory.send(kind, b"".join(np.asarray(part, np.int32).tobytes() for part in parts))
 
@@ -94,11 +94,11 @@ class RankLink(Link):
         return min(int(text) for text in self._memory.trade(b"%d" % number))
 
     def share(self, parts: Sequence[Tensor]) -> None:
-        """See Link."""
+        """See ExecutorLink."""
         self._exchange.share(parts)
 
     def sample(self, commit: Callable[[], None], brought: Tensor, follow: Callable[[], None]) -> None:
-        """See Link."""
+        """See ExecutorLink."""
         if self._leads:
             commit()
         self._exchange.share([brought])
@@ -106,7 +106,7 @@ class RankLink(Link):
             follow()
 
     def check(self) -> None:
-        """See Link."""
+        """See ExecutorLink."""
         if self._memory.fault:
             raise RankError(self._memory.fault)
         if (rank := self._exchange.silent_rank()) is not None:
@@ -114,32 +114,32 @@ class RankLink(Link):
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """See Link."""
+        """See ExecutorLink."""
         with self._exchange.alone():
             yield
         self._memory.trade(b"compiled")
 
     @contextmanager
     def in_step(self, what: str) -> Iterator[None]:
-        """See Link."""
+        """See ExecutorLink."""
         try:
             yield
         except torch.OutOfMemoryError as error:
             raise RankError(f"no memory on rank 0 for {what}; lower --mem-fraction-static") from error
 
     def give_up(self, what: str, error: Exception) -> None:
-        """See Link."""
+        """See ExecutorLink."""
         raise RankError(f"{what} on all ranks failed on rank 0: {type(error).__name__}: {error}") from error
 
     def new_drafter(self, *arguments: Any, **options: Any) -> RoundDrafter:
-        """See Link."""
+        """See ExecutorLink."""
         return RankedDrafter(self, *arguments, **options)
 
 
 class RankedDrafter(RoundDrafter):
     """See RoundDrafter. Of a request's sampling the other ranks get what candidates are ranked by."""
 
-    def __init__(self, link: Link, *arguments: Any, **options: Any) -> None:
+    def __init__(self, link: ExecutorLink, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options, compiling=link.compiling)
         self._link = link
 

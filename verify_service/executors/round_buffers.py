@@ -21,7 +21,7 @@ from outrider.device import put, stamp
 from outrider.sampling.device import DeviceSampler
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
-from verify_service.executors.ranks import PAGES, Link
+from verify_service.executors.ranks import PAGES, ExecutorLink
 
 MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
@@ -280,7 +280,7 @@ class RequestRows:
         max_pages: int,
         sampler: DeviceSampler,
         device: torch.device,
-        link: Link,
+        link: ExecutorLink,
     ) -> None:
         """`link`: to the other ranks of the model, which have page tables of their own."""
         self._link = link

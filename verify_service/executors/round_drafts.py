@@ -32,7 +32,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.request import Request
 from verify_service.engine.round import NO_MARKS, Entry, Growth, Marks, Nodes
-from verify_service.executors.ranks import Link
+from verify_service.executors.ranks import ExecutorLink
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
 from verify_service.speculation.growth_policy import GrowthCost
 
@@ -102,7 +102,7 @@ class RoundDrafts:
         context_length: int,
         max_round_tokens: int,
         vocab_size: int,
-        link: Link,
+        link: ExecutorLink,
     ) -> None:
         """`rounds`: the executor, whose rows and pages the drafter uses. `link`: to ranks with parts of the model."""
         self._link = link
