@@ -110,7 +110,9 @@ class Host:
         taken = torch.stack([request.truth[max(p - 1, 0)] for p in range(count)]) if self.lag else None
         middle = max(count // 2, self.lag)
         bounds = ((self.lag, middle), (middle, count))
-        return [Extent(row, prompt[a:b], a, () if taken is None else taken[a:b].split(3)) for a, b in bounds]
+        return [
+            Extent(row, prompt[a:b], a, () if taken is None else self._given(taken[a:b]).split(3)) for a, b in bounds
+        ]
 
     def close(self, row: int) -> None:
         self.free_pages += self.requests.pop(row).pages
@@ -140,8 +142,7 @@ class Host:
         seeds += sorted((node for row in rows for node in self.requests[row].waiting), key=lambda node: -node.score)
         seeds = seeds[: self.runner.shape.max_seeds]
         scores = [float(FORCED)] * forced + [node.score for node in seeds[forced:]]
-        parts = [torch.stack(features[:1]), torch.stack(features[1:])] if len(features) > 1 else []
-        parts = [torch.stack(features)] if len(features) == 1 else parts
+        parts = [self._given(torch.stack(part)) for part in (features[:1], features[1:]) if part]
 
         def ints(values: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
             return np.array(values, np.int32)
@@ -377,6 +378,12 @@ class Host:
         while len(request.pages) * size < len(request.tokens) + 1:
             request.pages.append(self.free_pages.pop())
         self.runner.set_pages(row, request.pages)
+
+    def _given(self, rows: Tensor) -> Tensor:
+        """Features where the runner's `project` leaves them, in its dtype."""
+        held = self.runner.memory.features
+        assert held is not None
+        return rows.to(held.device, held.dtype)
 
     def _true_feature(self) -> Tensor:
         made = torch.randn(self.runner.shape.feature_size, generator=self._generator)
