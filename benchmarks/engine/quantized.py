@@ -15,7 +15,7 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +80,27 @@ def bare_products(model: CausalLM, num_rows: int) -> Callable[[], object]:
     return work
 
 
+def engine_rounds(model: CausalLM, num_rows: int, context: int, shapes: Iterable[tuple[int, int]]) -> MeasuredRounds:
+    """An executor for `num_rows` requests of `context` tokens, with graphs of rounds of (requests, tokens)."""
+    shapes = tuple(shapes)
+    num_pages = num_rows * -(-(context + ROOM + 1) // PAGE_SIZE)
+    limits = EngineLimits(
+        vocab_size=model.config.vocab_size,
+        context_length=context + 512,
+        max_running=num_rows,
+        max_round_tokens=max(tokens for _, tokens in shapes),
+        chunk_size=min(2048, context),
+        root_apart=True,
+    )
+    executor = CudaExecutor(model, num_pages, PAGE_SIZE, limits, TritonAttention())
+    if model.device.type == "cuda":
+        buckets = {executor.buckets.fit(tokens, rows) for rows, tokens in shapes}
+        executor.graphs.capture(sorted(buckets, reverse=True), together=True)
+        if context <= GRAPH_PROMPT:
+            executor.capture_prefill()
+    return MeasuredRounds(executor, model.config.vocab_size, num_pages, limits.chunk_size)
+
+
 class FormatBench:
     """Rows of one model."""
 
@@ -98,7 +119,7 @@ class FormatBench:
     def short(self) -> None:
         """Rounds of short contexts, their products, and plain decoding."""
         sizes = self._sizes
-        rounds = self._rounds(max(rows for rows, _ in sizes.rounds), sizes.context, sizes.rounds)
+        rounds = engine_rounds(self.model, max(rows for rows, _ in sizes.rounds), sizes.context, sizes.rounds)
         # Behind the capture, which compiles kernels at the same time.
         gemm: dict[int, float] = {}
         for tokens in sorted({tokens for _, tokens in sizes.rounds}):
@@ -119,7 +140,7 @@ class FormatBench:
     def prompts(self) -> None:
         """Prompts of one request, each by an executor of its own."""
         for length in self._sizes.prompts:
-            rounds = self._rounds(1, length, ((1, 1),))
+            rounds = engine_rounds(self.model, 1, length, ((1, 1),))
             seconds = [rounds.prepare(1, length, ROOM) for _ in range(self._options.repeats // 3 + 2)]
             self._add(f"prefill engine b1 m{length}", "prefill_ms", statistics.median(seconds[1:]) * 1e3, "ms")
             del rounds
@@ -132,7 +153,7 @@ class FormatBench:
             if dtype is not None and model.device.type != "cuda":
                 continue
             model.kv_dtype = dtype
-            rounds = self._rounds(sizes.long_rows, sizes.long_context, ((sizes.long_rows, sizes.long_rows),))
+            rounds = engine_rounds(model, sizes.long_rows, sizes.long_context, ((sizes.long_rows, sizes.long_rows),))
             rounds.prepare(sizes.long_rows, sizes.long_context, ROOM, computed=False)
             times = rounds.measure(sizes.long_rows, self._options.repeats)
             case = self._case(sizes.long_rows, sizes.long_rows, sizes.long_context) + name
@@ -146,24 +167,6 @@ class FormatBench:
                 fitting = room // (model.kv_bytes * sizes.long_context)
                 self._add(f"ctx{sizes.long_context // 1024}k{name}", "requests_that_fit", fitting, "requests")
         model.kv_dtype = None
-
-    def _rounds(self, num_rows: int, context: int, shapes: tuple[tuple[int, int], ...]) -> MeasuredRounds:
-        num_pages = num_rows * -(-(context + ROOM + 1) // PAGE_SIZE)
-        limits = EngineLimits(
-            vocab_size=self.model.config.vocab_size,
-            context_length=context + 512,
-            max_running=num_rows,
-            max_round_tokens=max(tokens for _, tokens in shapes),
-            chunk_size=min(2048, context),
-            root_apart=True,
-        )
-        executor = CudaExecutor(self.model, num_pages, PAGE_SIZE, limits, TritonAttention())
-        if self.model.device.type == "cuda":
-            buckets = {executor.buckets.fit(tokens, rows) for rows, tokens in shapes}
-            executor.graphs.capture(sorted(buckets, reverse=True), together=True)
-            if context <= GRAPH_PROMPT:
-                executor.capture_prefill()
-        return MeasuredRounds(executor, self.model.config.vocab_size, num_pages, limits.chunk_size)
 
     @property
     def _name(self) -> str:

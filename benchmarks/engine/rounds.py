@@ -83,7 +83,7 @@ class MeasuredRounds:
     """Requests with contexts of their own in the executor's pages, and rounds of them."""
 
     def __init__(self, executor: CudaExecutor, vocab_size: int, num_pages: int, chunk_size: int) -> None:
-        self._executor = executor
+        self.executor = executor
         self._vocab_size = vocab_size
         self._num_pages = num_pages
         self._chunk_size = chunk_size
@@ -99,8 +99,8 @@ class MeasuredRounds:
         whatever lies there: as slow to read, and nothing to read answers from.
         """
         for request in self._requests:
-            self._executor.forget(request)
-        page_size = self._executor.page_size
+            self.executor.forget(request)
+        page_size = self.executor.page_size
         pages = -(-(context + 1 + room) // page_size)
         if num_requests * pages > self._num_pages:
             raise ValueError(f"{num_requests} requests of {context} tokens need {num_requests * pages} pages")
@@ -113,7 +113,7 @@ class MeasuredRounds:
                 request.cached_len = context
             while request.cached_len < context:
                 count = min(self._chunk_size, context - request.cached_len)
-                self._executor.launch([prompt_chunk(request, count)]).wait()
+                self.executor.launch([prompt_chunk(request, count)]).wait()
                 request.cached_len += count
         self._synchronize()
         return time.perf_counter() - start
@@ -150,7 +150,7 @@ class MeasuredRounds:
         It may be longer than the context, as far as pages reach. Raises ValueError beyond.
         """
         request = self._requests[0]
-        room = len(request.pages) * self._executor.page_size
+        room = len(request.pages) * self.executor.page_size
         if num_tokens > room:
             raise ValueError(f"a chunk of {num_tokens} tokens for a request with pages for {room}")
         length = len(request.tokens)
@@ -160,7 +160,7 @@ class MeasuredRounds:
             request.cached_len = 0
             self._synchronize()
             start = time.perf_counter()
-            self._executor.launch([prompt_chunk(request, num_tokens)]).wait()
+            self.executor.launch([prompt_chunk(request, num_tokens)]).wait()
             self._synchronize()
             seconds.append(time.perf_counter() - start)
         request.cached_len = cached
@@ -172,7 +172,7 @@ class MeasuredRounds:
         before = time.perf_counter()
         for _ in range(repeats + 3):
             start = time.perf_counter()
-            pending = self._executor.launch(entries)
+            pending = self.executor.launch(entries)
             launches.append(time.perf_counter() - start)
             results = pending.wait()
             now = time.perf_counter()
@@ -195,7 +195,7 @@ class MeasuredRounds:
 
     def _commit_one(self) -> None:
         entries = [Entry(request, 1, Nodes()) for request in self._requests]
-        for request, result in zip(self._requests, self._executor.launch(entries).wait(), strict=True):
+        for request, result in zip(self._requests, self.executor.launch(entries).wait(), strict=True):
             if result.error is not None:
                 raise result.error
             request.cached_len += 1

@@ -1,10 +1,11 @@
-"""Cuts of products with few rows, each measured among all other products of a model, in their order.
+"""Cuts of products with few rows, each measured within a round of the engine.
 
-    python -m benchmarks.kernels.product_chains --model /models/llama-8b-fp8 --rows 1 32 64 --out FILE.json
+    python -m benchmarks.kernels.product_chains --model /models/llama-8b-fp8 --rounds 1x1 1x32 64x64 --out FILE.json
 
 A product alone, launch after launch, hides what its start and end cost: how soon the next kernel's weights are asked
-for, and how unevenly its programs end. So the four matrices of a layer are cut one after the other, the others as they
-were found to be best so far, and what is timed is a CUDA graph of all products of a forward. For dense models.
+for, how unevenly its programs end, and whether those of the next kernel find room beside them. So the four matrices of
+a layer are cut one after the other, the others as they were found to be best so far, and what is timed is the whole
+round, by the device's clock: of REQUESTSxTOKENS, 1,024 tokens of context each. For dense models.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import torch
 from torch import Tensor
 
 import kernels.linear
-from benchmarks.engine.quantized import bare_products
-from benchmarks.engine.timing import median_ms
+from benchmarks.engine.quantized import ROOM, engine_rounds
 from benchmarks.kernels.quantized_products import exact_product
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads, tell_launches
@@ -41,14 +41,15 @@ TILES = ((64, 4), (128, 4), (128, 8))
 STAGES = (3, 4, 5, 6, 8, 10)
 MAX_WAVES = 2.4
 """Programs, over processors, that tiles are cut into at most."""
+CONTEXT = 1024
 WORST = 0.01
 """Largest difference to the exact product, over the largest value, that a cut may have."""
 
 
 class Chain:
-    """A model's products for some rows, and the cuts that they are computed in."""
+    """A model's products within a round of so many tokens, and the cuts that they are computed in."""
 
-    def __init__(self, model: CausalLM, num_rows: int) -> None:
+    def __init__(self, model: CausalLM, num_requests: int, num_rows: int) -> None:
         self.model, self.num_rows = model, num_rows
         self.cuts: dict[Shape, GemmConfig] = {}
         self._exact: dict[str, Tensor] = {}
@@ -65,6 +66,8 @@ class Chain:
         sizes = {self.shape(name)[1] for name in self.matrices}
         self._rows = {size: torch.randn(num_rows, size, device=model.device).to(model.dtype) for size in sizes}
         setattr(kernels.linear, "choose_config", self._choose)  # noqa: B010
+        self._rounds = engine_rounds(model, num_requests, CONTEXT, ((num_requests, num_rows),))
+        self._rounds.prepare(num_requests, CONTEXT, ROOM, computed=False)
 
     def _choose(self, num_out: int, size: int, num_rows: int, gated: bool, *rest: object) -> GemmConfig:
         found = self.cuts.get((num_out, size, gated))
@@ -103,9 +106,12 @@ class Chain:
         off = max(float((self.product(name, cut).float() - exact).abs().max()) for _ in range(2))
         return off <= WORST * float(exact.abs().max())
 
-    def ms(self, repeats: int = 5) -> float:
-        """Milliseconds of all products, the median."""
-        return median_ms(bare_products(self.model, self.num_rows), self.model.device, repeats)
+    def ms(self, repeats: int = 9) -> float:
+        """Milliseconds of a round on the device, the median."""
+        executor = self._rounds.executor
+        executor._input.clear()
+        executor.graphs.capture(executor.graphs.captured(), together=False)
+        return self._rounds.measure(self.num_rows, repeats).gpu
 
     def candidates(self, name: str) -> list[GemmConfig]:
         """The engine's cut, and all others that fit a processor."""
@@ -186,19 +192,19 @@ def brief(cut: GemmConfig) -> str:
     )
 
 
-def run(model: CausalLM, label: str, num_rows: int) -> list[Row]:
-    """The cuts that were found for so many rows, and their time beside that of the engine's."""
-    chain, case = Chain(model, num_rows), f"{label} m{num_rows}"
-    before = chain.ms(15)
+def run(model: CausalLM, label: str, num_requests: int, num_rows: int) -> list[Row]:
+    """The cuts that were found for a round, and its time beside that in the engine's cuts."""
+    chain, case = Chain(model, num_requests, num_rows), f"{label} b{num_requests} m{num_rows}"
+    before = chain.ms(31)
     print(f"{case}: {before:.3f} ms as the engine cuts them", flush=True)
     first = chain.descend(chain.usable((name, cut) for name in chain.matrices for cut in chain.candidates(name)))
     near = {(name, cut): None for name, timed in first.items() for _, best in timed[:3] for cut in chain.around(best)}
     timed = chain.descend(chain.usable(near))
-    after = chain.ms(15)
+    after = chain.ms(31)
     print(f"{case}: {after:.3f} ms in these cuts", flush=True)
     rows = [Row(case, "chosen_ms", before, "ms"), Row(case, "found_ms", after, "ms")]
     for name, found in timed.items():
-        rows.append(Row(f"{case} {name} {brief(found[0][1])}", "chain_ms", found[0][0], "ms"))
+        rows.append(Row(f"{case} {name} {brief(found[0][1])}", "round_ms", found[0][0], "ms"))
     return rows
 
 
@@ -206,7 +212,7 @@ def main() -> None:
     """Parse options, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of a dense model, quantized or not")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 32, 64])
+    parser.add_argument("--rounds", nargs="+", metavar="REQUESTSxTOKENS", default=["1x1", "1x32", "64x64"])
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -214,8 +220,9 @@ def main() -> None:
     rows: list[Row] = []
     with torch.inference_mode():
         model = load_decoder(options.model, torch.bfloat16, torch.device("cuda"), own_products=True)
-        for num_rows in options.rows:
-            rows += run(model, options.model.name, num_rows)
+        for text in options.rounds:
+            num_requests, _, num_rows = text.partition("x")
+            rows += run(model, options.model.name, int(num_requests), int(num_rows))
             if options.out:
                 write_report(options.out, "product_chains", torch.cuda.get_device_name(), rows, ("torch", "triton"))
 
