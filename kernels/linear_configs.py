@@ -152,13 +152,13 @@ def _quantized_config(
     tiles, steps, at_once = ceil_div(num_out, 64), size // piece, per_sm * processors
     parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
     split = max(part for part in parts if steps % part == 0)
-    # Programs that wait for their weights are not missed as those are that convert theirs, or multiply many rows.
-    if not (0.9 if not long else 0.7 if rows < 64 else 0.8) * at_once <= tiles * split <= at_once:
+    # Programs that wait for their weights are not missed as those are that convert theirs.
+    if not (0.7 if long else 0.9) * at_once <= tiles * split <= at_once:
         split = 0
     tma = long and (rows > 16 or bits == 4)
     config = GemmConfig(64, piece, split, per_sm, stages, prefetch=2 if long else 0, tma=tma)
     # Attention and norms find room sooner with a step less on its way than fits: a round of one row of an 8B model in
-    # fp8 takes 2.80 ms so, of 32 tokens 3.12, for 2.90 and 3.18.
+    # fp8 takes 2.86 ms so, of 32 tokens 3.11, for 3.00 and 3.19.
     most = SHARED_MEMORY - NEXT_PROGRAMS
     while config.per_sm > 1 and config.shared_bytes(rows, itemsize, gated, bits) * config.per_sm > most:
         if config.stages > (4 if split else 3):
