@@ -6,14 +6,20 @@ import random
 
 import pytest
 
-from benchmarks.simulate.ideal import ROUND_MS, TOKENS, IdealTree, Pace, Text, ahead, lockstep
+from benchmarks.simulate import ideal
+from benchmarks.simulate.ideal import ROUND_MS, IdealTree, Pace, Text, ahead, lockstep
 from benchmarks.simulate.language import Language
 
 LANGUAGE = Language()
 
 
-@pytest.fixture(scope="module")
-def text() -> Text:
+TOKENS = 96
+"""Of a text; what is published is of longer ones."""
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> Text:
+    monkeypatch.setattr(ideal, "TOKENS", TOKENS)
     return Text(LANGUAGE, random.Random(0))
 
 
