@@ -75,7 +75,7 @@ def test_two_levels_multiply() -> None:
     rule = AcceptRule(acc=0.5)
     candidates = Candidates(None, np.log(np.array(CHANCES, np.float32)))
     first, second = by_formula([1, 2], rule), by_formula([3], rule)
-    trials, counts = 4000, np.zeros((5, 5))
+    trials, counts = 1500, np.zeros((5, 5))
     for seed in range(trials):
         params = SamplingParams(seed=seed)
 
