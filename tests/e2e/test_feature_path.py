@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from cuda_harness import VOCAB, small_model
 from draft_door import serve_door
@@ -73,14 +73,15 @@ class OfferingDrafter(NotingDrafter):
         super().take_features(request, features)
 
 
-@pytest.mark.parametrize("projected", [False, True])
-async def test_a_drafter_gets_the_features_of_what_verify_commits(tmp_path: Path, projected: bool) -> None:
+async def test_drafters_get_the_features_of_what_verify_commits_raw_and_projected(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = small_model(folder)
     words = {f"word{number}": number for number in range(VOCAB)}
     Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
-    drafter = OfferingDrafter() if projected else NotingDrafter()
-    async with serve_door(tmp_path / "d", drafter, DraftOptions()):
+    drafters = NotingDrafter(), OfferingDrafter()
+    async with AsyncExitStack() as stack:
+        for number, drafter in enumerate(drafters):
+            await stack.enter_async_context(serve_door(tmp_path / f"d{number}", drafter, DraftOptions()))
         options = VerifyOptions(
             model=str(folder),
             dtype="float32",
@@ -88,7 +89,7 @@ async def test_a_drafter_gets_the_features_of_what_verify_commits(tmp_path: Path
             max_total_tokens=1024,
             metrics_address="",
             address=f"unix:{tmp_path}/v",
-            draft=(f"unix:{tmp_path}/d",),
+            draft=tuple(f"unix:{tmp_path}/d{number}" for number in range(2)),
         )
         stop = asyncio.Event()
         verify = asyncio.create_task(serve(options, stop))
@@ -96,27 +97,32 @@ async def test_a_drafter_gets_the_features_of_what_verify_commits(tmp_path: Path
         try:
             stub = verify_pb2_grpc.VerifyServiceStub(channel)
             await stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), wait_for_ready=True, timeout=60)
-            # Until both streams are open, requests are decoded plainly.
+
+            async def ask(prompts: Sequence[list[int]], max_tokens: int) -> None:
+                """All at once: each draft gets half of them."""
+                answers = await asyncio.gather(*[generate(stub, prompt, max_tokens) for prompt in prompts])
+                assert {len(answer) for answer in answers} == {max_tokens}
+
+            # Until all streams are open, requests are decoded plainly.
             for _ in range(500):
-                if drafter.texts:
+                if all(drafter.texts for drafter in drafters):
                     break
-                await generate(stub, [1, 2, 3], 4)
+                await ask([[1, 2, 3]] * 2, 4)
             prompts = [list(range(number, number + 30)) for number in (1, 1, 9, 20)]
             known = {tuple(prompt) for prompt in prompts}
             # On a busy machine verify may do without a draft that answers late.
             for _ in range(10):
-                answers = await asyncio.gather(*[generate(stub, prompt, 40) for prompt in prompts])
-                assert [len(answer) for answer in answers] == [40] * 4
-                if len(complete(drafter, known)) >= 4:
+                await ask(prompts, 40)
+                if all(len(complete(drafter, known)) >= 2 for drafter in drafters):
                     break
-            long = await generate(stub, list(range(30)), 100)
-            assert len(long) == 100
+            await ask([list(range(30))] * 2, 100)
         finally:
             await channel.close()
             stop.set()
             assert await verify == 0
-    check(drafter, model)
-    assert len(complete(drafter, known)) >= 4
+    for drafter in drafters:
+        check(drafter, model)
+        assert len(complete(drafter, known)) >= 2
 
 
 def complete(drafter: NotingDrafter, prompts: set[tuple[int, ...]]) -> list[int]:
