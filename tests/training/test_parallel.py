@@ -3,20 +3,33 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing.spawn import spawn, start_processes
 from training_world import make_head
 
 from outrider.errors import ConfigError
+from outrider_tools.training import parallel
 from outrider_tools.training.parallel import run_ranks
 from outrider_tools.training.prompts import ChatForm, all_openings
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> Iterator[None]:
+    """Ranks on CPUs are forks of one process, which has imported what takes long: else each would."""
+    multiprocessing.set_forkserver_preload(["outrider_tools.training.corpus", "outrider_tools.training.trainer"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "spawn", partial(start_processes, start_method="forkserver"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +72,8 @@ def test_ranks_share_the_making_of_text_and_all_get_all_of_it(tiny_folder: Path,
 
 
 @pytest.mark.multi_gpu
-def test_the_first_rank_waits_for_those_that_are_late(tmp_path: Path) -> None:
+def test_the_first_rank_waits_for_those_that_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "spawn", spawn)
     run_ranks(2, "cuda", "ranks:wait_for_late_ones", tmp_path)
     assert len(list(tmp_path.glob("late-*"))) == 20
 
@@ -74,7 +88,8 @@ def test_a_failing_rank_ends_all_and_says_why(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("pid-*"))) == 2
 
 
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "spawn", spawn)  # as users start them
     with pytest.raises(ConfigError, match="process 1 of 2 was ended by SIGKILL"):
         run_ranks(2, "cpu", "ranks:die_on_one", tmp_path)
     assert not multiprocessing.active_children()
