@@ -149,10 +149,9 @@ async def test_a_service_that_drains_serves_what_is_open_and_then_ends_with_0(tm
     assert door.returncode == 0 and is_gone(engine) and "Traceback" not in words
 
 
-def test_a_draft_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    model = {"speculative_algorithm": ("EAGLE3",), "speculative_draft_model_path": str(tmp_path / "nowhere")}
-    options = DraftOptions(address=f"unix:{tmp_path}/d", metrics_address="", **model)  # type: ignore[arg-type]
+def test_what_an_engine_refuses_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    options = DraftOptions(address=f"unix:{tmp_path}/d", metrics_address="", speculative_algorithm=("NOBODY",))
     with start_door("draft_service", options) as door:
         _, words = door.communicate(timeout=60)
     assert door.returncode == 2
-    assert words.count("\n") == 1 and words.startswith("draft: error: ") and "nowhere" in words
+    assert words.count("\n") == 1 and words.startswith("draft: error: ") and "NOBODY" in words
