@@ -50,9 +50,9 @@ def ask(cluster: Cluster, body: dict[str, object]) -> httpx.Response:
 
 
 def check_device_fault(folder: Path, tmp_path: Path, device: str) -> None:
-    """The model in `folder` is served on `device`, which fails twice."""
+    """The model in `folder` is served on `device`, which fails once."""
     faults, events = tmp_path / "faults", Events()
-    faults.write_text("2")
+    faults.write_text("1")
     path = os.pathsep.join(filter(None, [str(FAULTY), os.environ.get("PYTHONPATH")]))
     cluster = Cluster(
         verify=VerifyOptions(
@@ -82,10 +82,7 @@ def check_device_fault(folder: Path, tmp_path: Path, device: str) -> None:
             assert "device" not in reply.details, "what failed is for the log alone"
         events.wait_until_back()
         body = {"model": "tiny", "prompt": "word5", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-        answer = ask(cluster, body)
-        assert answer.status_code == 500 and answer.json()["error"]["message"], answer.text
-        events.wait_until_back()
-        ask(cluster, body)
+        assert ask(cluster, body).status_code == 200
         assert [len(reply.token_ids) for reply in both(cluster)] == [60, 60]
     ended = [text for text in events.texts if text.startswith("verify ended")]
-    assert len(ended) == 2 and all("exit code 1" in text for text in ended), events.texts
+    assert len(ended) == 1 and "exit code 1" in ended[0], events.texts
