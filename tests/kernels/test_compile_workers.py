@@ -60,7 +60,7 @@ def variant(update: Any, block: object) -> tuple[Any, ...]:
     return signature, {(6,): True, (7,): block}, options, {(0,): [["tt.divisibility", 16]]}, False
 
 
-def test_what_another_process_compiled_is_in_the_cache(
+def test_what_another_process_compiled_is_in_the_cache_and_what_is_told_ahead_is_waited_for(
     update: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, compile_workers.__name__)
@@ -71,9 +71,16 @@ def test_what_another_process_compiled_is_in_the_cache(
         assert workers is not None
         prepare(update, 0, *variant(update, 128))
         (process,), (beginning,) = workers._processes, workers._beginning
+        for block in (16, 1024, 1024):
+            prepare(update, 0, *variant(update, block), ahead=True)
+        assert len(workers._told) == 2
+        for block in (16, 1024):
+            # The process may still import the compiler: who needs what was told waits for that, too.
+            prepare(update, 0, *variant(update, block))
+        assert len(list(tmp_path.rglob("_update.cubin"))) == 2
         beginning.join()
         prepare(update, 0, *variant(update, 128))
-        assert len(list(tmp_path.rglob("_update.cubin"))) == 1
+        assert len(list(tmp_path.rglob("_update.cubin"))) == 3
         signature, constexprs, options, attrs, _ = variant(update, 128)
         source = update.ASTSource(None, signature, constexprs, attrs)
         assert compile_workers._is_cached(source, update.device_caches[0][3], options) and not caplog.messages
@@ -81,34 +88,23 @@ def test_what_another_process_compiled_is_in_the_cache(
         prepare(update, 0, *variant(update, triton.language.float32))
         prepare(update, 0, *variant(update, 100))
         assert len(caplog.messages) == 2 and "power of 2" in caplog.messages[1]
+        prepare(update, 0, *variant(update, triton.language.float32), ahead=True)
+        assert len(caplog.messages) == 3 and len(workers._told) == 2
         prepare(update, 0, *variant(update, 64))
-        assert len(list(tmp_path.rglob("_update.cubin"))) == 2 and process.poll() is None
+        assert len(list(tmp_path.rglob("_update.cubin"))) == 4 and process.poll() is None
         # Who finds the only process at work waits for it.
         both = [threading.Thread(target=prepare, args=(update, 0, *variant(update, block))) for block in (256, 512)]
         for thread in both:
             thread.start()
         for thread in both:
             thread.join()
-        assert len(list(tmp_path.rglob("_update.cubin"))) == 4
+        assert len(list(tmp_path.rglob("_update.cubin"))) == 6
         process.kill()
         prepare(update, 0, *variant(update, 32))
-        assert len(caplog.messages) == 3
+        assert len(caplog.messages) == 4
         prepare(update, 0, *variant(update, 64))
-        assert len(caplog.messages) == 3, "it is cached, nobody need do anything"
+        assert len(caplog.messages) == 4, "it is cached, nobody need do anything"
     assert process.poll() is not None
-
-
-def test_what_is_told_ahead_is_waited_for_when_it_is_needed(update: Any, tmp_path: Path) -> None:
-    with compile_aside():
-        for block in (64, 128, 128):
-            prepare(update, 0, *variant(update, block), ahead=True)
-        prepare(update, 0, *variant(update, triton.language.float32), ahead=True)
-        workers = compile_workers._workers
-        assert workers is not None and len(workers._told) == 2
-        for block in (64, 128):
-            # The process may still import the compiler: who needs what was told waits for that, too.
-            prepare(update, 0, *variant(update, block))
-        assert len(list(tmp_path.rglob("_update.cubin"))) == 2
 
 
 def test_nobody_waits_for_processes_that_are_gone(update: Any, tmp_path: Path) -> None:
