@@ -59,10 +59,6 @@ def test_importing_outrider_imports_neither_torch_nor_grpc() -> None:
     assert not {"torch", "grpc", "numpy"} & set(loaded)
 
 
-def test_the_arrows_hold() -> None:
-    assert "0 broken" in run(str(Path(sys.executable).parent / "lint-imports"), "--no-cache")
-
-
 def test_no_module_is_in_a_circle_of_imports() -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["root_packages"]
     graph = grimp.build_graph(*packages, cache_dir=None)
