@@ -8,14 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from outrider.errors import InternalError
 from outrider.sampling.params import SamplingParams
@@ -52,6 +44,15 @@ def processed(row: np.ndarray, params: SamplingParams, prompt: list[int], output
     ids=str,
 )
 def test_processed_logits_agree_with_transformers(params: SamplingParams, seed: int) -> None:
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        RepetitionPenaltyLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     row, prompt, output = random_row(seed), [3, 5, 5, 17], [5, 99, 120]
     warpers = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
