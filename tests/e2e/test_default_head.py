@@ -1,40 +1,18 @@
-"""What a new user gets: the head that ships for the default model, drafting beside n-grams."""
+"""What a new user gets, under load: the head that ships for the default model, drafting beside n-grams."""
 
 from __future__ import annotations
 
 import asyncio
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
-from client import COPY_PROMPT, chat, generate, stream
+from client import COPY_PROMPT, chat, stream
 
 from outrider.cli.cluster import Cluster
-from outrider.models.shipped import shipped_head
 from outrider.v1 import common_pb2
 
 pytestmark = pytest.mark.xdist_group("cluster")
-
-QUESTION = "Explain in a few sentences why the sky is blue."
-
-
-def grown(cluster: Cluster) -> dict[str, float]:
-    """Nodes that the draft service has appended, by drafter."""
-    page = urllib.request.urlopen(cluster.metrics_url("draft"), timeout=10).read().decode()
-    name = 'outrider_draft_nodes_grown_total{source="'
-    lines = [line.removeprefix(name).split('"} ') for line in page.splitlines() if line.startswith(name)]
-    return {source: float(value) for source, value in lines}
-
-
-async def test_head_and_n_grams_grow_one_tree_and_change_no_token(cluster: Cluster, model_path: Path) -> None:
-    assert shipped_head(str(model_path)) is not None, "the default model's head is not in models/"
-    plain = await generate(cluster, chat(QUESTION, speculate=False, max_tokens=24))
-    drafted = await generate(cluster, chat(QUESTION, max_tokens=24))
-    assert drafted.token_ids == plain.token_ids
-    nodes = grown(cluster)
-    assert {"eagle3", "ngram"} <= set(nodes) and nodes["eagle3"] > 0
 
 
 class Load:

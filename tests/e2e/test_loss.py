@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-import grpc
-import openai
 import pytest
 from client import COPY_PROMPT, Answer, chat, generate, stream
 
@@ -49,7 +47,8 @@ async def test_a_killed_draft_costs_no_token_and_speculation_resumes(cluster: Cl
     assert got.token_ids == plain.token_ids and got.text == plain.text
     without = await generate(cluster, chat(COPY_PROMPT, max_tokens=MAX_TOKENS))
     assert without.token_ids == plain.token_ids
-    cluster.restart("draft")
+    back = await disturbed(cluster, 10, partial(cluster.restart, "draft"))
+    assert back.token_ids == plain.token_ids
     assert await accepts_again(cluster)
 
 
@@ -62,24 +61,3 @@ async def test_a_stopped_draft_costs_no_token_and_speculation_resumes(cluster: C
     finally:
         cluster.draft.resume()
     assert await accepts_again(cluster)
-
-
-async def test_a_draft_killed_and_restarted_within_one_stream_costs_no_token(cluster: Cluster, plain: Answer) -> None:
-    got = await disturbed(cluster, 10, lambda: cluster.restart("draft"))
-    assert got.token_ids == plain.token_ids
-
-
-async def test_a_killed_verify_service_is_a_clear_error_and_the_gateway_recovers(cluster: Cluster) -> None:
-    plain = await generate(cluster, chat(COPY_PROMPT, max_tokens=20))
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await disturbed(cluster, 10, cluster.verify.kill)
-    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-    messages = [{"role": "user", "content": COPY_PROMPT}]
-    with openai.OpenAI(base_url=f"{cluster.rest_url}/v1", api_key="none", max_retries=0) as client:
-        ask = partial(client.chat.completions.create, model="smollm2", messages=messages, temperature=0, max_tokens=20)
-        with pytest.raises(openai.InternalServerError) as refused:
-            ask()
-        assert refused.value.status_code == 503 and "retry-after" in refused.value.response.headers
-        cluster.restart("verify")
-        client.max_retries = 10  # it obeys Retry-After
-        assert ask().choices[0].message.content == plain.text

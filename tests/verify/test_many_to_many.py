@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
+import openai
 import pytest
 from service_process import wait_until
 from tiny_service import Reply, generate_all, metric, tiny_folder, tiny_options
@@ -123,7 +125,9 @@ def test_a_draft_is_replaced_by_one_with_another_drafter_while_streams_run(
     assert metric(new[0].metrics_url("draft"), "outrider_draft_commits_total") > 0
 
 
-def test_one_draft_serves_two_verify_replicas(stack: ExitStack, replicas: Replicas) -> None:
+def test_one_draft_serves_two_verify_replicas_and_a_killed_one_is_a_clear_error_until_it_is_back(
+    stack: ExitStack, replicas: Replicas
+) -> None:
     draft = start_draft(stack, replicas.drafts[0])
     wait_until(lambda: metric(draft.metrics_url("draft"), "outrider_draft_sessions") == 2)
     truth = ask(replicas.clusters[0], speculate=False)
@@ -137,7 +141,20 @@ def test_one_draft_serves_two_verify_replicas(stack: ExitStack, replicas: Replic
         check(replies, truth)
         assert sum(reply.num_accepted for reply in replies) > 0
     wait_until(lambda: metric(draft.metrics_url("draft"), "outrider_draft_open_requests") == 0)
-    replicas.clusters[0].verify.kill()
-    replies = ask(replicas.clusters[1])
-    check(replies, truth)
-    assert sum(reply.num_accepted for reply in replies) > 0, "one replica's end is nothing to the other"
+    killed, other = replicas.clusters
+    # Without drafts a whole answer takes as many rounds as it has tokens: none is over before the service is.
+    calls = generate_all(killed, PROMPTS, 240, False, lambda count: killed.verify.kill())
+    for reply in asyncio.run(calls):
+        assert reply.code is grpc.StatusCode.UNAVAILABLE and len(reply.token_ids) < 240, reply
+    with openai.OpenAI(base_url=f"{killed.rest_url}/v1", api_key="none", max_retries=0) as client:
+        complete = partial(client.completions.create, model="tiny", prompt=PROMPTS[0], max_tokens=20, temperature=0)
+        with pytest.raises(openai.InternalServerError) as refused:
+            complete()
+        assert refused.value.status_code == 503 and "retry-after" in refused.value.response.headers
+        replies = ask(other)
+        check(replies, truth)
+        assert sum(reply.num_accepted for reply in replies) > 0, "one replica's end is nothing to the other"
+        killed.restart("verify")
+        client.max_retries = 10  # it obeys Retry-After
+        again = complete(extra_body={"ignore_eos": True})
+    assert again.choices[0].text == " ".join(f"word{token}" for token in truth[0].token_ids[:20])
