@@ -40,10 +40,10 @@ def test_greedy_text_is_that_of_transformers(cluster: Cluster, model_path: Path)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     wanted = output[0, inputs["input_ids"].shape[1] :].tolist()
     with openai.OpenAI(base_url=f"{cluster.rest_url}/v1", api_key="none") as client:
-        got = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=32, temperature=0)  # type: ignore[arg-type]
+        got = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=16, temperature=0)  # type: ignore[arg-type]
     assert got.choices[0].message.content == tokenizer.decode(wanted, skip_special_tokens=True)
     assert got.usage is not None and got.usage.prompt_tokens == inputs["input_ids"].shape[1]
 
