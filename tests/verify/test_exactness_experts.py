@@ -78,7 +78,7 @@ def test_text_is_transformers(
     assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
 
 
-@pytest.mark.parametrize("written", FAMILIES, indirect=True)
+@pytest.mark.parametrize("written", ["Qwen2Moe", "GptOss"], indirect=True)
 def test_rounds_are_measured_with_tokens_that_wake_different_experts(
     written: tuple[CausalLM, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
