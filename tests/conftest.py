@@ -20,9 +20,10 @@ if not Path("/dev/nvidiactl").exists():
 
 
 LONGEST = (
-    *("cluster", "test_ranks", "test_round_growth", "test_chaos", "test_attention", "test_branches", "test_runner"),
-    *("test_ranked_drafts", "test_sampling", "test_parallel", "live", "test_exactness_experts", "test_trainer"),
-    *("test_many_to_many", "test_compile_for_a_gpu", "test_evaluate_draft", "test_engine_process", "test_device_fault"),
+    *("cluster", "test_ranks", "test_round_growth", "test_ranked_drafts", "test_chaos", "test_many_to_many", "live"),
+    *("test_runner", "test_branches", "test_attention", "test_evaluate_draft", "test_parallel", "test_training_run"),
+    *("test_trainer", "test_sampling", "test_exactness_experts", "test_engine_process", "test_grammar_exactness"),
+    *("test_drafter_kinds", "test_colocated", "test_device_fault", "test_compile_for_a_gpu"),
 )
 """Groups that take long, the longest first: one that began late would be waited for by processes that have no more."""
 
