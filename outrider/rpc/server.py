@@ -268,13 +268,22 @@ def check_free(address: str, option: str = "--address") -> None:
     if unix_path(address) is not None:
         return
     host, port = split_host_port(address, option)
-    reason, bindable = "", False
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        reason = bind_error(host, port)
     except OSError as error:
         raise ConfigError(
             f"{option}: cannot resolve the host {host}: {error}; use an address of this machine"
         ) from error
+    if reason:
+        raise ConfigError(
+            f"{option}: cannot bind port {port} of {host}: {reason}; free it or choose another one (0 takes a free one)"
+        )
+
+
+def bind_error(host: str, port: int) -> str:
+    """Why no server can listen there; empty where one can. Raises OSError for a host that is not found."""
+    reason, bindable = "", False
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, protocol, _, target in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -286,9 +295,5 @@ def check_free(address: str, option: str = "--address") -> None:
             reason = error.strerror or str(error)
             # "localhost" is two addresses: one that this machine lacks is no harm, one that is taken is.
             if error.errno == errno.EADDRINUSE:
-                bindable = False
-                break
-    if not bindable:
-        raise ConfigError(
-            f"{option}: cannot bind port {port} of {host}: {reason}; free it or choose another one (0 takes a free one)"
-        )
+                return reason
+    return "" if bindable else reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions
 from outrider.errors import ConfigError
 from outrider.paths import expand
+from outrider.rpc.server import bind_error
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
 from outrider_tools.doctor.finding import Finding, ok, problem, warning
 
@@ -64,7 +64,10 @@ def _check_free(door: Door, serving: Mapping[str, str]) -> Finding:
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             return problem("port", f"{said}: {path.parent} cannot be written", "choose another folder")
         return ok("port", f"{said}: {'taken' if path.exists() else 'free'}")
-    reason = _why_not_free(door.address)
+    try:
+        reason = bind_error(*split_host_port(door.address, door.flag))
+    except OSError as error:
+        reason = error.strerror or str(error)
     if not reason:
         return ok("port", f"{said}: free")
     if door.address in serving:
@@ -73,22 +76,6 @@ def _check_free(door: Door, serving: Mapping[str, str]) -> Finding:
     if holder.startswith("an Outrider process"):
         return ok("port", f"{said}: taken by {holder}")
     return problem("port", f"{said}: {reason}; {holder}", "end it, or choose another port (0 takes a free one)")
-
-
-def _why_not_free(address: str) -> str:
-    """Why it cannot be bound; empty where it can."""
-    host, port = split_host_port(address, "address")
-    host = host.strip("[]")
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, kind) as probe:
-            # As servers do: a port whose last connection ended a moment ago is free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            probe.listen(1)
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def holder_of(address: str) -> str:

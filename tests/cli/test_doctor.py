@@ -99,6 +99,15 @@ def test_a_taken_port_and_who_has_it_are_told() -> None:
     assert words(list(check_doors(options, {})), Level.PROBLEM) == ""
 
 
+def test_a_name_whose_first_address_this_machine_lacks_is_free_where_a_service_could_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("192.0.2.1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hosts)
+    options = {"gateway": GatewayOptions(address="localhost:0", rest_address="")}
+    assert words(list(check_doors(options, {})), Level.PROBLEM) == ""
+
+
 def test_one_port_for_two_doors_is_a_problem() -> None:
     options = {"gateway": GatewayOptions(address="127.0.0.1:4711", rest_address="127.0.0.1:4711")}
     assert "gateway --rest-address 127.0.0.1:4711 is gateway --address's too" in words(
