@@ -123,6 +123,38 @@ def http_context(source: TlsSource) -> ssl.SSLContext:
     return context
 
 
+class _ClientContext(ssl.SSLContext):
+    """Holds a server's certificate against `name`, where there is one, in the place of its address."""
+
+    name = ""
+
+    def wrap_socket(self, *arguments: Any, **named: Any) -> ssl.SSLSocket:
+        if self.name:
+            named["server_hostname"] = self.name
+        return super().wrap_socket(*arguments, **named)
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        return super().wrap_bio(incoming, outgoing, server_side, self.name or server_hostname, session)
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context for an HTTP client, by files with `ca`. Raises ConfigError that names option, file and fix."""
+    load_material(files)
+    context = _ClientContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.name = files.name
+    context.load_verify_locations(_path(files.ca))
+    if files.cert:
+        context.load_cert_chain(_path(files.cert), _path(files.key))
+    return context
+
+
 def load_material(files: TlsFiles) -> TlsMaterial:
     """Reads the files. Raises ConfigError unless they can be read and fit together."""
     content = {word: _read(files, word) for word in ("cert", "key", "ca")}

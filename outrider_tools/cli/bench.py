@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import math
 import os
+import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +20,7 @@ from outrider.cli.terminal import aligned, make_console
 from outrider.config.service import peer_tls, read_secret
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
-from outrider.paths import expand
-from outrider.rpc.tls import TlsSource
+from outrider.rpc.tls import TlsSource, client_context
 from outrider_tools.bench.clients import Client, GrpcClient, RequestOptions, RestClient, first_answer
 from outrider_tools.bench.figures import errors_of, rows_of
 from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib, write_report
@@ -230,7 +230,9 @@ async def _measure(
 ) -> tuple[list[Row], list[LoadRun]]:
     """All points, one after the other, on one client."""
     key = read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
-    client = _client(arguments, key)
+    files = peer_tls(arguments, "connect")
+    tls = client_context(files) if files else None
+    client = _client(arguments, key, tls)
     rows: list[Row] = []
     runs: list[LoadRun] = []
     try:
@@ -244,9 +246,9 @@ async def _measure(
             case = case_of(arguments, point)
             console.print(f"measuring {case}")
             prompts = _prompts(arguments, point.num_prompts or TIMED_PROMPTS, str(place))
-            before = await _page(arguments, key, console)
+            before = await _page(arguments, key, tls, console)
             one = await run_point(client, prompts, point, lambda so_far: _tell(console, so_far))
-            after = await _page(arguments, key, console)
+            after = await _page(arguments, key, tls, console)
             gained = after.since(before) if before is not None and after is not None else None
             rows += rows_of(one, case, gained)
             runs.append(one)
@@ -255,7 +257,7 @@ async def _measure(
     return rows, runs
 
 
-def _client(arguments: argparse.Namespace, key: str) -> Client:
+def _client(arguments: argparse.Namespace, key: str, tls: ssl.SSLContext | None) -> Client:
     ask = RequestOptions(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
@@ -266,19 +268,10 @@ def _client(arguments: argparse.Namespace, key: str) -> Client:
         model=arguments.model,
         chat=arguments.backend != "openai" and not arguments.raw,
     )
-    files = peer_tls(arguments, "connect")
     if arguments.backend == "grpc":
+        files = peer_tls(arguments, "connect")
         return GrpcClient(arguments.connect, ask, key, TlsSource(files) if files else None)
-    return RestClient(arguments.base_url, ask, key, _verify(files.ca if files else ""), arguments.timeout)
-
-
-def _verify(ca: str) -> Any:
-    """What HTTPS trusts: the system's authorities, or those of a file."""
-    if not ca:
-        return True
-    import ssl
-
-    return ssl.create_default_context(cafile=str(expand(ca)))
+    return RestClient(arguments.base_url, ask, key, tls or True, arguments.timeout)
 
 
 def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Prompt]:
@@ -294,15 +287,15 @@ def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Promp
     return random_prompts(count, lengths, f"{arguments.seed} {part}")
 
 
-async def _page(arguments: argparse.Namespace, key: str, console: Console) -> MetricsPage | None:
+async def _page(
+    arguments: argparse.Namespace, key: str, tls: ssl.SSLContext | None, console: Console
+) -> MetricsPage | None:
     """The gateway's metrics page, where one was named or REST tells where it is."""
     url = arguments.metrics_url
     if not url and arguments.backend != "grpc":
         url = arguments.base_url.rstrip("/").removesuffix("/v1") + "/metrics"
     if not url:
         return None
-    ca = arguments.connect_tls_ca
-    tls = _verify(ca) if ca and url.startswith("https") else None
     try:
         return await asyncio.to_thread(MetricsPage.read, url, token=key, tls=tls)
     except UnavailableError as error:

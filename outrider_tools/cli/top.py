@@ -21,10 +21,10 @@ from rich.text import Text
 
 from outrider.cli.options import number, whole_number
 from outrider.cli.terminal import SERVICE_STYLES, make_console, printable
-from outrider.config.service import read_secret
+from outrider.config.service import TlsFiles, read_secret
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import WANTS_KEY, Histogram, MetricsPage
-from outrider.paths import expand
+from outrider.rpc.tls import client_context
 
 MAX_DEPTHS = 8
 _VERIFY = "outrider_verify_"
@@ -281,7 +281,7 @@ def page_url(page: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Watch until interrupted; with --once, exit code 1 if no page could be read."""
     token = read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
-    tls = ssl.create_default_context(cafile=str(expand(arguments.tls_ca))) if arguments.tls_ca else None
+    tls = client_context(TlsFiles(ca=arguments.tls_ca)) if arguments.tls_ca else None
     pages, optional = (arguments.pages, ()) if arguments.pages else (DEFAULT_PAGES[:-1], DEFAULT_PAGES[-1:])
     watch = Watch(pages, token, tls, optional)
     console = make_console(color=not arguments.no_color)

@@ -15,10 +15,12 @@ from gateway_world import http_trust, open_world
 from scripted_verify import ScriptedVerify
 
 from gateway.main import serve
+from outrider.cli.main import make_parser
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.v1 import gateway_pb2
+from outrider_tools.cli import bench
 
 TEXT = "/v1/completions"
 
@@ -69,6 +71,25 @@ async def test_with_a_ca_clients_of_either_door_need_a_certificate(verify: Scrip
         for stranger in (TlsFiles(ca=client.ca), theirs.files("forged", trust=ours)):
             with pytest.raises(httpx.TransportError):
                 await ask(world.rest, stranger)
+
+
+async def test_a_load_over_rest_comes_in_with_its_certificate_and_to_the_name_that_it_was_told(
+    verify: ScriptedVerify, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify.say("ok")
+    ours = Authority(tmp_path / "ours")
+    client = ours.files("client")
+    server = ours.files("server", hosts=["gateway.example"])
+    words = [f"--connect-tls-{word}={asdict(client)[word]}" for word in ("cert", "key", "ca")]
+    async with open_world(verify, tmp_path, trust=client, **door(server)) as world:
+        base = ["bench", "--backend=openai", f"--base-url={world.rest}", "--num-prompts=2", "--num-warmups=0", *words]
+        base += ["--random-input-len=4", "--random-vocab-size=100", "--random-output-len=4"]
+        arguments = make_parser(["bench"]).parse_args(base)
+        with pytest.raises(OutriderError, match="IP address mismatch"):
+            await asyncio.to_thread(bench.run, arguments)
+        arguments.connect_tls_name = "gateway.example"
+        assert await asyncio.to_thread(bench.run, arguments) == 0
+        assert "no acceptance by depth" not in capsys.readouterr().err
 
 
 async def test_replaced_files_serve_the_next_connection_of_the_rest_door(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import trustme
@@ -11,16 +12,18 @@ from outrider.config.service import TlsFiles
 
 
 class Authority:
-    """Signs certificates for 127.0.0.1 and localhost, and writes them into a folder."""
+    """Signs certificates and writes them into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.ca = trustme.CA()
         self.folder = folder
         folder.mkdir(exist_ok=True)
 
-    def files(self, name: str, *, trust: Authority | None = None) -> TlsFiles:
+    def files(
+        self, name: str, *, trust: Authority | None = None, hosts: Sequence[str] = ("localhost", "127.0.0.1")
+    ) -> TlsFiles:
         """Files `name`.pem and `name`.key, new each time, and the certificate of the authority to trust."""
-        issued = self.ca.issue_cert("localhost", "127.0.0.1")
+        issued = self.ca.issue_cert(*hosts)
         files = TlsFiles(*(str(self.folder / f"{name}{end}") for end in (".pem", ".key", ".ca")))
         replace(files.key, issued.private_key_pem.bytes())
         replace(files.cert, b"".join(part.bytes() for part in issued.cert_chain_pems))

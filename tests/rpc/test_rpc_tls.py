@@ -15,6 +15,7 @@ import pytest
 from certificates import Authority, replace
 from small_service import run_server
 
+from outrider.cli.main import main
 from outrider.config.service import ServiceOptions, TlsFiles, door_tls, peer_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
@@ -144,6 +145,23 @@ def test_each_file_that_is_of_no_use_is_named_with_its_option(tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=words):
             TlsSource(files)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["top", "--once", "--tls-ca"], "--tls-ca"),
+        (["bench", "--backend=openai", "--connect-tls-ca"], "--connect-tls-ca"),
+    ],
+)
+def test_tools_name_a_file_that_is_of_no_use(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").touch()
+    assert main([*words, "none"]) == 2
+    assert f"{said}: none cannot be read: No such file or directory" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "empty")]) == 2
+    assert f"{said}: {tmp_path}/empty holds no certificates as PEM" in capsys.readouterr().err
 
 
 def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(tmp_path: Path) -> None:
