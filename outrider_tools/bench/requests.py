@@ -39,9 +39,7 @@ class RandomLengths:
 
 
 def random_prompts(count: int, lengths: RandomLengths, seed: str) -> list[Prompt]:
-    """Prompts of random token ids; the same for the same seed. Raises ConfigError for an empty vocabulary."""
-    if lengths.vocab_size < 1:
-        raise ConfigError(f"--random-vocab-size: {lengths.vocab_size} is below 1; use the model's")
+    """Prompts of random token ids; the same for the same seed."""
     draw = random.Random(f"prompts {seed}")
     first = FIRST_RANDOM_ID if lengths.vocab_size > 2 * FIRST_RANDOM_ID else 0
     prompts = []

@@ -81,6 +81,10 @@ def _block(target: TargetModel, texts: Texts, options: RunOptions) -> TrainableD
 
 
 def _feature_layers(options: RunOptions, config: ModelConfig) -> tuple[int, ...]:
+    for layer in options.feature_layers:
+        if not 0 <= layer <= config.num_layers:
+            limit = f"the target has {config.num_layers} layers; choose from 0 to {config.num_layers}"
+            raise ConfigError(f"--feature-layers {layer}: {limit}, its output")
     if options.feature_layers:
         return options.feature_layers
     if config.num_layers < 4:
@@ -107,7 +111,7 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
     """Options with sizes in place of those that were not given: the initial head's, or the default.
 
     Raises:
-        ConfigError: the initial head does not fit the target or a size that was given, or another kind is trained.
+        ConfigError: the target or the initial head does not allow a size, or another kind is trained.
     """
     if options.algorithm != "EAGLE3":
         named = {"--init-from": options.init_from, "--hit-weight": options.trainer.hit_weight}
@@ -118,7 +122,15 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
         raise ConfigError(f"--unroll {options.trainer.unroll}: a block has at least 2 places")
     options = replace(options, layers=options.layers or (2 if options.algorithm in BLOCK_ALGORITHMS else 4))
     if options.init_from is None:
-        return replace(options, draft_vocab_size=options.draft_vocab_size or DRAFT_VOCAB_SIZE)
+        size = options.draft_vocab_size or min(DRAFT_VOCAB_SIZE, target.vocab_size)
+        if options.algorithm == "STANDALONE":
+            small_config(target, options.layers, options.hidden)
+        elif options.algorithm in ("EAGLE3", *BLOCK_ALGORITHMS):
+            _feature_layers(options, target)
+            if size > target.vocab_size:
+                limit = f"the target has {target.vocab_size} tokens; choose at most as many"
+                raise ConfigError(f"--draft-vocab-size {size}: {limit}")
+        return replace(options, draft_vocab_size=size)
     head = StoredEagle3Head(options.init_from, target).config
     sizes: dict[str, Any] = {
         "draft_vocab_size": head.draft_vocab_size,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
 from outrider.sampling.proposer import HEAD_SCALE
 
@@ -42,9 +41,6 @@ class TargetLoss:
     """
 
     def __init__(self, wrap: Callable[[Any], Any], hit_weight: float = 0.0) -> None:
-        """Raises ConfigError for a weight that is no share."""
-        if not 0.0 <= hit_weight <= 1.0:
-            raise ConfigError(f"hit_weight {hit_weight}: choose a share of the loss from 0 to 1")
         self._target_probs = wrap(_target_probs)
         self._slopes = wrap(_mixed(hit_weight) if hit_weight else _slopes)
 

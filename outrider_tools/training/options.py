@@ -19,8 +19,11 @@ def flag(default: Any, group: str, help: str, **how: Any) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **how})
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+_MINUTES, _RATE, _SHARE = number(0, 1e6), number(1e-9, 10), number(0, 1)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    return tuple(number(0, 100)(part) for part in text.split(","))
 
 
 def _layers(text: str) -> tuple[int, ...]:
@@ -35,7 +38,7 @@ class TrainerOptions:
     """How a drafter is trained. `steps` 0 fits as many as `minutes` allow, by the speed of the first ones."""
 
     steps: int = flag(0, "training", "Training steps; instead of --minutes.", type=whole_number(1, 10**8))
-    minutes: float = flag(2.0, "training", "Minutes of training, text apart. Default: 2.", type=float)
+    minutes: float = flag(2.0, "training", "Minutes of training, text apart. Default: 2.", type=_MINUTES)
     batch_tokens: int = flag(
         16384, "training", "Tokens of a step, on each GPU. Default: 16384.", type=whole_number(64, 10**7)
     )
@@ -50,22 +53,26 @@ class TrainerOptions:
         "training",
         "EAGLE3: share of the hit loss, which aims at answers drawn at temperature 1, beside the cross-entropy, "
         "0 to 1. Default: 0.",
-        type=number(0, 1),
+        type=_SHARE,
     )
     cuts: float = flag(
         0.25,
         "training",
         "Heads: share of texts that are read in two parts, the second as if nothing stood before it. Default: 0.25.",
-        type=number(0, 1),
+        type=_SHARE,
     )
-    decay: float = flag(1.0, "training", "Weight of such a step against the one before. Default: 1.", type=float)
-    learning_rate: float = flag(1e-3, "training", "Peak learning rate. Default: 0.001.", type=float)
+    decay: float = flag(
+        1.0, "training", "Weight of such a step against the one before. Default: 1.", type=number(0, 100)
+    )
+    learning_rate: float = flag(1e-3, "training", "Peak learning rate. Default: 0.001.", type=_RATE)
     """Of AdamW, for weights that begin at random."""
     optimizer: str = flag("muon", "training", "What moves new matrices. Default: muon.", choices=OPTIMIZERS)
     """What begins as the target's own is moved by AdamW in any case."""
-    muon_learning_rate: float = flag(5e-3, "training", "Muon's peak learning rate. Default: 0.005.", type=float)
+    muon_learning_rate: float = flag(5e-3, "training", "Muon's peak learning rate. Default: 0.005.", type=_RATE)
     """Scaled by a matrix's size, so that a step moves weights about as far as one of AdamW."""
-    average: float = flag(0.0, "training", "Export a running average that keeps this share, as 0.999.", type=float)
+    average: float = flag(
+        0.0, "training", "Export a running average that keeps this share, as 0.999.", type=number(0, 0.999999)
+    )
     """0 is off."""
     packed: bool = flag(True, "training", "Batches of any shape on a GPU.", action="store_false")
     """On a GPU: batches padded to one shape."""
@@ -94,19 +101,19 @@ class CorpusOptions:
     """A little more come, since answers that have begun are finished."""
     invented: int = flag(-1, "text", "Questions to invent. Default: enough for --tokens.", type=whole_number(0, 10**8))
     """Questions that the target makes up; what does not end in time or repeats is left out. -1: enough for `tokens`."""
-    opened: float = flag(0.6, "text", "Share of them whose first words are given. Default: 0.6.", type=float)
+    opened: float = flag(0.6, "text", "Share of them whose first words are given. Default: 0.6.", type=_SHARE)
     """By `openings`, so that they are of many kinds."""
     beginnings: float = flag(
         0.5,
         "text",
         "Share of texts behind another system message than the chat template's, behind none, or without a chat. "
         "Default: 0.5.",
-        type=number(0, 1),
+        type=_SHARE,
     )
     temperatures: tuple[float, ...] = flag(
-        (0.0, 0.0, 0.8, 1.0), "text", "Answers take these in turn. Default: 0,0,0.8,1.", type=_numbers
+        (0.0, 0.0, 0.8, 1.0), "text", "Answers take these in turn. Default: 0,0,0.8,1.", type=_temperatures
     )
-    text_minutes: float = flag(0.0, "text", "Bound on questions, and on answers. Default: none.", type=float)
+    text_minutes: float = flag(0.0, "text", "Bound on questions, and on answers. Default: none.", type=_MINUTES)
     """After so long no more questions begin, and as long after that no more answers; 0 is no limit."""
     num_rows: int = flag(1024, "text", "Conversations at once. Default: 1024.", type=whole_number(1, 65536))
     given_repeats: int = 1
@@ -168,7 +175,7 @@ class RunOptions:
         None,
         "drafter",
         "EAGLE, NEXTN: weight of the distance to the target's features in the loss. Default: EAGLE 0.5, NEXTN 0.",
-        type=float,
+        type=number(0, 1e6),
     )
     """None takes the kind's own."""
     layers: int = flag(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider_tools.training.learner import Learner
-from outrider_tools.training.options import OPTIMIZERS, TrainerOptions
+from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.texts import Batches, TextBatch, Texts
 
@@ -28,13 +28,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 def make_optimizers(learner: Learner, options: TrainerOptions) -> Optimizers:
-    """Every group has its peak learning rate as "peak".
-
-    Raises:
-        ConfigError: an unknown optimizer.
-    """
-    if options.optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer {options.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
+    """Every group has its peak learning rate as "peak"."""
     groups = learner.groups(options)
     for group in groups:
         group["params"] = list(group["params"])
@@ -60,9 +54,7 @@ class Average:
     """A running average of the weights that forgets: of each step it keeps `share`."""
 
     def __init__(self, weights: Sequence[Tensor], share: float) -> None:
-        """Raises ConfigError for a share that is no average."""
-        if not 0.0 < share < 1.0:
-            raise ConfigError(f"average {share}: choose a share between 0 and 1, as 0.999, or 0 for none")
+        """`share` lies between 0 and 1."""
         self._share = share
         self._steps = 0
         self._averages = [torch.zeros_like(weight) for weight in weights]

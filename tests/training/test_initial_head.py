@@ -148,7 +148,26 @@ def test_options_that_the_head_decides_may_not_differ(target: TargetModel, folde
     learning = RunOptions(algorithm="NEXTN", trainer=replace(OPTIONS.trainer, hit_weight=0.5))
     with pytest.raises(ConfigError, match=r"--hit-weight 0\.5: is for --algorithm EAGLE3 alone, not NEXTN"):
         resolved(learning, target.config)
-    assert resolved(RunOptions(), target.config).draft_vocab_size == 8192
+    assert resolved(RunOptions(), replace(target.config, vocab_size=10000)).draft_vocab_size == 8192
+    assert resolved(RunOptions(), target.config).draft_vocab_size == 259, "all of a smaller vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("given", "layers", "message"),
+    [
+        (RunOptions(feature_layers=(1, 5)), 4, r"--feature-layers 5: the target has 4 layers; choose from 0 to 4"),
+        (RunOptions(feature_layers=(-1,)), 4, r"--feature-layers -1: the target has 4 layers"),
+        (RunOptions("DFLASH"), 3, "--feature-layers: must be given for a target of 3 layers"),
+        (RunOptions(draft_vocab_size=260), 4, "--draft-vocab-size 260: the target has 259 tokens"),
+        (RunOptions("STANDALONE", layers=5), 4, "--layers 5: the target has 4"),
+        (RunOptions("STANDALONE", hidden=33), 4, "--hidden 33: must be a multiple of the head size 16"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_target_are_told_before_text_is_made(
+    target: TargetModel, given: RunOptions, layers: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(given, replace(target.config, num_layers=layers))
 
 
 def test_a_training_that_began_as_another_head_is_not_taken_up(

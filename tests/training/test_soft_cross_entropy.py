@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from outrider.errors import ConfigError
 from outrider_tools.training import loss as loss_module
 from outrider_tools.training.loss import MIN_HIT, SHARPNESS, TargetLoss, TargetProbs
 from outrider_tools.training.target import TargetModel
@@ -105,8 +104,3 @@ def test_a_draft_that_knows_the_target_misses_nothing_but_what_it_has_no_word_fo
     far = torch.zeros(12)
     far[0] = 1e4
     assert float(hit_loss(-far, far.bool().float())) == pytest.approx(-math.log(MIN_HIT))
-
-
-def test_a_hit_weight_is_a_share() -> None:
-    with pytest.raises(ConfigError, match=r"hit_weight 1\.5: choose a share of the loss from 0 to 1"):
-        TargetLoss(lambda piece: piece, 1.5)

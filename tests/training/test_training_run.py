@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.cli.main import main
+from outrider.cli.main import main, make_parser
 from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import algorithm_of
 from outrider_tools.training import card as card_module
@@ -181,6 +181,27 @@ def test_text_and_state_of_another_target_or_other_questions_are_not_gone_on_wit
     assert "answers: " in changed and "a training with another text" in changed
     moved = told(other, "Two?")
     assert "answers: " in moved and "a training with another target" in moved
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--learning-rate", "0"),
+        ("--muon-learning-rate", "-1"),
+        ("--minutes", "nan"),
+        ("--text-minutes", "-1"),
+        ("--temperatures", "x"),
+        ("--temperatures", "-1"),
+        ("--average", "1"),
+        ("--decay", "inf"),
+        ("--opened", "2"),
+        ("--feature-weight", "nan"),
+    ],
+)
+def test_numbers_out_of_bounds_are_told_at_once(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser(["train"]).parse_args(["train", "--out", "nowhere", f"{option}={value}"])
+    assert f"argument {option}: '{value}' is not a number from" in capsys.readouterr().err
 
 
 def test_questions_that_are_evaluated_with_are_not_trained_on(tiny_folder: Path, tmp_path: Path) -> None:
