@@ -15,11 +15,13 @@ from torch import Tensor
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
+from outrider.errors import ConfigError
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.models.decoder import CausalLM, GatedMlp
 from outrider.models.fields import read_json
 from outrider.models.loader import load_decoder
+from outrider.paths import expand
 from outrider_tools.inflate.folder import tokenize
 
 DAMPING = 0.01
@@ -107,13 +109,26 @@ def calibrated(source: Path, text: str, device: torch.device) -> InputMoments:
 
     Raises ConfigError: no decoder of ours, or no text.
     """
+    ids = [] if text == "own" else _read(source, text)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = load_decoder(source, dtype, device)
     if text == "own":
         return InputMoments(model, own_text(model, _first_token(source)))
-    ids = tokenize(source, Path(text).read_text("utf-8"))[: MAX_TEXTS * TEXT_TOKENS]
     length = min(TEXT_TOKENS, model.config.max_positions)
     return InputMoments(model, [ids[start : start + length] for start in range(0, len(ids), length)])
+
+
+def _read(source: Path, text: str) -> list[int]:
+    said = f"--calibration {text}"
+    try:
+        content = expand(text).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{said}: cannot be read: {error}; give a text file, own or none") from None
+    if not content.strip():
+        raise ConfigError(f"{said}: holds no text; give a text file, own or none")
+    if not (source / "tokenizer.json").is_file():
+        raise ConfigError(f"{said}: {source} has no tokenizer.json to read it with; use own or none")
+    return tokenize(source, content)[: MAX_TEXTS * TEXT_TOKENS]
 
 
 @torch.inference_mode()

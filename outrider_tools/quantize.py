@@ -30,6 +30,7 @@ from outrider_tools.compensate import InputMoments, calibrated, compensated
 from outrider_tools.files import whole_output
 
 BLOCK = 128
+FOUR_BITS = ("int4", "awq", "gptq", "mxfp4")
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -82,14 +83,17 @@ def quantize(
     for matrix in filter(is_quantized, stored):
         _check_shape(stored[matrix], name, group)
     fields["quantization_config"] = FORMATS[name].config(group)
-    total = 2 * sum(math.prod(tensor.shape) for tensor in stored.values())
-    moments = None
-    if calibration != "none":
-        progress(f"reading {'its own text' if calibration == 'own' else calibration}", 0, total)
-        moments = calibrated(source, calibration, device)
-    rounding = _Rounding(FORMATS[name], group, device, moments)
+    sizes = {key: math.prod(tensor.shape) for key, tensor in stored.items()}
+    width = sum(path.stat().st_size for path in {tensor.path for tensor in stored.values()}) / sum(sizes.values())
+    packed = 0.5 if name in FOUR_BITS else 1
+    total = int(sum(size * (packed if is_quantized(key) else width) for key, size in sizes.items()))
     with whole_output(out, f"--out {out}", total) as work:
         work.mkdir()
+        moments = None
+        if calibration != "none":
+            progress(f"reading {'its own text' if calibration == 'own' else calibration}", 0, total)
+            moments = calibrated(source, calibration, device)
+        rounding = _Rounding(FORMATS[name], group, device, moments)
         (work / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         for path in source.iterdir():
             if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in (CONFIG_FILE, INDEX_FILE):
@@ -159,7 +163,7 @@ def _shards(stored: Mapping[str, StoredTensor], rounding: _Rounding, max_bytes: 
 def _check_shape(tensor: StoredTensor, name: str, group: int) -> None:
     num_out, size = tensor.shape
     group = 32 if name == "mxfp4" else group
-    if name in ("int4", "awq", "gptq", "mxfp4") and (size % group or size % 32 or num_out % 8):
+    if name in FOUR_BITS and (size % group or size % 32 or num_out % 8):
         raise ConfigError(
             f"{tensor.name}: {num_out} x {size} does not fit {name} in groups of {group}; --group-size must divide "
             f"{size}, for instance {math.gcd(size, 128)}"
