@@ -116,12 +116,14 @@ class RestClient:
     async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
         """Ask, and note what comes."""
         path, body = self._encode(prompt)
+        complete = False
         try:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     record.finish(clock(), *_error_of(await response.aread(), f"http_{response.status_code}"))
                     return
                 async for line in response.aiter_lines():
+                    complete = complete or line == "data: [DONE]"
                     if line.startswith("data: {") and _take_event(record, line[6:], clock):
                         return
         except httpx2.HTTPError as error:
@@ -129,7 +131,8 @@ class RestClient:
         except (ValueError, KeyError, TypeError) as error:
             record.finish(clock(), "malformed_answer", f"{type(error).__name__}: {error}")
         else:
-            record.finish(clock(), *(() if record.prompt_tokens else ("incomplete", "the stream ended without usage")))
+            cut = ("incomplete", "the stream ended without usage or [DONE]")
+            record.finish(clock(), *(() if complete and record.prompt_tokens else cut))
 
     async def close(self) -> None:
         """Give up the connections."""

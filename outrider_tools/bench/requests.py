@@ -118,6 +118,8 @@ class RequestRecord:
     """When it should have been sent; waiting for a place of --max-concurrency counts as latency."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """When tokens came, and how many."""
+    tokens: int = 0
+    """All of them."""
     end: float = 0.0
     error: str = ""
     """The error's code; empty for a complete answer."""
@@ -132,11 +134,6 @@ class RequestRecord:
     accepted_at: Counter[int] = field(default_factory=Counter)
     """Rounds that accepted a draft token at this depth, the root's children being 1; known likewise."""
     _run: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Generated tokens that came."""
-        return sum(count for _, count in self.arrivals)
 
     @property
     def ttft(self) -> float | None:
@@ -163,6 +160,7 @@ class RequestRecord:
         """Tokens came."""
         if count:
             self.arrivals.append((at, count))
+            self.tokens += count
 
     def take_origins(self, origins: Iterable[int]) -> None:
         """The same tokens' origins, which tell rounds apart: accepted tokens, then the target's own."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
@@ -62,7 +63,10 @@ def test_origins_tell_rounds_and_depths_apart() -> None:
 
 
 def test_tokens_of_one_message_share_its_time_and_later_ones_do_not_count_for_throughput() -> None:
-    record = RequestRecord(due=1.0, arrivals=[(2.0, 1), (4.0, 4), (11.0, 1)], end=11.0, prompt_tokens=3)
+    record = RequestRecord(due=1.0, prompt_tokens=3)
+    for at, count in ((2.0, 1), (4.0, 4), (11.0, 1)):
+        record.take(at, count)
+    record.finish(11.0)
     rows = rows_of(LoadRun(LoadPoint(concurrency=1, seconds=10.0), [record], window=10.0), "case")
     assert values(rows, "tokens_per_second") == [0.5] and values(rows, "requests_per_second") == [0.0]
     assert values(rows, "ttft_ms_p50") == [1000.0] and values(rows, "itl_ms_p50") == [500.0]
@@ -182,6 +186,23 @@ async def test_a_gateway_that_is_gone_is_an_error_of_each_request() -> None:
         run = await run_point(client, [Prompt(4, token_ids=(9,))], LoadPoint(concurrency=1, num_prompts=2, timeout=20))
         await client.close()
         assert sum(errors_of(run.records).values()) == 2
+
+
+@pytest.mark.parametrize(("last", "error"), [("data: [DONE]\n\n", ""), ("", "incomplete")])
+async def test_a_stream_is_complete_with_its_last_event_alone(last: str, error: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        usage = {"prompt_tokens": 1, "completion_tokens": 2}
+        writer.write(f"HTTP/1.1 200 OK\r\n\r\ndata: {json.dumps({'usage': usage})}\n\n{last}".encode())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    client, record = RestClient(f"http://127.0.0.1:{port}", RequestOptions()), RequestRecord(due=0.0)
+    await client.send(Prompt(4, token_ids=(9,)), record, asyncio.get_running_loop().time)
+    await client.close()
+    server.close()
+    assert (record.tokens, record.error) == (2, error)
 
 
 def test_the_command_writes_a_report_in_the_common_form(live: Cluster, tmp_path: Path) -> None:
