@@ -266,7 +266,8 @@ def run_texts(
         found = _earlier(options.text, target)
     else:
         found = Corpus(target.model, form, options.corpus, work, report, ranks, target.fingerprint).texts(given)
-    asked = asked or [Question(form.decode(prompt)) for prompt in found.held_out]
+    # Special tokens alone say nothing, which every prompt would end with.
+    asked = asked or [Question(text) for text in map(form.decode, found.held_out) if text.strip()]
     if not asked:
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
     # Whatever text it is: what is evaluated with is not trained on.

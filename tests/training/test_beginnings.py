@@ -15,9 +15,9 @@ from training_world import make_head, random_texts, states
 
 from outrider_tools.training.attention import Spans
 from outrider_tools.training.beginnings import SYSTEM_MESSAGES, Beginnings, endings
-from outrider_tools.training.corpus import Corpus
+from outrider_tools.training.corpus import Corpus, StoredTexts, run_texts
 from outrider_tools.training.learner import DraftInput
-from outrider_tools.training.options import CorpusOptions
+from outrider_tools.training.options import CorpusOptions, RunOptions
 from outrider_tools.training.prompts import ChatForm, Question
 from outrider_tools.training.report import Report
 from outrider_tools.training.target import TargetModel
@@ -62,6 +62,15 @@ def test_a_question_is_found_behind_any_beginning(chat: ChatForm) -> None:
     for question in (QUESTION, chat.words(QUESTION)):
         kept = texts.without(endings(chat, question))
         assert [kept.sequence(number).tolist() for number in range(len(kept))] == [[*other, 7, 8] for other in others]
+
+
+def test_a_question_without_words_that_is_held_out_leaves_the_text_as_it_is(
+    target: TargetModel, chat: ChatForm, tmp_path: Path
+) -> None:
+    texts = Texts.join([chat.ask(QUESTION)], [[7, 8]])
+    StoredTexts(texts, [[1, 0, 1], chat.words("Who?")]).save(tmp_path)
+    found = run_texts(target, chat, RunOptions(text=tmp_path), tmp_path, Report(StringIO()))
+    assert len(found.texts) == 1 and found.questions == [Question("Who?")]
 
 
 def test_the_record_says_what_texts_begin_with(target: TargetModel, chat: ChatForm, tmp_path: Path) -> None:
