@@ -34,7 +34,7 @@ def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(fields, dict):
             yield where, fields
         elif line.strip():
-            raise ConfigError(f"{where}: not an object; write it as {{'prompt': 'text'}}")
+            raise ConfigError(f'{where}: not an object; write it as {{"prompt": "text"}}')
 
 
 @contextmanager

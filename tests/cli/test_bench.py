@@ -127,6 +127,15 @@ def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
         read_prompts(path, 9)
 
 
+def test_what_a_line_is_to_be_written_as_is_json(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("[]")
+    with pytest.raises(ConfigError) as caught:
+        read_prompts(path, 9)
+    path.write_text(caught.value.message.rpartition("write it as ")[2])
+    assert read_prompts(path, 9) == [Prompt(9, text="text")]
+
+
 def test_a_home_that_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match="names a home that is not there"):
         read_prompts(Path("~nobody-of-this-name/prompts.jsonl"), 9)
