@@ -43,7 +43,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-gb", type=number(0.001, 1000), default=2.0, help="Largest weight file, in GB. Default: 2."
     )
-    parser.add_argument("--vocab-size", type=int, help="Pad the vocabulary with tokens that are never chosen.")
+    parser.add_argument(
+        "--vocab-size", type=whole_number(1, 1 << 24), help="Pad the vocabulary with tokens that are never chosen."
+    )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="What fills and checks. Default: auto."
     )

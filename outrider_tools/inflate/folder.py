@@ -66,6 +66,14 @@ class InflateOptions:
     vocab_size: int | None = None
 
 
+def vocab_size_of(source: ModelConfig, options: InflateOptions) -> int:
+    """Tokens of what is made of `source`. Raises ConfigError where they would be fewer than its own."""
+    size = options.vocab_size or source.vocab_size
+    if size < source.vocab_size:
+        raise ConfigError(f"--vocab-size {size}: below the source's {source.vocab_size}; give at least as many")
+    return size
+
+
 def tokenize(folder: Path, text: str) -> list[int]:
     """Token ids of `text` for the model in `folder`."""
     ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
@@ -89,7 +97,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     if config.quantization is not None:
         raise ConfigError(f"{source}: has {config.quantization.name} weights; inflate its source, then quantize that")
     shape_map = ShapeMap.of(config, options.shape)
-    vocab_size = options.vocab_size or config.vocab_size
+    vocab_size = vocab_size_of(config, options)
     stored = decoder_tensors(source, config)
     inflater = Inflater(stored, config, shape_map, vocab_size, options.dtype, options.device, options.seed)
     fields = inflated_fields(fields, shape_map, vocab_size, inflater.rms_norm_eps, options.dtype)

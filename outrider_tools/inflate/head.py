@@ -32,7 +32,7 @@ from outrider.models.progress import Progress
 from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
 from outrider_tools.files import whole_output
-from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions
+from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, vocab_size_of
 from outrider_tools.inflate.shapes import ShapeMap, shape_of
 from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater, inflated_fields
 
@@ -129,7 +129,7 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
         _check_mtp(head, of_target)
         # They are the target's, also where the module lies in the target's checkpoint.
         stored = {name: tensor for name, tensor in stored.items() if name not in (EMBEDDING, OUTPUT)}
-    vocab_size = options.vocab_size or of_target.vocab_size
+    vocab_size = vocab_size_of(of_target, options)
     padded = vocab_size != config.decoder.vocab_size
     if padded and OUTPUT not in stored:
         raise ConfigError(f"--vocab-size: {head} uses its target's output matrix, which must not be padded then")
@@ -260,11 +260,11 @@ def random_eagle3_head(
 
 
 def shaped(source: Path, options: InflateOptions) -> ModelConfig:
-    """The configuration of what `inflate` makes of `source`, as far as a head needs it."""
+    """The configuration of what `inflate` makes of `source`, as far as a head needs it. Raises ConfigError."""
     config, shape = ModelConfig.from_folder(source), options.shape.dense
     return replace(
         config,
-        vocab_size=options.vocab_size or config.vocab_size,
+        vocab_size=vocab_size_of(config, options),
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_layers=shape.layers,

@@ -102,8 +102,11 @@ class Inflater:
         self._epsilon = config.rms_norm_eps * source.hidden
         whole = self._epsilon
         if vocab_size != config.vocab_size:
+            if target.hidden == source.hidden:
+                raise ConfigError(
+                    "--vocab-size: needs a channel of its own; choose a shape with hidden above the source's"
+                )
             self._constant = self._take(whole / 2, 1)
-            self._check_vocab(config, vocab_size)
         if target.experts:
             self._sign = self._take(whole / 4, ROUTE_CHANNELS)
         self.rms_norm_eps = self._epsilon / target.hidden
@@ -186,13 +189,6 @@ class Inflater:
         value = float(torch.tensor(math.sqrt(share / count)).to(self._dtype))
         self._epsilon -= count * value**2
         return value
-
-    def _check_vocab(self, config: ModelConfig, vocab_size: int) -> None:
-        source, target = self._shape_map.source, self._shape_map.target
-        if vocab_size < config.vocab_size:
-            raise ConfigError(f"--vocab-size {vocab_size}: below the source's {config.vocab_size}")
-        if target.hidden == source.hidden:
-            raise ConfigError("--vocab-size: needs a channel of its own; choose a shape with hidden above the source's")
 
     @property
     def _signs(self) -> slice:

@@ -303,3 +303,20 @@ def test_the_command_makes_heads(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--random-draft", "--draft-out", "x", "--draft-vocab-size", "0"])
     assert "--draft-vocab-size: '0' is not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("makes", ["--random-draft", "--draft"])
+def test_a_vocabulary_below_the_targets_is_told_before_a_head_is_made(
+    tmp_path: Path, makes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "target")
+    (tmp_path / "target" / "tokenizer.json").write_text("{}")
+    save_head(tmp_path / "head", EAGLE3_FIELDS, eagle3_tensors())
+    words = ["inflate", "--model", str(tmp_path / "target"), "--shape", str(WIDER), "--device", "cpu"]
+    words += [makes, str(tmp_path / "head")] if makes == "--draft" else [makes]
+    words += ["--draft-out", str(tmp_path / "out"), "--vocab-size"]
+    assert main([*words, "10"]) == 2
+    assert "--vocab-size 10: below the source's 97" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        main([*words, "0"])
