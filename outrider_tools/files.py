@@ -38,6 +38,16 @@ def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """For writing `path`, which `option` names; its folder is made. Raises ConfigError where it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; choose another place") from None
+
+
+@contextmanager
 def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
     """A path beside `out` of the same suffix; what is made there takes its name at the end, or is removed.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider_tools.files import writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def require_matplotlib() -> None:
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     """Throughput, latencies and acceptance of all points as one image, whose kind `path`'s suffix says.
 
-    Raises ConfigError for a suffix that matplotlib does not know, or where it is missing.
+    Raises ConfigError for a suffix that matplotlib does not know, where it is missing, or the file cannot be written.
     """
     require_matplotlib()
     matplotlib: Any = import_module("matplotlib")
@@ -137,9 +138,9 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     _draw_acceptance(axes[3], points)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        figure.savefig(path, dpi=130)
+        with writing("--plot", path):
+            figure.savefig(path, dpi=130)
     except ValueError as error:
         raise ConfigError(f"--plot: {path}: {error}") from None
     finally:

@@ -26,6 +26,7 @@ from outrider_tools.bench.figures import errors_of, rows_of
 from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib, write_report
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts, read_prompts
 from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
+from outrider_tools.files import writing
 
 DEFAULT_PROMPTS = 64
 MAX_CONCURRENCY = 4096
@@ -342,9 +343,7 @@ def _write(arguments: argparse.Namespace, rows: Sequence[Row], runs: Sequence[Lo
     more: dict[str, Any] = {}
     if arguments.save_detailed:
         more["requests"] = [[record.as_dict() for record in one.records] for one in runs]
-    try:
-        device = arguments.device_name or cpu_name()
-        command = ["outrider", *sys.argv[1:]]
+    device = arguments.device_name or cpu_name()
+    command = ["outrider", *sys.argv[1:]]
+    with writing("--out", arguments.out):
         write_report(arguments.out, "bench", device, rows, PACKAGES, command=command, more=more)
-    except OSError as error:
-        raise ConfigError(f"--out: {arguments.out} cannot be written: {error.strerror}") from None

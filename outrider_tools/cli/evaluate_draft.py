@@ -10,9 +10,9 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from outrider.cli.options import whole_number
-from outrider.errors import ConfigError
+from outrider.cli.options import number, whole_number
 from outrider.models.store import DEFAULT_MODEL, resolve_model
+from outrider_tools.files import writing
 from outrider_tools.training.options import ALGORITHMS, TreeShape
 
 # Characters of a system message in the report.
@@ -49,7 +49,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=whole_number(1, 10**9), help="Take so many questions, spread over the file.")
     parser.add_argument(
-        "--temperature", type=float, nargs="+", default=[0.0, 1.0], help="One or several. Default: 0 1."
+        "--temperature", type=number(0, 100), nargs="+", default=[0.0, 1.0], help="One or several. Default: 0 1."
     )
     parser.add_argument(
         "--max-new-tokens", type=whole_number(1, 10**6), default=256, help="Of an answer. Default: 256."
@@ -72,8 +72,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
-    if any(not 0.0 <= temperature <= 100.0 for temperature in arguments.temperature):
-        raise ConfigError(f"--temperature {arguments.temperature}: must be between 0 and 100")
+    if arguments.json is not None:
+        with writing("--json", arguments.json):
+            pass  # where its folder cannot be made, that is told before anything is measured
     # By name: the command line imports without torch.
     torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluate")
     prompts, tables = import_module("outrider_tools.training.prompts"), import_module("outrider_tools.training.figures")
@@ -113,8 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         record = _record(arguments, algorithm, dtype, device, torch)
         record["evaluation"] = [asdict(evaluation) for evaluation in evaluations]
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        with writing("--json", arguments.json):
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return 0
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import outrider
+from outrider_tools.files import writing
 from outrider_tools.training.card import write_card, write_plots
 from outrider_tools.training.corpus import WORK_FOLDER, run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
@@ -53,7 +54,8 @@ def train(
     ranks = ranks or RankGroup()
     processes = ranks.count
     work = out / WORK_FOLDER
-    work.mkdir(parents=True, exist_ok=True)
+    with writing("--out", work):
+        work.mkdir(exist_ok=True)
     clock = _Clock()
     report.line(f"loading {model_folder.name} on {device}")
     target = TargetModel(model_folder, device)

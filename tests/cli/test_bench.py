@@ -258,6 +258,12 @@ def test_the_table_fits_80_columns_and_a_pipe() -> None:
     assert lines[5] == "llama-8b eagle3 split b1 greedy" and lines[6].split() == ["3.25"]
 
 
+def test_a_plot_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--plot: .*/file/x\.png cannot be written: "):
+        draw([], tmp_path / "file" / "x.png", "")
+
+
 def test_plots_have_a_tick_for_each_load() -> None:
     loads = [("b", 0.0), ("b", 8.0), ("rate", 2.5)]
     assert [load_text(*load, with_kind=False) for load in loads] == ["all", "8", "2.5"]

@@ -211,6 +211,15 @@ def test_the_command_tells_the_kind_by_itself_and_writes_everything(
     assert len(record["evaluation"][0]["all"]["rates"]) == 10
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = ["evaluate-draft", "--draft", "none", "--prompts", "none", "--json", str(tmp_path / "file" / "x.json")]
+    assert main(words) == 2
+    assert "--json: " in capsys.readouterr().err
+
+
 def test_other_beginnings_stand_in_the_same_table(
     target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

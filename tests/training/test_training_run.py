@@ -125,6 +125,12 @@ def test_plots_are_drawn_beside_the_card(earlier: Path, no_plots: None, tmp_path
     assert "matplotlib is not installed" in output.getvalue()
 
 
+def test_a_folder_that_cannot_be_made_is_told(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--out: .*/file/work cannot be written: "):
+        train(tiny_folder, tmp_path / "file", torch.device("cpu"), OPTIONS, Report(StringIO()))
+
+
 def test_text_of_nowhere_or_of_another_target_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     device, report = torch.device("cpu"), Report(StringIO())
     options = replace(OPTIONS, text=tmp_path)
