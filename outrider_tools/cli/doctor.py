@@ -70,12 +70,23 @@ def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     """The options with each service told of those that it calls; with --running, as `outrider up` runs them."""
     unsaid = arguments.verify is None and arguments.draft is None and are_all_default(options)
     found = running_cluster() if arguments.running and unsaid else {}
-    linked = link(with_addresses(options, found) if found else options)
+    linked = link(with_addresses(options, found) if found or _has_all(options, arguments) else options)
     for name, field, endpoint in LINKS:
         if getattr(arguments, endpoint) is not None:
             changes: dict[str, Any] = {field: getattr(arguments, endpoint)}
             linked[name] = replace(linked[name], **changes)
     return linked
+
+
+def _has_all(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> bool:
+    """Whether verify is said to have all that drafts, so that there is no draft service."""
+    verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
+    if arguments.draft_placement != "colocated":
+        return False
+    try:
+        return place_drafts(verify, draft, "colocated", num_gpus(), lambda text: None).draft is None
+    except ConfigError:  # `_place` tells it
+        return False
 
 
 def _place(

@@ -59,6 +59,18 @@ def test_running_services_are_asked_and_measured(live: Cluster, capsys: pytest.C
     assert any("an Outrider process (gateway, " in text for text in taken), "the REST door, which has no gRPC health"
 
 
+def test_no_draft_service_is_looked_for_where_verify_has_all_that_drafts(
+    live: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    addresses = [f"--{name}-address={live.address(name)}" for name in ("gateway", "verify")]
+    addresses += ["--rest-address=127.0.0.1:0", "--verify-metrics-address="]
+    code, found = doctor(capsys, "--skip-models", "--running", "--draft-placement=colocated", *addresses)
+    assert (code, of(found, "draft")) == (0, []), found
+    asked = ["--draft-placement=colocated", "--draft=127.0.0.1:1"]
+    code, found = doctor(capsys, "--skip-models", "--running", *asked, *addresses)
+    assert (code, of(found, "draft")[0][0]) == (1, "problem"), "it was named"
+
+
 def test_what_outrider_up_runs_is_found(
     live: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
