@@ -120,7 +120,8 @@ class ModelShape:
         raise NotImplementedError
 
     def bytes_saved(self, item_bytes: int) -> int:
-        """What quantization takes off the weights' memory on a GPU, against so many bytes a weight."""
+        """What quantization takes off the weights' memory on a GPU, against so many bytes a weight; of four they are
+        dequantized."""
         return 0
 
 
@@ -235,7 +236,7 @@ class ModelConfig(ModelShape):
 
     def bytes_saved(self, item_bytes: int) -> int:
         """See ModelShape."""
-        if self.quantization is None:
+        if self.quantization is None or item_bytes == 4:
             return 0
         saved, hidden, wide = 0, self.hidden_size, self.num_heads * self.head_dim
         attention = (

@@ -150,8 +150,7 @@ def plan_target(
     sums are those that the service does itself.
     """
     item = ITEM_BYTES[dtype]
-    # Matrices are dequantized where a GPU computes in float32.
-    saved = config.bytes_saved(item) if dtype != "float32" else 0
+    saved = config.bytes_saved(item)
     weights = elements.total * item - saved
     per_token = kv_elements(config) * (1 if options.kv_cache_dtype == "fp8_e4m3" else item)
     round_tokens = max(options.max_running_requests + options.max_draft_tokens, 1)

@@ -106,7 +106,7 @@ def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOp
             yield ok("gpu", text)
     last = _first_gpu(verify.device) + verify.tensor_parallel_size
     if last > len(gpus) and verify.device != "cpu":
-        text = f"--tensor-parallel-size {verify.tensor_parallel_size} needs {last} GPUs"
+        text = f"--device {verify.device} with --tensor-parallel-size {verify.tensor_parallel_size} needs {last} GPUs"
         yield problem("gpu", text, "lower it, or --device")
     apart = [(a, b) for a, row in enumerate(told["peers"]) for b, reached in enumerate(row) if a < b and not reached]
     if apart:

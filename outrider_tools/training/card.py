@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider_tools.training.figures import Evaluation, decoding, length_table, markdown, rate_table
+from outrider_tools.training.options import BLOCK_ALGORITHMS
 from outrider_tools.training.report import Report
 
 CARD = "README.md"
@@ -102,7 +103,7 @@ def _training(record: dict[str, Any]) -> list[list[str]]:
         rows.insert(1, ["begun as", record["options"]["init_from"]])
     if record["algorithm"] == "STANDALONE":
         rows = [row for row in rows if row[0] != "steps on own features"]
-    if record["algorithm"] == "EAGLE3":
+    if record["algorithm"] in ("EAGLE3", *BLOCK_ALGORITHMS):
         size, share = record["options"]["draft_vocab_size"], record["vocabulary_coverage"]
         rows.insert(-4, ["draft vocabulary", f"{size} tokens, {100 * share:.2f} % of the answers'"])
     return [*rows, ["all options", "`training.json`"]]

@@ -188,7 +188,7 @@ def test_gpus_that_do_not_reach_each_other_and_full_ones_are_warned_of() -> None
     assert "no direct access between GPUs 0-1" in words(found, Level.WARNING)
     assert "0: H200" in words(found, Level.OK)
     found = list(check_devices(told, VerifyOptions(tensor_parallel_size=2, device="cuda:1"), DraftOptions()))
-    assert "--tensor-parallel-size 2 needs 3 GPUs" in words(found, Level.PROBLEM)
+    assert "--device cuda:1 with --tensor-parallel-size 2 needs 3 GPUs" in words(found, Level.PROBLEM)
 
 
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.cli.main import main
+from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.capacity import CONTEXT_BYTES, GIB
@@ -17,7 +18,7 @@ from outrider.models.drafters.config import MARKOV_INPUT, HeadConfig, block_conf
 from outrider.models.elements import head_elements, kv_elements, model_elements
 from outrider.models.shipped import shipped_head
 from outrider.models.store import config_folder
-from outrider_tools.cli.plan import count_graphs, parse_size, plan_target
+from outrider_tools.cli.plan import count_graphs, parse_size, plan_draft, plan_target
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -152,6 +153,18 @@ def test_quantized_weights_take_their_bits(fields: dict[str, Any], bits: int) ->
     saved = config.bytes_saved(2)
     assert saved == pytest.approx(layers * (16 - bits) / 8, rel=0.03)
     assert saved < layers * (16 - bits) / 8, "scales take something"
+
+
+def test_a_quantized_draft_in_float32_is_counted_as_it_is_dequantized(tmp_path: Path) -> None:
+    fields = LLAMA_8B | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    options = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(tmp_path))
+    config = ModelConfig.from_fields(LLAMA_8B, {})
+    elements = model_elements(config)
+    whole, half = (plan_draft(replace(options, dtype=dtype), config, tmp_path) for dtype in ("float32", "bfloat16"))
+    assert whole is not None and half is not None
+    assert (whole.weights, whole.read) == (4 * elements.total, 4 * elements.read)
+    assert half.weights < 2 * elements.total
 
 
 def test_of_experts_those_are_read_that_tokens_wake() -> None:

@@ -116,6 +116,13 @@ def test_the_card_has_the_numbers_of_the_record(earlier: Path) -> None:
         assert text in card
 
 
+def test_every_head_with_a_vocabulary_of_its_own_says_how_large_it_is(earlier: Path) -> None:
+    record = json.loads((earlier / "training.json").read_text())
+    for algorithm, told in (("EAGLE3", True), ("DSPARK", True), ("EAGLE", False)):
+        rows = card_module._training(record | {"algorithm": algorithm})
+        assert any(name == "draft vocabulary" and size.startswith("150 tokens") for name, size in rows) == told
+
+
 def test_plots_are_drawn_beside_the_card(earlier: Path, no_plots: None, tmp_path: Path) -> None:
     for name in ("training.png", "accept_rate.png"):
         assert (earlier / name).read_bytes().startswith(b"\x89PNG")

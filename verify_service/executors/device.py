@@ -22,9 +22,7 @@ def check_model(
     free, total = torch.cuda.mem_get_info(device)
     budget = min(int(total * mem_fraction), free)
     count = model_elements(config).total if isinstance(config, ModelConfig) else config.num_parameters
-    needed = count * dtype.itemsize
-    if dtype != torch.float32:
-        needed -= config.bytes_saved(dtype.itemsize)
+    needed = count * dtype.itemsize - config.bytes_saved(dtype.itemsize)
     if needed > budget:
         raise ConfigError(
             f"the weights take {gib(needed)} in {_word(dtype)}, but --mem-fraction-static {mem_fraction} of "
