@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.split.cases import SplitCase
-from gateway.core.chat_template import ChatTemplate
+from outrider.chat_template import ChatTemplate
 from outrider.errors import ConfigError
 from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.rpc.channel import open_channel

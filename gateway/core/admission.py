@@ -12,13 +12,13 @@ import msgspec
 from pydantic import BaseModel
 
 from gateway.core.catalogue import GatewayModel
-from gateway.core.chat_template import ChatTemplateError
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Chat, ClientRequest, Job, RequestSampling
 from gateway.core.tool_grammar import forced_grammar, strict_grammar
 from gateway.core.tool_parser import ToolCalls
 from gateway.core.tool_prompt import chat_messages
 from gateway.core.validation import FieldNames, renamed
+from outrider.chat_template import ChatTemplateError
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.grammar.spec import Grammar
 from outrider.protocol.generation import GenerationRequest

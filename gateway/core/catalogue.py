@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gateway.core.chat_template import read_config
 from gateway.core.reasoning import ReasoningMarkers, find_markers
 from gateway.core.request import OutputFields, SamplingFields
 from gateway.core.tokenizer import Tokenizer
 from gateway.core.tool_format import ToolFormat, find_format
 from gateway.core.validation import validate
+from outrider.chat_template import read_config
 from outrider.errors import ConfigError, InvalidRequestError, NotFoundError, UnavailableError
 from outrider.logs import get_logger
 from outrider.protocol.generation import VerifyInfo

@@ -11,8 +11,8 @@ from typing import Any
 
 import tokenizers
 
-from gateway.core.chat_template import ChatTemplate, read_config
 from gateway.core.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from outrider.chat_template import ChatTemplate, read_config
 from outrider.errors import ConfigError
 from outrider.models.store_folder import hash_tokenizer
 

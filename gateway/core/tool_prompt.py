@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.core.chat_template import ChatTemplate
 from gateway.core.request import Chat, RequestMessage, Tool, ToolCall
+from outrider.chat_template import ChatTemplate
 
 _INSTRUCTIONS = """You may call functions. Each is described by a JSON object:
 {tools}

@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.core.admission import admit, check_ids, render_chat
 from gateway.core.catalogue import GatewayModel
-from gateway.core.chat_template import special_tokens
 from gateway.core.metrics import CONTENT_TYPE
 from gateway.core.request import MAX_PROMPT_TOKENS, Chat, ClientRequest, PromptEnd, StrictModel, Text, TokenId
 from gateway.core.service import Gateway
@@ -27,6 +26,7 @@ from gateway.http.responses import DOOR, Body, json_bytes, send_json
 from gateway.openai.chat import Messages
 from gateway.openai.fields import TemplateFields
 from outrider import __version__
+from outrider.chat_template import special_tokens
 from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 _PROBE_SECONDS = 20.0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from outrider.chat_template import ChatTemplate, ChatTemplateError, read_config, special_tokens
 from outrider.errors import ConfigError
 from outrider_tools.files import json_objects
 
@@ -117,25 +115,17 @@ class _Template:
     """A model folder's chat template."""
 
     def __init__(self, folder: Path) -> None:
-        config = _tokenizer_config(folder)
-        path = folder / "chat_template.jinja"
-        source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
-        if not isinstance(source, str):
+        template = ChatTemplate.load(folder)
+        if template is None:
             raise ConfigError(f"{folder} has no chat template; training text is made of answers in a chat")
-        self._folder = folder
-        self._source = source
-        self._environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        self._special = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        self._folder, self._template = folder, template
+        self._bos = special_tokens(read_config(folder / "tokenizer_config.json")).get("bos_token", "")
 
     def render(self, *messages: Mapping[str, str]) -> str:
         """The text of a conversation; where the user spoke last, up to where the answer begins."""
-        answers = messages[-1]["role"] == "user"
         try:
-            template = self._environment.from_string(self._source)
-            return template.render(messages=list(messages), add_generation_prompt=answers, tools=None, **self._special)
-        except jinja2.TemplateError as error:
+            return self._template.render(messages, add_generation_prompt=messages[-1]["role"] == "user")
+        except ChatTemplateError as error:
             raise ConfigError(f"{self._folder}: the chat template cannot be rendered: {error}") from None
 
     def without_system(self) -> str:
@@ -144,7 +134,7 @@ class _Template:
         system, whole = self.render(given), self.render(given, _USER)
         if not whole.startswith(system):
             raise ConfigError(f"{self._folder}: the chat template does not part a system message from the user's words")
-        rest, bos = whole.removeprefix(system), self._special["bos_token"]
+        rest, bos = whole.removeprefix(system), self._bos
         return bos + rest if system.startswith(bos) and not rest.startswith(bos) else rest
 
     def cut(self, text: str) -> tuple[str, str]:
@@ -157,20 +147,6 @@ class _Template:
 
 def _system(content: str) -> dict[str, str]:
     return {"role": "system", "content": content}
-
-
-def _tokenizer_config(folder: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _text(token: object) -> str:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""
 
 
 # How users begin: first words of some invented questions, so that those are of many kinds, a line for each.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.core.chat_template import ChatTemplate, ChatTemplateError
+from outrider.chat_template import ChatTemplate, ChatTemplateError
 from outrider.errors import ConfigError
 
 HELLO = [{"role": "user", "content": "<b>Hé</b>"}]

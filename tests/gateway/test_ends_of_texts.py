@@ -10,9 +10,9 @@ from gateway_world import World
 from scripted_verify import EOS
 
 from gateway.core.admission import render_chat
-from gateway.core.chat_template import ChatTemplate
 from gateway.core.detokenizer import StopMatcher
 from gateway.core.request import Chat, RequestMessage
+from outrider.chat_template import ChatTemplate
 from outrider.v1 import gateway_pb2
 
 

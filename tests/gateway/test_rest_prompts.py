@@ -16,13 +16,13 @@ from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
 from gateway.core.catalogue import GatewayModel
-from gateway.core.chat_template import ChatTemplate
 from gateway.core.gate import Allowance, Gate
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.service import Gateway
 from gateway.core.tokenizer import Tokenizer
 from gateway.http.body import BodyReader
 from gateway.http.info import TokenizerRoute, prepare_tokenize
+from outrider.chat_template import ChatTemplate
 from outrider.errors import OverloadedError
 
 PROMPT = "Grüße aus 東京 🙂"

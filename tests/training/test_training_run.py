@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,7 +243,7 @@ FOLDED = "[INST] {% for message in messages %}{{ message['content'] }} {% endfor
 DEAF = "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}:"
 
 
-def form_of(tiny_folder: Path, folder: Path, template: str) -> ChatForm:
+def form_of(tiny_folder: Path, folder: Path, template: Any) -> ChatForm:
     """Of the tiny target with another chat template, and a token that begins every text."""
     folder.mkdir()
     tokenizer = json.loads((tiny_folder / "tokenizer.json").read_text())
@@ -274,6 +275,20 @@ def test_a_chat_begins_behind_any_system_message_and_behind_none(tiny_folder: Pa
     assert said(form.raw()) == bos + "Who?"
     header = form.system_form().before
     assert form.tokenizer.decode(header, skip_special_tokens=False) == f"{bos}<|im_start|>system\n"
+
+
+def test_a_template_is_rendered_as_the_gateway_does(tiny_folder: Path, tmp_path: Path) -> None:
+    chat = (
+        "{% for message in messages %}{% generation %}{{ {'<&>': 1} | tojson }}{{ message['content'] }}"
+        "{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}"
+    )
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": chat}]
+    form = form_of(tiny_folder, tmp_path / "named", named)
+    assert form.tokenizer.decode(form.ask("Who?")) == '{"<&>": 1}Who?%'
+    with pytest.raises(ConfigError, match="the chat template cannot be rendered: "):
+        form_of(tiny_folder, tmp_path / "wrong", "{{ messages[0]['content'] + 1 }}")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        form_of(tiny_folder, tmp_path / "none", None)
 
 
 def test_templates_that_cannot_begin_otherwise_say_so(tiny_folder: Path, tmp_path: Path) -> None:
