@@ -13,6 +13,7 @@ from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -57,22 +58,26 @@ class MetricsServer:
 class ServiceCollector(Collector):
     """Memory, CPU and files of a service: of its own process and of those below it, such as its engine's, in sum.
 
-    The time of the start and the limit of open files are the own process's.
+    CPU is also of those that have ended, or it would fall with each. The time of the start and the limit of open files
+    are the own process's.
     """
 
     def collect(self) -> Iterator[Metric]:
         """Prometheus's usual process metrics."""
         totals = {metric.name: metric for metric in ProcessCollector(registry=None).collect()}
-        for pid in _children(os.getpid()):
+        family = [os.getpid(), *_children(os.getpid())]
+        for pid in family[1:]:
             for metric in ProcessCollector(registry=None, pid=partial(int, pid)).collect():
                 if metric.name in _SUMMED and metric.name in totals:
                     total = totals[metric.name]
                     pairs = zip(total.samples, metric.samples, strict=True)
                     total.samples = [own._replace(value=own.value + other.value) for own, other in pairs]
+        if cpu := totals.get("process_cpu_seconds"):
+            cpu.samples = [cpu.samples[0]._replace(value=sum(map(_cpu_seconds, family)))]
         yield from totals.values()
 
 
-_SUMMED = ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_cpu_seconds", "process_open_fds")
+_SUMMED = ("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds")
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -85,6 +90,15 @@ def _children(pid: int) -> Iterator[int]:
         for child in map(int, found):
             yield child
             yield from _children(child)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """A process's own, and those of processes below it that it has seen end."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 WANTS_KEY = "metrics_page_wants_key"

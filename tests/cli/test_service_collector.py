@@ -31,23 +31,23 @@ def value(collector: object, name: str) -> float:
     return found
 
 
-def own_and_all(code: str, name: str) -> tuple[float, float]:
-    """A figure of this process, and of this one with a child that runs the code."""
+def own_and_all(code: str, name: str) -> tuple[float, float, float]:
+    """A figure of this process, of this one with a child that runs the code, and the same when the child has ended."""
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline() == b"there\n"
         own, all_of_them = value(ProcessCollector(registry=None), name), value(ServiceCollector(), name)
         child.communicate(b"")
-    return own, all_of_them
+    return own, all_of_them, value(ServiceCollector(), name)
 
 
 def test_memory_of_a_process_below_counts() -> None:
-    own, all_of_them = own_and_all(_HOLD, "process_resident_memory_bytes")
-    assert all_of_them > own + (190 << 20)
+    own, all_of_them, after = own_and_all(_HOLD, "process_resident_memory_bytes")
+    assert all_of_them > own + (190 << 20) and all_of_them > after + (190 << 20)
 
 
-def test_cpu_of_a_process_below_counts() -> None:
-    own, all_of_them = own_and_all(_WORK, "process_cpu_seconds_total")
-    assert all_of_them > own + 0.45
+def test_cpu_of_a_process_below_counts_also_when_it_has_ended() -> None:
+    own, all_of_them, after = own_and_all(_WORK, "process_cpu_seconds_total")
+    assert all_of_them > own + 0.45 and after >= all_of_them
 
 
 def test_verify_and_draft_tell_of_their_engines() -> None:
