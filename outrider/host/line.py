@@ -122,8 +122,12 @@ class Listener:
         self._socket.setblocking(False)
         if folder:
             _remove_dead(Path(folder))
-        self._socket.bind(_kernel_name(self.path))
+        # By another name until it listens: one that does not is a dead process's to a draft that starts meanwhile.
+        begun = str(Path(folder) / f".{name}") if folder else self.path
+        self._socket.bind(_kernel_name(begun))
         self._socket.listen(_MAX_PENDING_CALLS)
+        if folder:
+            os.rename(begun, self.path)
 
     def fileno(self) -> int:
         """The socket's descriptor, for who waits for several."""

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from service_process import start_door, wait_until
 
 from outrider.config.draft import DraftOptions
-from outrider.host.line import DraftBatch, Line, LineHello, VerifyBatch, dial, host_id
+from outrider.host.line import DraftBatch, Line, LineHello, Listener, VerifyBatch, dial, host_id
 from outrider.protocol.speculation import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
 from outrider.rpc.channel import open_channel
 
@@ -226,6 +226,26 @@ async def test_a_socket_may_lie_in_a_folder_and_goes_with_the_service(tmp_path: 
         say(line, open_message([1, 2, 3, 1, 2]))
         assert await hear(line)
     assert not list(folder.iterdir())
+
+
+def test_drafts_that_start_together_leave_each_others_sockets_alone(
+    short_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [lambda: Listener(str(short_folder)).close()]
+
+    class Slow(socket.socket):
+        def listen(self, *pending: int) -> None:
+            while others:
+                others.pop()()
+            super().listen(*pending)
+
+    monkeypatch.setattr(socket, "socket", Slow)
+    listener = Listener(str(short_folder))
+    line = dial(listener.host, listener.path, "token")
+    assert line is not None
+    line.close()
+    listener.close()
+    assert not list(short_folder.iterdir())
 
 
 def test_only_this_host_is_called(tmp_path: Path) -> None:
