@@ -100,7 +100,7 @@ def _load(path: Path) -> Any:
     if packed:
         raise ConfigError(f"{path}: has compressed entries, which torch.save does not write")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 - no pickles
     except Exception as error:  # The reader raises many kinds for damaged or refused content.
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"{path}: holds more than tensors and plain containers, or is damaged: {reason}") from None

@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 import outrider
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = TOOLS["project"]
 
 
 def pins(name: str) -> dict[str, str]:
@@ -53,16 +54,19 @@ def test_the_changelog_knows_of_what_is_to_come() -> None:
         "import pickle",
         "from pickle import loads",
         "import marshal as m",
-        "torch.load('x')",
-        "torch.load('x', weights_only=True)",
+        "import torch; torch.load('x')",
+        "from torch import load; load('x', weights_only=True)",
         "eval('1')",
+        "exec('1')",
+        "__import__('pickle')",
         "subprocess.run('ls', shell=True)",
+        "subprocess.run('ls', shell=flag)",
         "AutoModel.from_pretrained('x', trust_remote_code=flag)",
-        "os.system('ls')",
+        "import os; os.system('ls')",
     ],
 )
 def test_forbidden_calls_are_found(line: str, tmp_path: Path) -> None:
-    assert forbidden(tmp_path, line).returncode == 1
+    assert forbidden(tmp_path, line)
 
 
 @pytest.mark.parametrize(
@@ -70,23 +74,25 @@ def test_forbidden_calls_are_found(line: str, tmp_path: Path) -> None:
     ["'no pickle, no eval()'", "model.eval()", "f(trust_remote_code=False)", "subprocess.run(['ls'], shell=False)"],
 )
 def test_harmless_lines_pass(line: str, tmp_path: Path) -> None:
-    assert forbidden(tmp_path, line).returncode == 0
+    assert not forbidden(tmp_path, line)
 
 
-@pytest.mark.parametrize(
-    ("line", "code"), [("torch.load('x', weights_only=True)", 0), ("torch.load('x', weights_only=flag)", 1)]
-)
-def test_the_converter_alone_may_load_weights(line: str, code: int, tmp_path: Path) -> None:
-    folder = tmp_path / "outrider_tools"
-    folder.mkdir(parents=True)
-    assert forbidden(folder, line, "convert.py").returncode == code
+def test_the_converter_alone_may_load_weights() -> None:
+    folders = [*TOOLS["tool"]["mypy"]["packages"], "scripts", "benchmarks"]
+    sources = [path for name in folders for path in (ROOT / name).rglob("*.py")]
+    lines = [(path, line) for path in sources for line in path.read_text().splitlines()]
+    ((path, line),) = [(path, line) for path, line in lines if re.search(r"noqa.*(TID251|\bS\d)|noqa(?!:)", line)]
+    assert path == ROOT / "outrider_tools" / "convert.py" and "torch.load(" in line and "weights_only=True" in line
 
 
-def forbidden(folder: Path, line: str, name: str = "sample.py") -> subprocess.CompletedProcess[str]:
-    file = folder / name
+def forbidden(folder: Path, line: str) -> bool:
+    """What `scripts/check` says of a line, by ruff or by a look at the text."""
+    file = folder / "sample.py"
     file.write_text(line + "\n")
-    command = [sys.executable, str(ROOT / "scripts" / "forbidden"), str(file)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    ruff = [sys.executable, "-m", "ruff", "check", f"--config={ROOT / 'pyproject.toml'}", "--no-cache", str(file)]
+    said = subprocess.run(ruff, capture_output=True, text=True, check=False).stdout
+    look = subprocess.run([ROOT / "scripts" / "forbidden", str(file)], capture_output=True, check=False)
+    return bool(re.search(r"^(TID251|S\d+) ", said, re.MULTILINE)) or look.returncode != 0
 
 
 def test_the_fast_tests_are_files_that_there_are() -> None:
