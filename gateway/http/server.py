@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import socket
 from collections import Counter
@@ -233,6 +234,14 @@ class HttpConnection(H11Protocol):
             self._unread = left or math.inf
         if left or in_request:
             self._unread_timer = self.loop.call_later(self._connections.stall_seconds, self._watch_unread)
+
+
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Whether uvicorn does not merely say that we gave up an answer, as on a client that does not read it."""
+    return record.msg != "ASGI callable returned without completing response."
+
+
+logging.getLogger("uvicorn.error").addFilter(_is_fault)
 
 
 class HttpServer(uvicorn.Server):

@@ -145,7 +145,9 @@ async def wait_on(send: Send) -> None:
 
 
 @pytest.mark.parametrize("stream", [give_up, wait_on])
-async def test_a_stream_that_is_left_unread_is_dropped(stream: Callable[[Send], Coroutine[Any, Any, None]]) -> None:
+async def test_a_stream_that_is_left_unread_is_dropped_and_no_fault(
+    stream: Callable[[Send], Coroutine[Any, Any, None]], caplog: pytest.LogCaptureFixture
+) -> None:
     quiet_may_end = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,6 +167,7 @@ async def test_a_stream_that_is_left_unread_is_dropped(stream: Callable[[Send], 
         await until(lambda: server.connections.num_open == 1)
         quiet_may_end.set()  # it was sent nothing for as long, and has taken all
         assert await quiet.answer() == (200, b"ok")
+    assert not caplog.records
 
 
 async def test_when_there_are_too_many_an_idle_one_gives_way() -> None:
