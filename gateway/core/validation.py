@@ -36,6 +36,12 @@ _WANTED: Mapping[str, str] = {
     "model_attributes_type": "an object",
 }
 
+_EITHER: Mapping[tuple[int | str, ...], str] = {
+    ("@object",): "an object or a string",
+    ("@text",): "a string or a list",
+}
+"""What fields of several types take, by the tag at the end of a place that stands for what is of none of them."""
+
 _OWN_PARTS = frozenset(
     {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@word", "@named"}
 )
@@ -81,9 +87,8 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
         return InvalidRequestError(field, "missing", "this field is required", code="missing_required_parameter")
     if kind in _WANTED:
         got = _KINDS.get(type(value), type(value).__name__)
-        return InvalidRequestError(
-            field, f"expected {_WANTED[kind]}, got {got}", f"send {_WANTED[kind]}", code="invalid_type"
-        )
+        wanted = _EITHER.get(error["loc"][-1:], _WANTED[kind])
+        return InvalidRequestError(field, f"expected {wanted}, got {got}", f"send {wanted}", code="invalid_type")
     if kind.startswith(("greater_than", "less_than")):
         return _out_of_range(field, value, context)
     if kind == "finite_number":

@@ -30,6 +30,9 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
 
 
 FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
+    (TEXT, {"prompt": 7}, "prompt", "invalid_type", "a string or a list, got an integer"),
+    (TEXT, {"prompt": ["x", 7]}, "prompt[1]", "invalid_type", "expected a string, got an integer"),
+    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "invalid_type", "a string or a list"),
     (TEXT, {"prompt": "x", "temperature": 2.5}, "temperature", "invalid_value", "2"),
     (TEXT, {"prompt": "x", "temperature": "0.5"}, "temperature", "invalid_type", "a number"),
     (TEXT, {"prompt": "x", "temperature": True}, "temperature", "invalid_type", "a number"),

@@ -109,7 +109,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": []}, "guided_choice", "1 to 1024"),
     ({"guided_choice": ["a"] * 2000}, "guided_choice", "1024"),
     ({"guided_grammar": "x" * 70_000}, "guided_grammar", "65536"),
-    ({"guided_json": 7}, "guided_json", ""),
+    ({"guided_json": 7}, "guided_json", "expected an object or a string, got an integer"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "does not go with guided_regex"),
     (wrapped({}) | {"guided_regex": "a"}, "guided_regex", "does not go with response_format"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "leave it out"),
