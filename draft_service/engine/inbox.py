@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from draft_service.frames import FeaturesFromDoor, FromDoor, SessionUp
 from outrider.host.frames import FromVerify, SessionDown, Stop
-from outrider.host.line import DraftBatch, FeatureBatch, Line, LineHello, Listener, OnLine
+from outrider.host.line import DraftBatch, Line, LineHello, Listener, OnLine, VerifyBatch
 from outrider.host.pipe import Pipe, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DraftMessage, Features
@@ -148,10 +148,10 @@ class VerifyLines:
                 _logger.error("a verify service on this host named its session twice")
                 self._lose(session)
                 return
-            if isinstance(frame, FeatureBatch):
-                received.append(LineFeatures(session, frame.features))
-            else:
+            if isinstance(frame, VerifyBatch):
                 received.append(FromVerify(session, frame.messages))
+            elif frame.features:
+                received.append(LineFeatures(session, frame.features))
 
     def _lose(self, session: int) -> None:
         self._released.pop(session, None)

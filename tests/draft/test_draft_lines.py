@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from service_process import start_door, wait_until
 
 from outrider.config.draft import DraftOptions
-from outrider.host.line import DraftBatch, Line, LineHello, Listener, VerifyBatch, dial, host_id
+from outrider.host.line import DraftBatch, FeatureBatch, Line, LineHello, Listener, VerifyBatch, dial, host_id
 from outrider.protocol.speculation import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
 from outrider.rpc.channel import open_channel
 
@@ -136,6 +136,15 @@ async def test_trees_grow_on_a_line_and_the_stream_stays_silent(address: str) ->
         assert await hear_of(line, request=2) == 7
         stream.call.cancel()
         await hear_out(line)
+
+
+async def test_a_batch_of_no_features_harms_nobody(tmp_path: Path) -> None:
+    async with service(tmp_path) as channel:
+        line = call(await offer_of(Stream(channel)))
+        for _ in range(40):  # an engine whose turns fail so often ends
+            line.send(FeatureBatch([]))
+        say(line, open_message([1, 2, 3, 1, 2]))
+        assert await hear_of(line, request=1) == 3
 
 
 async def test_sessions_have_lines_of_their_own(address: str) -> None:
