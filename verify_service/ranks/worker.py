@@ -6,6 +6,7 @@ leaves in the memory that they share.
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
 
@@ -74,10 +75,14 @@ def serve(options: VerifyOptions, memory: RankMemory) -> None:
     draft = load_draft(options, path, model)
     memory.trade(b"loaded")
     link = link_ranks(model, memory)
-    if link is None:
+    executor = None if link is None else following_executor(options, path, model, draft, link)
+    # A rank that looked through all of it would hold up every other one.
+    gc.collect()
+    gc.freeze()
+    if executor is None:
         follow(model, memory)
     else:
-        follow_rounds(following_executor(options, path, model, draft, link), memory)
+        follow_rounds(executor, memory)
 
 
 @torch.inference_mode()
