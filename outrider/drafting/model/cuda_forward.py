@@ -146,10 +146,7 @@ _PROMPTS = (1, 3, 17, 48, 100)
 
 
 class ContextForward:
-    """Forwards of context tokens of several rows, as a captured graph where they are few, which prompts mostly are.
-
-    Kernel by kernel a forward takes the host many times what it takes the device, and no tree grows meanwhile.
-    """
+    """Forwards of context tokens of several rows, as a captured graph where they are few, which prompts mostly are."""
 
     def __init__(
         self, model: DraftModel, memory: DeviceMemory, shape: BurstShape, attention: AttentionBackend, chunk_size: int
