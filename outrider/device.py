@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from outrider.logs import get_logger
 
 __all__ = ["choose_device", "num_processors", "put", "share_l1", "stamp"]
 
-Numbers = Sequence[int] | NDArray[np.int32] | NDArray[np.float32]
+Numbers = Sequence[int] | NDArray[Any]
 
 
 def choose_device(name: str) -> torch.device:

@@ -38,11 +38,6 @@ class TrainableEagleHead(TrainableHead):
         self.register_buffer("token_scale", torch.ones(hidden))
         self.register_buffer("feature_scale", torch.ones(hidden))
 
-    @property
-    def decoder_layer(self) -> TrainableLayer:
-        """See TrainableHead."""
-        return self.layer
-
     @torch.no_grad()
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
         """See TrainableDrafter."""

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.sampling import gumbel as device_gumbel
-from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch
 from outrider.attention.triton_backend import TritonAttention
 from outrider.device import put
@@ -39,32 +38,44 @@ class GenerationJob:
     """Keys the shared noise, with choice 0, where a generator draws with that."""
 
 
-class Decoder:
-    """Rows of tokens on the device, each with pages of its own. A row runs until it ends by itself.
+# Decode steps between two looks at who has ended.
+STEPS_PER_LOOK = 8
+# Prompt tokens of one forward.
+PREFILL_TOKENS = 16384
 
-    Every row holds `length` tokens with valid KV and behind them the token that its next step runs. With `shared_noise`
-    tokens are drawn as the verify service draws them, by the seeds of the jobs; else by torch's generator.
+ProgressCallback = Callable[[int], None]
+
+
+class Generator:
+    """Continues prompts until a stop token, which is part of the answer, or until the job's limit.
+
+    Sampled text depends on `seed`, on the jobs and their order, and on `num_rows`; with `shared_noise` tokens are drawn
+    as the verify service draws them, by the seeds of the jobs alone.
+
+    Rows of tokens lie on the device, each with pages of its own, and run until they end by themselves. Every row holds
+    `length` tokens with valid KV and behind them the token that its next step runs.
     """
 
     def __init__(
         self,
         model: CausalLM,
-        attention: AttentionBackend,
         num_rows: int,
         max_length: int,
         stop_ids: Sequence[int],
-        shared_noise: bool,
+        seed: int = 0,
+        shared_noise: bool = False,
     ) -> None:
-        self.num_rows = num_rows
-        self.max_length = max_length
-        self.page_size = PAGE_SIZE
+        """`max_length`: tokens of prompt and answer together at most."""
+        torch.manual_seed(seed)
+        self._num_rows = num_rows
+        self._max_length = max_length
         self._model = model
-        self._attention = attention
+        self._attention = TritonAttention()
         device = model.device
         num_pages = -(-max_length // PAGE_SIZE)
         self._row_slots = num_pages * PAGE_SIZE
-        self.kv = model.new_kv(num_rows * self._row_slots)
-        self.page_tables = torch.arange(num_rows * num_pages, dtype=torch.int32, device=device).view(num_rows, -1)
+        self._kv = model.new_kv(num_rows * self._row_slots)
+        self._page_tables = torch.arange(num_rows * num_pages, dtype=torch.int32, device=device).view(num_rows, -1)
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
@@ -82,11 +93,7 @@ class Decoder:
         self._mask = torch.ones(num_rows, 1, dtype=torch.int32, device=device)
         self._graph = self._capture() if device.type == "cuda" else None
 
-    def slot(self, row: int, position: int) -> int:
-        """KV slot of a position of a row."""
-        return row * self._row_slots + position
-
-    def begin(self, jobs: dict[int, GenerationJob]) -> None:
+    def _begin(self, jobs: dict[int, GenerationJob]) -> None:
         """Rows start anew: with the prompts of their jobs, which have KV but for the last token."""
         device = self._tokens.device
         rows = put(list(jobs), device).long()
@@ -105,14 +112,14 @@ class Decoder:
             self._seeds[row] = job.seed
         self._active[rows] = True
 
-    def step(self) -> None:
+    def _run_step(self) -> None:
         """Every active row gets a token."""
         if self._graph is None:
             self._step()
         else:
             self._graph.replay()
 
-    def ended(self, rows: Sequence[int]) -> dict[int, NDArray[np.int32]]:
+    def _ended(self, rows: Sequence[int]) -> dict[int, NDArray[np.int32]]:
         """Those of `rows` that are not active any more, with all their tokens."""
         active = self._active.tolist()
         over = [row for row in rows if not active[row]]
@@ -133,15 +140,15 @@ class Decoder:
             # Rows that have ended read one key.
             cached_len=torch.where(self._active, self._length, 0),
             table_rows=self._rows,
-            page_tables=self.page_tables,
+            page_tables=self._page_tables,
             slots=slots,
-            page_size=self.page_size,
+            page_size=PAGE_SIZE,
             max_row_tokens=1,
             mask=self._mask,
         )
-        chosen = self._sample(self._model.logits(self._model.forward(batch, self.kv, self._attention)))
+        chosen = self._sample(self._model.logits(self._model.forward(batch, self._kv, self._attention)))
         # A row that has ended may be full: what it would write goes back to where it came from.
-        place = (place + 1).clamp_(max=self.max_length - 1)
+        place = (place + 1).clamp_(max=self._max_length - 1)
         kept = self._tokens.gather(1, place).squeeze(1)
         self._tokens.scatter_(1, place, torch.where(self._active, chosen, kept).unsqueeze(1))
         self._length.add_(self._active.to(torch.int32))
@@ -153,7 +160,7 @@ class Decoder:
         scores = logits * self._inverse_temperature.unsqueeze(1)
         if self._shared_noise and not logits.is_cuda:
             positions, sampled = (self._length + 1).tolist(), (self._active & (self._noise > 0)).tolist()
-            for row in range(self.num_rows):
+            for row in range(self._num_rows):
                 if sampled[row]:
                     drawn = gumbel(self._seeds[row], 0, positions[row], vocab_size=logits.shape[1])
                     scores[row] += torch.from_numpy(np.asarray(drawn))
@@ -179,36 +186,6 @@ class Decoder:
             self._step()
         return graph
 
-
-# Decode steps between two looks at who has ended.
-STEPS_PER_LOOK = 8
-# Prompt tokens of one forward.
-PREFILL_TOKENS = 16384
-
-ProgressCallback = Callable[[int], None]
-
-
-class Generator:
-    """Continues prompts until a stop token, which is part of the answer, or until the job's limit.
-
-    Sampled text depends on `seed`, on the jobs and their order, and on `num_rows`; with `shared_noise` on jobs alone.
-    """
-
-    def __init__(
-        self,
-        model: CausalLM,
-        num_rows: int,
-        max_length: int,
-        stop_ids: Sequence[int],
-        seed: int = 0,
-        shared_noise: bool = False,
-    ) -> None:
-        """`max_length`: tokens of prompt and answer together at most."""
-        self._model = model
-        self._attention = TritonAttention()
-        torch.manual_seed(seed)
-        self._decoder = Decoder(model, self._attention, num_rows, max_length, stop_ids, shared_noise)
-
     def run(
         self,
         jobs: Sequence[GenerationJob],
@@ -226,22 +203,21 @@ class Generator:
             ValueError: a job does not fit `max_length`.
         """
         for job in jobs:
-            if not 1 <= len(job.prompt) < len(job.prompt) + job.max_new_tokens <= self._decoder.max_length:
+            if not 1 <= len(job.prompt) < len(job.prompt) + job.max_new_tokens <= self._max_length:
                 raise ValueError(
-                    f"a prompt of {len(job.prompt)} tokens and {job.max_new_tokens} more do not fit "
-                    f"{self._decoder.max_length}"
+                    f"a prompt of {len(job.prompt)} tokens and {job.max_new_tokens} more do not fit {self._max_length}"
                 )
         answers: dict[int, NDArray[np.int32]] = {}
         running: dict[int, int] = {}
         begun = done = 0
         end = None if seconds is None else time.monotonic() + seconds
         while True:
-            room = self._decoder.num_rows - len(running)
+            room = self._num_rows - len(running)
             if (token_budget is not None and done >= token_budget) or (end is not None and time.monotonic() >= end):
                 room = 0
             new = range(begun, min(begun + room, len(jobs)))
             if new:
-                free = [row for row in range(self._decoder.num_rows) if row not in running]
+                free = [row for row in range(self._num_rows) if row not in running]
                 rows = dict(zip(free, new, strict=False))
                 self._admit({row: jobs[number] for row, number in rows.items()})
                 running |= rows
@@ -249,8 +225,8 @@ class Generator:
             if not running:
                 return [answers[number] for number in range(begun)]
             for _ in range(STEPS_PER_LOOK):
-                self._decoder.step()
-            for row, tokens in self._decoder.ended(list(running)).items():
+                self._run_step()
+            for row, tokens in self._ended(list(running)).items():
                 number = running.pop(row)
                 answers[number] = tokens[len(jobs[number].prompt) :].copy()
                 done += len(answers[number])
@@ -258,7 +234,7 @@ class Generator:
                 on_progress(done)
 
     def _admit(self, jobs: dict[int, GenerationJob]) -> None:
-        self._decoder.begin(jobs)
+        self._begin(jobs)
         part: dict[int, Sequence[int]] = {}
         size = 0
         for row, job in jobs.items():
@@ -273,21 +249,21 @@ class Generator:
             self._prefill(part)
 
     def _prefill(self, prompts: dict[int, Sequence[int]]) -> None:
-        decoder, device = self._decoder, self._model.device
+        device = self._model.device
         counts = [len(tokens) for tokens in prompts.values()]
-        slots = [decoder.slot(row, place) for row, tokens in prompts.items() for place in range(len(tokens))]
+        slots = [row * self._row_slots + place for row, tokens in prompts.items() for place in range(len(tokens))]
         batch = PagedBatch(
             token_ids=put([token for tokens in prompts.values() for token in tokens], device),
             positions=put([place for count in counts for place in range(count)], device),
             first=put([0, *accumulate(counts)], device),
             cached_len=put([0] * len(counts), device),
             table_rows=put(list(prompts), device),
-            page_tables=decoder.page_tables,
+            page_tables=self._page_tables,
             slots=put(slots, device),
-            page_size=decoder.page_size,
+            page_size=PAGE_SIZE,
             max_row_tokens=max(counts),
         )
-        self._model.forward(batch, decoder.kv, self._attention)
+        self._model.forward(batch, self._kv, self._attention)
 
 
 @dataclass(frozen=True)

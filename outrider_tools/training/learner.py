@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.device import put
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider_tools.training.attention import OwnKeyMerger, Spans, own_attention
@@ -151,15 +151,16 @@ class TrainableHead(TrainableDrafter):
     """
 
     skips_first_token = False
+    layer: TrainableLayer
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
 
     @property
-    @abstractmethod
     def decoder_layer(self) -> TrainableLayer:
-        """Its layer."""
+        """Its layer, whatever its weights are named by."""
+        return self.layer
 
     @abstractmethod
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -263,8 +264,8 @@ class Learner:
         The trainer sums the losses with weights that `decay` gives, and runs backward.
         """
         given, hidden = self._given(batch)
-        places, counts = self._places(batch)
-        hidden = hidden.index_select(0, places.targets)
+        targets, found, counts = self._places(batch)
+        hidden = hidden.index_select(0, targets)
         target_probs = self._loss.target_probs(self._target.model, hidden, self._target_ids, self._draft_ids, counts)
         count = counts.sum(dtype=torch.float32)
         losses, rates = [], []
@@ -275,7 +276,8 @@ class Learner:
         with self._target.autocast():
             for step, feature in enumerate(self._run(given, self._num_steps)):
                 # The target's word at place i is the drafter's at base i - lead, a step more for each before that.
-                rows = _pick_rows(feature, *places.at(self.module.lead + step))
+                lead = self.module.lead + step
+                rows = _pick_rows(feature, targets - lead, found[lead : lead + feature.shape[0]])
                 loss, hits = self._loss(self._output_rows(rows), output, target_probs, count)
                 if self._feature_weight:
                     loss = loss + self._feature_weight * _distance(rows, hidden, counts)
@@ -283,65 +285,26 @@ class Learner:
                 rates.append(hits.sum() / count)
         return torch.stack(losses), torch.stack(rates)
 
-    def groups(self, options: TrainerOptions) -> list[dict[str, Any]]:
-        """Optimizer groups, with every parameter in one of them.
-
-        `params`, a list of the module's parameters that learn; `peak`, their highest learning rate; `kind`, "matrix"
-        for 2-D weights that Muon may take, else "other", embeddings among them.
-        """
-        inherited, peak = self.module.inherited, options.learning_rate
-        known = {id(weight) for weight in inherited}
-        tables = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Embedding)}
-        new = [weight for weight in self.module.parameters() if id(weight) not in known]
-        matrices = [weight for weight in new if weight.dim() == 2 and id(weight) not in tables]
-        others = [weight for weight in new if weight.dim() != 2 or id(weight) in tables]
-        groups = [
-            {"params": matrices, "peak": peak, "kind": "matrix"},
-            {"params": others, "peak": peak, "kind": "other"},
-            {"params": inherited, "peak": peak * options.output_share, "kind": "other"},
-        ]
-        return [group for group in groups if group["params"]]
-
     def _given(self, batch: TextBatch) -> tuple[DraftInput, Tensor]:
         """What the drafter runs on, and the target's hidden states [M, hidden]."""
         target = self._target
-        token_ids = self._put(batch.token_ids)
-        spans = Spans.of(self._put(batch.bounds), token_ids.shape[0], batch.longest)
+        token_ids = put(batch.token_ids, target.device)
+        spans = Spans.of(put(batch.bounds, target.device), token_ids.shape[0], batch.longest)
         features, hidden = target_states(target.model, token_ids, spans, self.module.feature_layers)
         if features.shape[1]:
             # Features tell what was before a part; a drafter without any would be asked about what it cannot know.
-            spans = Spans.of(self._put(batch.parts), token_ids.shape[0], batch.longest)
+            spans = Spans.of(put(batch.parts, target.device), token_ids.shape[0], batch.longest)
         return DraftInput(token_ids, target.embed(token_ids), features, spans), hidden
 
-    def _places(self, batch: TextBatch) -> tuple[_Places, Tensor]:
-        """Of the targets, and bool [R]: which of them count."""
+    def _places(self, batch: TextBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """The batch's targets [R]; where each token and those behind the last are among them, R for nowhere; and which
+        targets count, bool [R]."""
         size, count = batch.targets.size, batch.num_targets
         found = np.full(batch.token_ids.size + self._num_steps + 1, size, np.int64)
         found[batch.targets[:count]] = np.arange(count)
-        parts = self._put(np.concatenate([batch.targets, np.arange(size) < count, found])).split(
-            (size, size, found.size)
-        )
-        return _Places(parts[0], parts[2], batch.token_ids.size), parts[1].bool()
-
-    def _put(self, values: NDArray[Any]) -> Tensor:
-        source = torch.from_numpy(values)
-        if self._target.device.type == "cuda":
-            # Copies from other memory wait for all that was asked of the GPU before.
-            source = source.pin_memory()
-        return source.to(self._target.device, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Of a batch's targets [R] among its `size` tokens, and of each token among the targets."""
-
-    targets: Tensor
-    found: Tensor
-    size: int
-
-    def at(self, lead: int) -> tuple[Tensor, Tensor]:
-        """Bases so many tokens before the targets [R], and where each base [size] is among them, R for nowhere."""
-        return self.targets - lead, self.found[lead : lead + self.size]
+        parts = put(np.concatenate([batch.targets, np.arange(size) < count, found]), self._target.device)
+        targets, counts, found_at = parts.split((size, size, found.size))
+        return targets, found_at, counts.bool()
 
 
 def _compiler(on: bool) -> Wrap:

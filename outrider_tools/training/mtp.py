@@ -32,11 +32,6 @@ class TrainableMtpHead(TrainableHead):
         self.layer = TrainableLayer(config)
         self.final_layernorm = TrainableNorm(hidden, eps)
 
-    @property
-    def decoder_layer(self) -> TrainableLayer:
-        """See TrainableHead."""
-        return self.layer
-
     @torch.no_grad()
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
         """See TrainableDrafter. Input norms begin where all channels come out alike, the last one at their sizes."""

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import outrider
@@ -107,12 +106,14 @@ def train(
         "trained_parameters": sum(parameter.numel() for parameter in module.parameters()),
         "weight_bytes": num_bytes,
         "vocabulary_coverage": 1.0 if ids is None else coverage(texts, ids.cpu().numpy(), target.config.vocab_size),
-        "options": _plain(asdict(options)),
+        "options": asdict(options),
         "seconds": clock.seconds,
         "training": asdict(history),
         "evaluation": [asdict(evaluation) for evaluation in evaluations],
     }
-    (out / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    text = json.dumps(record, indent=1, default=lambda path: path.name)
+    record = json.loads(text)
+    (out / RECORD_FILE).write_text(text + "\n", "utf-8")
     plots = write_plots(record, out, report)
     write_card(record, evaluations, out, plots)
     report.table(_summary(record))
@@ -143,14 +144,3 @@ def _summary(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB"),
         ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in record["seconds"].items())),
     ]
-
-
-def _plain(value: Any) -> Any:
-    """The same as JSON holds it; of paths the name alone."""
-    if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    return value.name if isinstance(value, Path) else value

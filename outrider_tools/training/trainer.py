@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.errors import ConfigError
-from outrider_tools.training.learner import Learner
+from outrider_tools.training.learner import Learner, TrainableDrafter
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.texts import Batches, TextBatch, Texts
@@ -27,21 +27,24 @@ _AVERAGE = "average."
 Optimizers = list[torch.optim.Optimizer]
 
 
-def make_optimizers(learner: Learner, options: TrainerOptions) -> Optimizers:
-    """Every group has its peak learning rate as "peak"."""
-    groups = learner.groups(options)
-    for group in groups:
-        group["params"] = list(group["params"])
-    muon = options.optimizer == "muon"
-    matrices = [group for group in groups if muon and group.get("kind") == "matrix"]
-    others = [group for group in groups if not (muon and group.get("kind") == "matrix")]
-    found: Optimizers = [_adamw(others, options)] if others else []
-    if matrices:
-        share = options.muon_learning_rate / options.learning_rate
-        for group in matrices:
-            group["peak"] *= share
+def make_optimizers(module: TrainableDrafter, options: TrainerOptions) -> Optimizers:
+    """Every parameter is in one group, and every group has its peak learning rate as "peak".
+
+    Matrices are new 2-D weights, which Muon may take; embeddings are none.
+    """
+    inherited, peak, muon = module.inherited, options.learning_rate, options.optimizer == "muon"
+    known = {id(weight) for weight in inherited}
+    tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    new = [weight for weight in module.parameters() if id(weight) not in known]
+    matrices = [weight for weight in new if weight.dim() == 2 and id(weight) not in tables]
+    others = [weight for weight in new if weight.dim() != 2 or id(weight) in tables]
+    by_muon = {"params": matrices, "peak": options.muon_learning_rate if muon else peak}
+    by_adamw = [{"params": others, "peak": peak}, {"params": inherited, "peak": peak * options.output_share}]
+    by_adamw = [group for group in ([] if muon else [by_muon]) + by_adamw if group["params"]]
+    found: Optimizers = [_adamw(by_adamw, options)] if by_adamw else []
+    if muon and matrices:
         rate = options.muon_learning_rate
-        found.append(torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        found.append(torch.optim.Muon([by_muon], lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     return found
 
 
@@ -87,47 +90,25 @@ class Average:
 _RECORD = "training"
 
 
-def save_state(
-    path: Path, weights: dict[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], record: dict[str, Any]
-) -> None:
-    """Write the file, whole or not at all. `record` is what JSON holds."""
-    tensors = {f"weights.{name}": tensor for name, tensor in weights.items()}
-    for place, optimizer in enumerate(optimizers):
-        for number, values in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{place}.{number}.{name}": value for name, value in values.items()}
-    part = path.with_name(path.name + ".part")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {_RECORD: json.dumps(record)})
-    os.replace(part, path)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredState:
-    """What `save_state` wrote. Tensors are in host memory."""
-
-    weights: dict[str, Tensor]
-    optimizers: dict[int, dict[int, dict[str, Tensor]]]
-    """State of each optimizer's parameters, by number."""
-    record: dict[str, Any]
-
-    @classmethod
-    def load(cls, path: Path) -> StoredState:
-        """Raises ConfigError where the file is not what `save_state` wrote."""
-        try:
-            with safe_open(path, "pt") as file:
-                state = cls({}, {}, json.loads(file.metadata()[_RECORD]))
-                for key in file.keys():  # noqa: SIM118
-                    kind, _, name = key.partition(".")
-                    if kind == "weights":
-                        state.weights[name] = file.get_tensor(key)
-                    elif kind == "optimizer":
-                        place, number, name = name.split(".", 2)
-                        values = state.optimizers.setdefault(int(place), {}).setdefault(int(number), {})
-                        values[name] = file.get_tensor(key)
-                    else:
-                        raise ValueError(f"{kind} is unknown")
-                return state
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is no state of a training ({error}); remove it") from None
+def _load_state(path: Path) -> tuple[dict[str, Tensor], dict[int, dict[int, dict[str, Tensor]]], dict[str, Any]]:
+    """Weights, what each optimizer knows of its parameters by number, and the record. Raises ConfigError."""
+    weights: dict[str, Tensor] = {}
+    optimizers: dict[int, dict[int, dict[str, Tensor]]] = {}
+    try:
+        with safe_open(path, "pt") as file:
+            record = json.loads(file.metadata()[_RECORD])
+            for key in file.keys():  # noqa: SIM118
+                kind, _, name = key.partition(".")
+                if kind == "weights":
+                    weights[name] = file.get_tensor(key)
+                elif kind == "optimizer":
+                    place, number, name = name.split(".", 2)
+                    optimizers.setdefault(int(place), {}).setdefault(int(number), {})[name] = file.get_tensor(key)
+                else:
+                    raise ValueError(f"{kind} is unknown")
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is no state of a training ({error}); remove it") from None
+    return weights, optimizers, record
 
 
 # Steps that are run before the speed is taken, and that it is then taken over.
@@ -188,7 +169,7 @@ class Trainer:
         self._state_path = state_path
         self._step = self._first_step = 0
         self._step_weights: Tensor | None = None
-        self._optimizers = make_optimizers(learner, options)
+        self._optimizers = make_optimizers(learner.module, options)
         self._parameters = list(learner.module.parameters())
         self._average = Average(self._parameters, options.average) if options.average else None
         if state_path is not None and state_path.exists():
@@ -316,19 +297,18 @@ class Trainer:
     def _save(self) -> None:
         if self._state_path is None or not self._ranks.is_main:
             return
-        record = {
-            "step": self._step,
-            "history": asdict(self.history),
-            "options": self._must_fit,
-        }
-        weights = dict(self.learner.module.state_dict())
-        if self._average is not None:
-            weights |= self._average.state()
-        save_state(self._state_path, weights, self._optimizers, record)
+        record = {"step": self._step, "history": asdict(self.history), "options": self._must_fit}
+        weights = self.learner.module.state_dict() | (self._average.state() if self._average is not None else {})
+        tensors = {f"weights.{name}": tensor for name, tensor in weights.items()}
+        for place, optimizer in enumerate(self._optimizers):
+            for number, values in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{place}.{number}.{name}": value for name, value in values.items()}
+        part = self._state_path.with_name(self._state_path.name + ".part")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {_RECORD: json.dumps(record)})
+        os.replace(part, self._state_path)
 
     def _resume(self, path: Path) -> None:
-        state = StoredState.load(path)
-        record = state.record
+        weights, optimizers, record = _load_state(path)
         # Trainer options that are younger than the state had no other value then; texts were not cut.
         options = {**asdict(TrainerOptions()), "cuts": 0.0, **record["options"]}
         for name, value in self._must_fit.items():
@@ -340,10 +320,10 @@ class Trainer:
         # Groups follow from options, which fit.
         for place, optimizer in enumerate(self._optimizers):
             groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state.optimizers.get(place, {}), "param_groups": groups})
+            optimizer.load_state_dict({"state": optimizers.get(place, {}), "param_groups": groups})
         if self._average is not None:
-            self._average.load(state.weights)
-        self.learner.module.load_state_dict(state.weights)
+            self._average.load(weights)
+        self.learner.module.load_state_dict(weights)
         self._step = int(record["step"])
         history = record["history"]
         self.history = History(
