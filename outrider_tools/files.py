@@ -12,6 +12,28 @@ from typing import Any
 from outrider.errors import ConfigError
 from outrider.paths import expand
 
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+)
+"""What a model folder may hold beside config and weights, for its tokens and for people."""
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Copy those that there are."""
+    for name in COPIED_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
 
 def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with words that say where it stands and begin with `said`; at least one.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -47,7 +46,7 @@ from outrider.models.weights import fill, save_tensors
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, write_report
-from outrider_tools.inflate.folder import COPIED_FILES
+from outrider_tools.files import copy_files
 from outrider_tools.inflate.shapes import ShapeMap, parse_shape
 from outrider_tools.inflate.tensors import EMBEDDING, HEAD, Inflater, inflated_fields
 from outrider_tools.quantize import FORMATS, is_quantized
@@ -94,9 +93,7 @@ def made_on_device(source: Path, shape: str, folder: Path, form: str = "") -> Ca
     fill({name: tensors[name] for name in sorted(tensors)}, read, None)
     (folder / "config.json").write_text(json.dumps(fields), "utf-8")
     save_tensors({name: inflater.tensor(name).cpu() for name in (EMBEDDING, HEAD)}, folder / WEIGHTS_FILE)
-    for name in COPIED_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    copy_files(source, folder)
     model.finish_loading()
     return model
 

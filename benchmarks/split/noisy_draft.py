@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import zlib
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from outrider.models.fields import read_json
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import save_tensors, stored_tensors
-from outrider_tools.inflate.folder import COPIED_FILES
+from outrider_tools.files import copy_files
 
 EMBEDDING = "model.embed_tokens.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,9 +57,7 @@ def make_noisy(
         fields["dtype" if "dtype" in fields else "torch_dtype"] = str(dtype).removeprefix("torch.")
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    for name in COPIED_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+    copy_files(source, out)
     record = {"source": source.name, "noise": noise, "seed": seed, "device": device.type}
     (out / "noise.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     save_tensors(tensors, out / WEIGHTS_FILE)

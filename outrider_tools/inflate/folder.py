@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,23 +21,10 @@ from outrider.models.fields import read_json
 from outrider.models.loader import decoder_tensors
 from outrider.models.progress import Progress
 from outrider.models.weights import write_shards
-from outrider_tools.files import whole_output
+from outrider_tools.files import copy_files, whole_output
 from outrider_tools.inflate.shapes import Shape, ShapeMap
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
 
-COPIED_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "LICENSE",
-)
 RECORD_FILE = "inflated.json"
 
 NOTICE = """\
@@ -106,9 +92,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     with whole_output(out, f"--out {out}", total) as work:
         work.mkdir()
         (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        for name in COPIED_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, work / name)
+        copy_files(source, work)
         _write_notice(work, out.name, source, shape_map, vocab_size, options.seed)
         stage = f"writing {out.name}"
         write_shards(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,8 +30,8 @@ from outrider.models.fields import read_json
 from outrider.models.progress import Progress
 from outrider.models.store_folder import WEIGHTS_FILE
 from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
-from outrider_tools.files import whole_output
-from outrider_tools.inflate.folder import COPIED_FILES, InflateOptions, vocab_size_of
+from outrider_tools.files import copy_files, whole_output
+from outrider_tools.inflate.folder import InflateOptions, vocab_size_of
 from outrider_tools.inflate.shapes import ShapeMap, shape_of
 from outrider_tools.inflate.tensors import RANDOM_STD, Axis, Inflater, inflated_fields
 
@@ -188,9 +187,8 @@ def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Te
     with whole_output(out, f"--draft-out {out}", num_bytes) as work:
         work.mkdir()
         (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        for name in COPIED_FILES if copied is not None else ():
-            if copied is not None and (copied / name).is_file():
-                shutil.copyfile(copied / name, work / name)
+        if copied is not None:
+            copy_files(copied, work)
         save_tensors(tensors, work / WEIGHTS_FILE)
     return num_bytes
 

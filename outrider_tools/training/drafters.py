@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
+from outrider_tools.files import copy_files
 from outrider_tools.training.block import TrainableBlockHead
 from outrider_tools.training.eagle import TrainableEagleHead
 from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head, default_feature_layers
@@ -28,14 +28,6 @@ from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts, choose_vocabulary
 
 DRAFT_VOCAB_SIZE = 8192
-# What makes a folder a language model of its own, beside config and weights.
-MODEL_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def make_learner(target: TargetModel, texts: Texts, options: RunOptions) -> Learner:
@@ -172,9 +164,8 @@ def export_drafter(
         for name, tensor in module.public_state().items()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    for name in MODEL_FILES if isinstance(module, TrainableLM) else ():
-        if (target_folder / name).is_file():
-            shutil.copyfile(target_folder / name, folder / name)
+    if isinstance(module, TrainableLM):
+        copy_files(target_folder, folder)
     path, part = folder / "model.safetensors", folder / "model.safetensors.part"
     save_tensors(tensors, part)
     os.replace(part, path)
