@@ -43,7 +43,6 @@ class Acceptance:
 
     accept_length: float
     at_depth: dict[int, float]
-    source: str
 
 
 def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Acceptance | None:
@@ -59,7 +58,7 @@ def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Ac
         total: Counter[int] = Counter()
         for record in records:
             total.update(record.accepted_at)
-        return Acceptance(length, {depth: count / drafted for depth, count in sorted(total.items())}, "responses")
+        return Acceptance(length, {depth: count / drafted for depth, count in sorted(total.items())})
     if page is not None and page.total(_GATEWAY_ROUNDS):
         drafts = page.total(_DRAFTS)
         depths: Counter[int] = Counter()
@@ -67,8 +66,8 @@ def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Ac
             depths[int(labels.rpartition(",")[2]) + 1] += round(value)
         shares = {depth: count / drafts for depth, count in sorted(depths.items()) if drafts}
         length = length or 1 + page.total(_ACCEPTED) / page.total(_GATEWAY_ROUNDS)
-        return Acceptance(length, shares, "metrics page")
-    return Acceptance(length, {}, "responses") if rounds else None
+        return Acceptance(length, shares)
+    return Acceptance(length, {}) if rounds else None
 
 
 def errors_of(records: Iterable[RequestRecord]) -> Counter[str]:

@@ -42,8 +42,8 @@ def _concurrencies(text: str) -> list[int]:
     return [one(part.strip()) for part in text.split(",")]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare them."""
+def add_parser(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
     _add_door(parser.add_argument_group("the gateway"))
     _add_load(parser.add_argument_group("the load"))
     _add_prompts(parser.add_argument_group("the prompts"))
@@ -200,11 +200,6 @@ _SHOWN = (
     ("failed", "", "failed", 0),
 )
 """Metrics of the table: their two lines of heading, and digits."""
-
-
-def add_parser(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
-    add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,14 +7,13 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import __version__
 from outrider.cli.health import reachable
-from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions, TlsFiles, peer_tls, read_secret
 from outrider.config.verify import VerifyOptions
@@ -43,20 +42,17 @@ class ServiceEndpoint:
 
 def endpoints_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | None) -> list[ServiceEndpoint]:
     """The services that these options bind or call, each address once. Raises ConfigError for unreadable secrets."""
-    gateway, verify, draft = options["gateway"], options["verify"], options["draft"]
-    if not (
-        isinstance(gateway, GatewayOptions) and isinstance(verify, VerifyOptions) and isinstance(draft, DraftOptions)
-    ):
-        raise TypeError("options of gateway, verify and draft are needed")
+    gateway, verify = cast(GatewayOptions, options["gateway"]), cast(VerifyOptions, options["verify"])
+    draft = options["draft"]
     to_verify = read_secret(gateway.verify_auth_token, gateway.verify_auth_token_file, "--verify-auth-token")
     to_draft = read_secret(verify.draft_auth_token, verify.draft_auth_token_file, "--draft-auth-token")
     found = [ServiceEndpoint("gateway", gateway.address, gateway.read_api_key(), gateway_tls)]
     found += [ServiceEndpoint("verify", address, to_verify, peer_tls(gateway, "verify")) for address in gateway.verify]
     found += [ServiceEndpoint("draft", address, to_draft, peer_tls(verify, "draft")) for address in verify.draft]
-    known = {endpoint.address for endpoint in found}
-    found += [ServiceEndpoint("verify", verify.address, to_verify)] if verify.address not in known else []
-    found += [ServiceEndpoint("draft", draft.address, to_draft)] if draft.address not in known else []
-    return [endpoint for endpoint in found if not endpoint.address.endswith(":0")]
+    found += [ServiceEndpoint("verify", verify.address, to_verify), ServiceEndpoint("draft", draft.address, to_draft)]
+    # Of those at one address, the one that came first.
+    once = {endpoint.address: endpoint for endpoint in reversed(found)}
+    return [endpoint for endpoint in reversed(once.values()) if not endpoint.address.endswith(":0")]
 
 
 async def check_services(

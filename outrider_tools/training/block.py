@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,11 +86,6 @@ class TrainableBlockHead(DraftVocabularyHead):
         """See TrainableEagle3Head."""
         self.feature_scale.copy_(channel_sizes(features))
 
-    def output_norm(self, stream: Tensor) -> Tensor:
-        """[M, hidden]."""
-        rows: Tensor = self.norm(stream)
-        return rows
-
     def context(self, features: Tensor) -> Tensor:
         """What keys and values of the context are made of, [M, hidden]."""
         found: Tensor = self.hidden_norm(self.fc(features / self.feature_scale.to(features.dtype)))
@@ -98,8 +93,9 @@ class TrainableBlockHead(DraftVocabularyHead):
 
     def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
         """See TrainableDrafter. All places of a layer are computed together, one behind the other."""
-        context, output, columns = wrap(self.context), wrap(self.output_norm), OwnKeyMerger(wrap)
-        layers = [_WrappedLayer(layer, wrap) for layer in self.layers if isinstance(layer, TrainableLayer)]
+        context, output, columns = wrap(self.context), wrap(self.norm.forward), OwnKeyMerger(wrap)
+        own = cast(Iterable[TrainableLayer], self.layers)
+        layers = [(wrap(layer.self_attn.keys), wrap(layer.project), wrap(layer.finish)) for layer in own]
 
         def run(given: DraftInput, num_steps: int) -> Iterator[Tensor]:
             spans, size = given.spans, self.block_size
@@ -111,14 +107,14 @@ class TrainableBlockHead(DraftVocabularyHead):
             first = functional.pad(given.embedded, (0, 0, 0, 1))[1:]
             masks = self.mask_row.to(first.dtype).expand((size - 1) * num_tokens, -1)
             stream = torch.cat([first, masks])
-            for layer in layers:
-                true_k, true_v = layer.true_keys(rows, *true_angles)
-                q, k, v = layer.before(stream, *angles)
+            for true_keys, before, after in layers:
+                true_k, true_v = true_keys(rows, *true_angles)
+                q, k, v = before(stream, *angles)
                 own_k, own_v = list(k.split(num_tokens)), list(v.split(num_tokens))
                 attended = [
                     own_attention(query, true_k, true_v, own_k, own_v, spans, columns) for query in q.split(num_tokens)
                 ]
-                stream = layer.after(stream, torch.cat(attended))
+                stream = after(stream, torch.cat(attended))
             found = output(stream).split(num_tokens)
             if self.markov_head is None:
                 yield from found[:num_steps]
@@ -157,23 +153,6 @@ class TrainableBlockHead(DraftVocabularyHead):
         if self.markov_rank:
             own["markov_head_type"] = "rnn"
         return llama_fields(self.config, "Qwen3DSparkModel", target_fields, **own)
-
-
-class _WrappedLayer:
-    """The pieces of a layer that may be compiled."""
-
-    def __init__(self, layer: TrainableLayer, wrap: Wrap) -> None:
-        self._layer = layer
-        self.true_keys = wrap(self._true_keys)
-        self.before = wrap(self._before)
-        self.after = wrap(layer.finish)
-
-    def _true_keys(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        _, k, v = self._layer.self_attn.project(rows, cos, sin)
-        return k, v
-
-    def _before(self, stream: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._layer.self_attn.project(self._layer.input_layernorm(stream), cos, sin)
 
 
 class MarkovPart(nn.Module):

@@ -90,13 +90,16 @@ class TrainableAttention(nn.Module):
 
     def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [M, H, D], k and v [M, KVH, D] of rows [M, width]; q and k are rotated by the angles of their positions."""
-        num_heads, num_kv_heads, head_dim = self._heads
+        num_heads, _, head_dim = self._heads
         q = self.q_proj(rows).unflatten(1, (num_heads, head_dim))
+        return rotate(self.q_norm(q) if self._qk_norm else q, cos, sin), *self.keys(rows, cos, sin)
+
+    def keys(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The same k and v alone."""
+        _, num_kv_heads, head_dim = self._heads
         k = self.k_proj(rows).unflatten(1, (num_kv_heads, head_dim))
         v = self.v_proj(rows).unflatten(1, (num_kv_heads, head_dim))
-        if self._qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return rotate(self.k_norm(k) if self._qk_norm else k, cos, sin), v
 
     def output(self, attended: Tensor) -> Tensor:
         """[M, H, D] to [M, hidden]."""
@@ -135,6 +138,10 @@ class TrainableLayer(nn.Module):
         # States on disk have their parameters by number, so this order stays.
         for name in norms:
             self.add_module(name, TrainableNorm(config.hidden_size, config.rms_norm_eps))
+
+    def project(self, stream: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the residual stream that enters the layer: see TrainableAttention."""
+        return self.self_attn.project(self.input_layernorm(stream), cos, sin)
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
         """The residual stream after the layer, from the one that entered it and what attention found [M, H, D]."""

@@ -86,7 +86,7 @@ class TrainableLM(TrainableDrafter):
         angles = rotary.angles(spans.positions, stream.dtype)
         nothing = OwnKeyMerger(lambda piece: piece)
         for layer in cast(Iterable[TrainableLayer], self.layers):
-            q, k, v = layer.self_attn.project(layer.input_layernorm(stream), *angles)
+            q, k, v = layer.project(stream, *angles)
             stream = layer.finish(stream, own_attention(q, k, v, [], [], spans, nothing))
         rows: Tensor = self.norm(stream)
         return rows
