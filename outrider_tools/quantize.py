@@ -46,15 +46,19 @@ class QuantFormat:
     """How a matrix float32 [out, in] becomes tensors, in groups of so many columns.
 
     `fit(matrix, group)`: scales of the least error. `spread(scales, matrix, group)`: that of each weight, [out, in].
-    `nearest`: of weights over their scales, the closest numbers that there are. `encode(matrix, scales, group)`:
-    tensors by the ends of their names. `config(group)`: what config.json says of them.
+    `nearest`: of weights over their scales, the closest numbers that there are. `pack(numbers, scales, group)`: tensors
+    of such numbers by the ends of their names. `config(group)`: what config.json says of them.
     """
 
     fit: Callable[[Tensor, int], Tensor]
     spread: Callable[[Tensor, Tensor, int], Tensor]
     nearest: Callable[[Tensor], Tensor]
-    encode: Callable[[Tensor, Tensor, int], Tensors]
+    pack: Callable[[Tensor, Tensor, int], Tensors]
     config: Callable[[int], dict[str, Any]]
+
+    def encode(self, matrix: Tensor, scales: Tensor, group: int) -> Tensors:
+        """Tensors by the ends of their names."""
+        return self.pack(self.nearest(matrix / self.spread(scales, matrix, group)), scales, group)
 
 
 def quantize(
@@ -194,27 +198,15 @@ def _least_error(
 
 
 def _nearest_e4m3(values: Tensor) -> Tensor:
-    return _e4m3(values).float()
-
-
-def _fit_channel(matrix: Tensor, group: int) -> Tensor:
-    return _fit_e4m3(matrix, (1,))
-
-
-def _fit_tensor(matrix: Tensor, group: int) -> Tensor:
-    return _fit_e4m3(matrix, (0, 1))
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
 def _wide(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
     return scales.expand_as(matrix)
 
 
-def _fp8(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-    return {"weight": _e4m3(matrix / scales), "weight_scale": scales}
-
-
-def _fp8_tensor(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-    return {"weight": _e4m3(matrix / scales), "weight_scale": scales.reshape(1)}
+def _fp8(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
+    return {"weight": numbers.to(torch.float8_e4m3fn), "weight_scale": scales}
 
 
 def _fit_block(matrix: Tensor, group: int) -> Tensor:
@@ -229,8 +221,8 @@ def _wide_block(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
     return scales.repeat_interleave(BLOCK, 0)[:num_out].repeat_interleave(BLOCK, 1)[:, :size]
 
 
-def _fp8_block(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-    return {"weight": _e4m3(matrix / _wide_block(scales, matrix, group)), "weight_scale_inv": scales}
+def _fp8_block(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
+    return {"weight": numbers.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
 
 
 def _nearest_int4(values: Tensor) -> Tensor:
@@ -249,34 +241,26 @@ def _wide_groups(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
     return scales.repeat_interleave(matrix.shape[1] // scales.shape[1], 1)
 
 
-def _int4_codes(matrix: Tensor, scales: Tensor, group: int) -> Tensor:
-    """From -8 to 7, int32 [out, in]."""
-    return _nearest_int4(matrix / _wide_groups(scales, matrix, group)).int()
+def _int4(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
+    shape = torch.tensor(numbers.shape, dtype=torch.int64)
+    return {"weight_packed": nibble_words(numbers.int() + 8), "weight_scale": scales.bfloat16(), "weight_shape": shape}
 
 
-def _int4(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-    codes = _int4_codes(matrix, scales, group)
-    shape = torch.tensor(matrix.shape, dtype=torch.int64)
-    return {"weight_packed": nibble_words(codes + 8), "weight_scale": scales.bfloat16(), "weight_shape": shape}
-
-
-def _awq(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-    codes = _int4_codes(matrix, scales, group)
-    zeros = torch.full(scales.T.shape, 8, dtype=torch.int32, device=matrix.device)
+def _awq(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
+    zeros = torch.full(scales.T.shape, 8, dtype=torch.int32, device=numbers.device)
     return {
-        "qweight": nibble_words((codes + 8).T, AWQ_ORDER),
+        "qweight": nibble_words((numbers.int() + 8).T, AWQ_ORDER),
         "qzeros": nibble_words(zeros, AWQ_ORDER),
         "scales": scales.T.half(),
     }
 
 
-def _gptq(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-    codes = _int4_codes(matrix, scales, group)
+def _gptq(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
     # Zeros are stored less one.
-    zeros = torch.full(scales.T.shape, 7, dtype=torch.int32, device=matrix.device)
-    order = torch.arange(matrix.shape[1], dtype=torch.int32) // group
+    zeros = torch.full(scales.T.shape, 7, dtype=torch.int32, device=numbers.device)
+    order = torch.arange(numbers.shape[1], dtype=torch.int32) // group
     return {
-        "qweight": nibble_words(codes + 8).T,
+        "qweight": nibble_words(numbers.int() + 8).T,
         "qzeros": nibble_words(zeros),
         "scales": scales.T.half(),
         "g_idx": order,
@@ -300,15 +284,10 @@ def _nearest_e2m1(values: Tensor) -> Tensor:
     return torch.where(values < 0, -1.0, 1.0) * numbers[_e2m1_codes(values)]
 
 
-def _mxfp4(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-    scaled = matrix / _wide_groups(scales, matrix, group)
-    codes = _e2m1_codes(scaled).to(torch.uint8) | (scaled < 0).to(torch.uint8) << 3
+def _mxfp4(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
+    codes = _e2m1_codes(numbers).to(torch.uint8) | torch.signbit(numbers).to(torch.uint8) << 3
     pairs = codes[:, 0::2] | codes[:, 1::2] << 4
     return {"weight_packed": pairs, "weight_scale": (scales.log2() + 127).round().to(torch.uint8)}
-
-
-def _e4m3(values: Tensor) -> Tensor:
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _positive(scale: Tensor) -> Tensor:
@@ -336,30 +315,19 @@ def _fit_int8(matrix: Tensor, group: int) -> Tensor:
     return _least_error(matrix, (1,), [largest * clip for clip in _CLIPS], _nearest_int8)
 
 
-def _int8(matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-    return {"weight": _nearest_int8(matrix / scales).to(torch.int8), "weight_scale": scales}
+def _int8(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
+    return {"weight": numbers.to(torch.int8), "weight_scale": scales}
 
 
-def _int8_config(group: int) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
-    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-    return _compressed("int-quantized", weights, inputs)
+def _eight_bits(kind: str, strategy: str = "channel") -> dict[str, Any]:
+    both = {"num_bits": 8, "type": kind, "symmetric": True}
+    weights, inputs = {"strategy": strategy, "dynamic": False}, {"strategy": "token", "dynamic": True}
+    return _compressed(f"{kind}-quantized", both | weights, both | inputs)
 
 
-def _fp8_config(strategy: str) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-    return _compressed("float-quantized", weights, inputs)
-
-
-def _int4_config(group: int) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": True}
-    return _compressed("pack-quantized", weights, None)
-
-
-def _mxfp4_config(group: int) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
-    return _compressed("mxfp4-pack-quantized", weights, None)
+def _four_bits(kind: str, group: int, form: str) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": kind, "strategy": "group", "group_size": group, "symmetric": True}
+    return _compressed(form, weights, None)
 
 
 def _block_config(group: int) -> dict[str, Any]:
@@ -374,17 +342,27 @@ def _gptq_config(group: int) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, "lm_head": False}
 
 
-def _of_int4(encode: Callable[[Tensor, Tensor, int], Tensors], config: Callable[[int], dict[str, Any]]) -> QuantFormat:
-    return QuantFormat(_fit_int4, _wide_groups, _nearest_int4, encode, config)
+def _of_int4(pack: Callable[[Tensor, Tensor, int], Tensors], config: Callable[[int], dict[str, Any]]) -> QuantFormat:
+    return QuantFormat(_fit_int4, _wide_groups, _nearest_int4, pack, config)
 
 
 FORMATS: dict[str, QuantFormat] = {
-    "fp8": QuantFormat(_fit_channel, _wide, _nearest_e4m3, _fp8, lambda group: _fp8_config("channel")),
-    "fp8-tensor": QuantFormat(_fit_tensor, _wide, _nearest_e4m3, _fp8_tensor, lambda group: _fp8_config("tensor")),
+    "fp8": QuantFormat(
+        lambda matrix, group: _fit_e4m3(matrix, (1,)), _wide, _nearest_e4m3, _fp8, lambda group: _eight_bits("float")
+    ),
+    "fp8-tensor": QuantFormat(
+        lambda matrix, group: _fit_e4m3(matrix, (0, 1)),
+        _wide,
+        _nearest_e4m3,
+        lambda numbers, scales, group: _fp8(numbers, scales.reshape(1), group),
+        lambda group: _eight_bits("float", "tensor"),
+    ),
     "fp8-block": QuantFormat(_fit_block, _wide_block, _nearest_e4m3, _fp8_block, _block_config),
-    "int8": QuantFormat(_fit_int8, _wide, _nearest_int8, _int8, _int8_config),
-    "int4": _of_int4(_int4, _int4_config),
+    "int8": QuantFormat(_fit_int8, _wide, _nearest_int8, _int8, lambda group: _eight_bits("int")),
+    "int4": _of_int4(_int4, lambda group: _four_bits("int", group, "pack-quantized")),
     "awq": _of_int4(_awq, _awq_config),
     "gptq": _of_int4(_gptq, _gptq_config),
-    "mxfp4": QuantFormat(_fit_mxfp4, _wide_groups, _nearest_e2m1, _mxfp4, _mxfp4_config),
+    "mxfp4": QuantFormat(
+        _fit_mxfp4, _wide_groups, _nearest_e2m1, _mxfp4, lambda group: _four_bits("float", 32, "mxfp4-pack-quantized")
+    ),
 }
