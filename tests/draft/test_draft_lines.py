@@ -140,7 +140,8 @@ async def test_trees_grow_on_a_line_and_the_stream_stays_silent(address: str) ->
 
 async def test_a_batch_of_no_features_harms_nobody(tmp_path: Path) -> None:
     async with service(tmp_path) as channel:
-        line = call(await offer_of(Stream(channel)))
+        stream = Stream(channel)
+        line = call(await offer_of(stream))
         for _ in range(40):  # an engine whose turns fail so often ends
             line.send(FeatureBatch([]))
         say(line, open_message([1, 2, 3, 1, 2]))
