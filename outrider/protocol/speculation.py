@@ -44,15 +44,20 @@ class LineOffer(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """First message both ways. Zero or empty fields mean "as the other side has it"."""
 
-    protocol_version: int
-    noise_version: int
+    protocol_version: int = 0
+    noise_version: int = 0
     model: str = ""
     tokenizer_hash: str = ""
     vocab_size: int = 0
+    """Token ids at or past this are illegal."""
     hidden_size: int = 0
+    """Of the target."""
     feature_layers: tuple[int, ...] = ()
+    """Layers of the target whose hidden states the drafter takes, in order; empty for none."""
     max_positions: int = 0
+    """Longest sequence that the draft serves; 0 for any. The target's may be longer."""
     sources: tuple[str, ...] = ()
+    """Names of the draft's drafters, as far as they are told to clients; a node's source is an index into them."""
     num_layers: int = 0
     """Of the target; verify's hello only."""
     features_token: str = ""

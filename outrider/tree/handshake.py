@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-import msgspec
+from msgspec.structs import replace
 
 from outrider.errors import InvalidRequestError, OutriderError
-from outrider.protocol.speculation import FEATURE_ITEM_BYTES, Hello, LineOffer
+from outrider.protocol.speculation import FEATURE_ITEM_BYTES, Hello
 from outrider.tree.projection import MAX_PROJECTION_BYTES
 
 MAX_FEATURE_LAYERS = 8
@@ -29,29 +29,8 @@ class HandshakeError(OutriderError):
     code = "handshake_mismatch"
 
 
-class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """What holds in a session."""
-
-    vocab_size: int = 0
-    """Token ids at or past this are illegal on both sides."""
-    max_positions: int = 0
-    """Longest sequence that the draft serves; 0 for any. The target's may be longer."""
-    feature_layers: tuple[int, ...] = ()
-    """Layers of the target whose hidden states the drafter takes, in order; empty for none."""
-    features_token: str = ""
-    """Names the session to the features stream."""
-    hidden_size: int = 0
-    """Of the target, where the draft states it."""
-    projection_columns: int = 0
-    """Of the matrix that the draft offers for its features; 0 for none."""
-    projection_hash: str = ""
-    """Names this matrix."""
-    features_optional: bool = False
-    """Whether the draft serves requests without their features, too."""
-    line: LineOffer | None = None
-    """A socket of the draft's engine, for a verify engine of its host."""
-    sources: tuple[str, ...] = ()
-    """Names of the draft's drafters, as far as they are told to clients; a node's source is an index into them."""
+Terms = Hello
+"""What holds in a session: the draft's hello, with the vocabulary of both. Its model and tokenizer are not told."""
 
 
 def agree(verify: Hello, draft: Hello) -> Terms:
@@ -71,17 +50,12 @@ def agree(verify: Hello, draft: Hello) -> Terms:
         _same("hidden_size", verify.hidden_size, draft.hidden_size, fix)
     _check_layers(verify, draft)
     _check_projection(verify, draft)
-    return Terms(
+    return replace(
+        draft,
+        model="",
+        tokenizer_hash="",
         # Padded vocabularies may differ in size; an id that one side lacks is illegal.
         vocab_size=min(verify.vocab_size, draft.vocab_size or verify.vocab_size),
-        max_positions=draft.max_positions,
-        feature_layers=draft.feature_layers,
-        features_token=draft.features_token,
-        hidden_size=draft.hidden_size,
-        projection_columns=draft.projection_columns,
-        projection_hash=draft.projection_hash,
-        features_optional=draft.features_optional,
-        line=draft.line,
         sources=tuple(name[:MAX_SOURCE_NAME] for name in draft.sources[:MAX_SOURCES]),
     )
 

@@ -213,7 +213,7 @@ def test_features_arrive_as_they_left(messages: list[Features]) -> None:
 
 def test_what_a_session_says_of_features_arrives() -> None:
     for frame in (
-        DraftUp(1, "a:1", Terms(50, 60, (3, 1), line=LineOffer("host", "path"))),
+        DraftUp(1, "a:1", Terms(vocab_size=50, feature_layers=(3, 1), line=LineOffer("host", "path"))),
         FeaturesUp(1, 9, True),
         FeaturesDone(1, 2**40),
         ProjectionFrame(1, ProjectionPart(6, "x", 0, b"y")),
