@@ -119,8 +119,8 @@ class Conversation:
         self._console = console
         self._runner = runner
         self._sampling = sampling
-        self._first = [Message("system", system)] if system else []
-        self.messages = list(self._first)
+        self._first = [("system", system)] if system else []
+        self.messages: list[Message] = list(self._first)
         self._channel = channel
 
     def greet(self) -> None:
@@ -138,7 +138,7 @@ class Conversation:
         elif line.startswith("/"):
             self._console.print(HELP)
         else:
-            self._ask(Message("user", line))
+            self._ask(("user", line))
 
     def close(self) -> None:
         """Close the connection."""
@@ -153,7 +153,7 @@ class Conversation:
         except OutriderError as error:
             self._console.print(f"\nerror: {error.message}")
         else:
-            self.messages += [question, Message("assistant", answer.text)]
+            self.messages += [question, ("assistant", answer.text)]
             self._console.print(Text(summary(answer), "dim"))
 
 

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import grpc
 
 from outrider.errors import UnavailableError
-from outrider.protocol.generation import Usage
-from outrider.protocol.generation_codec import USAGE
+from outrider.protocol.generation import TokenOrigin, Usage
+from outrider.protocol.generation_codec import ORIGINS, USAGE
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
-
-class Origin(Enum):
-    """Where a committed token came from."""
-
-    ACCEPTED = "draft token, accepted"
-    BONUS = "bonus token"
-    PLAIN = "plain token"
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message of a conversation; `role` is system, user or assistant."""
-
-    role: str
-    content: str
+Message = tuple[str, str]
+"""One of a conversation: its role, which is system, user or assistant, and its content."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +36,8 @@ class Chunk:
     """
 
     text: str
-    tokens: Sequence[tuple[Origin, int]]
-    finish_reason: str = ""
+    tokens: Sequence[tuple[TokenOrigin, int]]
     usage: Usage | None = None
-
-
-_ORIGINS = {
-    common_pb2.TOKEN_ORIGIN_ACCEPTED: Origin.ACCEPTED,
-    common_pb2.TOKEN_ORIGIN_BONUS: Origin.BONUS,
-}
-_FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 async def generate(channel: grpc.aio.Channel, messages: Sequence[Message], sampling: Sampling) -> AsyncIterator[Chunk]:
@@ -96,7 +74,7 @@ def valid_text(text: str) -> str:
 
 
 def _encode(messages: Sequence[Message], sampling: Sampling) -> gateway_pb2.GatewayServiceGenerateRequest:
-    chat = [gateway_pb2.ChatMessage(role=message.role, content=valid_text(message.content)) for message in messages]
+    chat = [gateway_pb2.ChatMessage(role=role, content=valid_text(content)) for role, content in messages]
     return gateway_pb2.GatewayServiceGenerateRequest(
         chat=gateway_pb2.ChatMessages(messages=chat),
         sampling=common_pb2.SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed),
@@ -109,9 +87,8 @@ def _decode(response: gateway_pb2.GatewayServiceGenerateResponse) -> Chunk:
     return Chunk(
         text=response.text,
         tokens=[
-            (_ORIGINS.get(origin, Origin.PLAIN), num_bytes)
+            (ORIGINS.get(origin, TokenOrigin.UNSPECIFIED), num_bytes)
             for origin, num_bytes in zip(response.origins, response.text_lengths, strict=False)
         ],
-        finish_reason=_FINISH_REASONS.get(response.finish_reason, ""),
         usage=USAGE.decode(response.usage) if response.HasField("usage") else None,
     )

@@ -10,7 +10,7 @@ from itertools import takewhile
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.client import Message, Sampling, generate, valid_text
+from outrider.cli.client import Sampling, generate, valid_text
 from outrider.cli.cluster import Cluster
 from outrider.cli.options import (
     MAX_TOKENS_LIMIT,
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _show(console: Console, cluster: Cluster, prompt: str, max_tokens: int) -> None:
     async with open_channel(cluster.gateway_address, auth_token=cluster.api_key) as channel:
-        messages = [Message("user", prompt)]
+        messages = [("user", prompt)]
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
         console.print("\nThe prompt:\n")
         console.print(valid_text(prompt))

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.child import LineSink
-from outrider.cli.client import Chunk, Origin
+from outrider.cli.client import Chunk
 from outrider.cli.cluster import Cluster
-from outrider.protocol.generation import Usage
+from outrider.protocol.generation import TokenOrigin, Usage
 
 # Time, level, service and logger of a line of outrider.logs.
 LOG_HEAD = re.compile(r"^\S+Z +[A-Z]+ +\S+ +\S+ ")
@@ -76,7 +76,11 @@ class StartDisplay:
             cluster.close()
 
 
-STYLES = {Origin.ACCEPTED: "green", Origin.BONUS: "yellow", Origin.PLAIN: ""}
+LEGEND = {
+    TokenOrigin.ACCEPTED: ("draft token, accepted", "green"),
+    TokenOrigin.BONUS: ("bonus token", "yellow"),
+    TokenOrigin.PLAIN: ("plain token", ""),
+}
 
 
 class Painter:
@@ -86,14 +90,14 @@ class Painter:
     """
 
     def __init__(self) -> None:
-        self._tokens: deque[tuple[Origin, int]] = deque()
-        self._origin = Origin.PLAIN
+        self._tokens: deque[tuple[TokenOrigin, int]] = deque()
+        self._origin = TokenOrigin.PLAIN
         self._left = 0
 
-    def feed(self, chunk: Chunk) -> list[tuple[str, Origin]]:
+    def feed(self, chunk: Chunk) -> list[tuple[str, TokenOrigin]]:
         """Take a chunk; return its text in runs, in order."""
         self._tokens.extend(chunk.tokens)
-        runs: list[tuple[str, Origin]] = []
+        runs: list[tuple[str, TokenOrigin]] = []
         for character in chunk.text:
             while self._left <= 0 and self._tokens:
                 self._origin, num_bytes = self._tokens.popleft()
@@ -113,7 +117,6 @@ class FinishedAnswer:
 
     text: str
     usage: Usage
-    finish_reason: str
     seconds_to_first_token: float
     seconds: float
 
@@ -129,28 +132,27 @@ async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> 
     painter = Painter()
     parts: list[str] = []
     usage = Usage()
-    finish_reason = ""
     begin = time.monotonic()
     first = end = 0.0
     async for chunk in chunks:
         end = time.monotonic() - begin
         first = first or (end if chunk.tokens else 0.0)
         usage = chunk.usage or usage
-        finish_reason = chunk.finish_reason or finish_reason
         parts.append(chunk.text)
         if console is not None:
             for text, origin in painter.feed(chunk):
-                console.print(Text(printable(text), STYLES[origin]), end="", soft_wrap=True)
+                _, style = LEGEND.get(origin, ("", ""))
+                console.print(Text(printable(text), style), end="", soft_wrap=True)
     if console is not None:
         console.print()
-    return FinishedAnswer("".join(parts), usage, finish_reason, first, end)
+    return FinishedAnswer("".join(parts), usage, first, end)
 
 
 def legend() -> Text:
     """Which colour means which origin."""
     text = Text()
-    for origin in Origin:
-        text.append(f" {origin.value} ", STYLES[origin] and f"{STYLES[origin]} reverse")
+    for words, style in LEGEND.values():
+        text.append(f" {words} ", style and f"{style} reverse")
         text.append("  ")
     return text
 

@@ -114,7 +114,7 @@ def decode_prompt_logprobs(message: common_pb2.PromptLogprobs) -> PromptLogprobs
     )
 
 
-_ORIGINS = {int(origin): origin for origin in TokenOrigin}
+ORIGINS = {int(origin): origin for origin in TokenOrigin}
 _REASONS = {int(reason): reason for reason in FinishReason}
 
 
@@ -158,7 +158,7 @@ UPDATE = StructCodec(
         "finish_reason": lambda update: update.finish_reason or 0,
     },
     decoders={
-        "origins": lambda message: [_ORIGINS.get(origin, TokenOrigin.UNSPECIFIED) for origin in message.origins],
+        "origins": lambda message: [ORIGINS.get(origin, TokenOrigin.UNSPECIFIED) for origin in message.origins],
         "logprobs": lambda message: [_decode_logprobs(entry) for entry in message.logprobs],
         "prompt_logprobs": lambda message: [decode_prompt_logprobs(part) for part in message.prompt_logprobs],
         "finish_reason": _decode_reason,

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cli.client import Chunk, Origin
+from outrider.cli.client import Chunk
 from outrider.cli.terminal import Painter, make_console, printable, show_answer
-from outrider.protocol.generation import Usage
+from outrider.protocol.generation import TokenOrigin, Usage
 
-origins = st.sampled_from(list(Origin))
+origins = st.sampled_from(list(TokenOrigin))
 
 
 @given(
@@ -23,7 +23,7 @@ origins = st.sampled_from(list(Origin))
 def test_each_character_has_the_colour_of_the_token_that_holds_its_first_byte(
     text: str, cuts: list[int], lag: int, data: st.DataObject
 ) -> None:
-    owner: list[Origin] = []
+    owner: list[TokenOrigin] = []
     tokens = []
     while len(owner) < len(text.encode()):
         token = (data.draw(origins), cuts.pop() if cuts else 1)
@@ -70,11 +70,11 @@ def test_no_color_is_obeyed_on_a_terminal(flag: bool, monkeypatch: pytest.Monkey
 
 async def test_an_answer_is_measured_and_returned_whole() -> None:
     async def chunks():
-        yield Chunk("Hel", [(Origin.PLAIN, 3)])
-        yield Chunk("lo", [(Origin.ACCEPTED, 1), (Origin.BONUS, 1)])
-        yield Chunk("", [], "stop", Usage(5, 3, 0, 1, 4, 1))
+        yield Chunk("Hel", [(TokenOrigin.PLAIN, 3)])
+        yield Chunk("lo", [(TokenOrigin.ACCEPTED, 1), (TokenOrigin.BONUS, 1)])
+        yield Chunk("", [], Usage(5, 3, 0, 1, 4, 1))
 
     answer = await show_answer(chunks(), None)
-    assert (answer.text, answer.finish_reason) == ("Hello", "stop")
+    assert answer.text == "Hello"
     assert answer.usage.accept_length == 2.0
     assert 0 < answer.seconds_to_first_token <= answer.seconds
