@@ -19,7 +19,7 @@ from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
-from outrider.metrics import MetricsServer
+from outrider.metrics import serve_metrics
 from outrider.models.shipped import choose_drafters
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free, door_options
@@ -66,7 +66,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
         add_DraftServiceServicer_to_server(servicer, server.grpc)
         try:
             address = await server.start()
-            with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
+            with serve_metrics(options.metrics_address, metrics.registry) as metrics_address:
                 _settle_memory()
                 server.set_serving(True)
                 write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)

@@ -7,11 +7,11 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, start_http_server
@@ -23,36 +23,29 @@ from outrider.errors import ConfigError, UnavailableError
 from outrider.rpc.transport import split_host_port
 
 
-class MetricsServer:
-    """Serves /metrics of a registry while entered, from a thread of its own.
+@contextmanager
+def serve_metrics(address: str, registry: CollectorRegistry) -> Iterator[str]:
+    """Serve /metrics of a registry, from a thread of its own, until the block ends.
 
-    `address` is host:port, where port 0 takes a free one; empty serves nothing. Entering returns the address really
-    bound and raises ConfigError when it cannot be.
+    `address` is host:port, where port 0 takes a free one; empty serves nothing. Gives the address really bound. Raises
+    ConfigError when it cannot be.
     """
-
-    def __init__(self, address: str, registry: CollectorRegistry) -> None:
-        self._address = address
-        self._registry = registry
-
-    def __enter__(self) -> str:
-        if not self._address:
-            return ""
-        host, port = split_host_port(self._address, "--metrics-address")
-        try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), self._registry)
-        except OSError as error:
-            raise ConfigError(
-                f"--metrics-address: cannot bind {self._address}: {error.strerror}; use another port, 0 for a free one"
-            ) from error
-        return f"{host}:{self._server.server_port}"
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._address:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
+    if not address:
+        yield ""
+        return
+    host, port = split_host_port(address, "--metrics-address")
+    try:
+        server, thread = start_http_server(port, host.strip("[]"), registry)
+    except OSError as error:
+        raise ConfigError(
+            f"--metrics-address: cannot bind {address}: {error.strerror}; use another port, 0 for a free one"
+        ) from error
+    try:
+        yield f"{host}:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 class ServiceCollector(Collector):

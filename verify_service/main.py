@@ -11,7 +11,7 @@ from outrider.config.base import parse_options
 from outrider.config.service import read_secret
 from outrider.config.verify import VerifyOptions
 from outrider.host.process import EngineProcess, switch_threads_often
-from outrider.metrics import MetricsServer
+from outrider.metrics import serve_metrics
 from outrider.protocol.generation import VerifyLoad
 from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
@@ -46,7 +46,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     drafts = () if options.no_speculation else options.draft
     addresses = PeerAddresses(drafts, "--draft", seconds=options.dns_seconds)
     metrics = VerifyMetrics()
-    with MetricsServer(options.metrics_address, metrics.registry) as metrics_address:
+    with serve_metrics(options.metrics_address, metrics.registry) as metrics_address:
         process, engine = await start_engine(options, metrics.observe)
         try:
             served = await process.ready(stop)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import OutriderError
+from outrider.rpc.lifecycle import exit_text
 
 # Log lines kept for the message about a failed start.
 NUM_TAIL_LINES = 40
@@ -167,16 +168,6 @@ class Child:
                 line = raw.rstrip("\n")
                 self._tail.append(line)
                 self._on_line(self.name, line)
-
-
-def exit_text(code: int) -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
 
 
 def _has_ended(pid: int) -> bool:

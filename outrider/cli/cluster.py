@@ -24,12 +24,13 @@ from typing import Any
 
 import psutil
 
-from outrider.cli.child import Child, LineSink, ServiceFailedError, exit_text
+from outrider.cli.child import Child, LineSink, ServiceFailedError
 from outrider.config.base import options_to_argv, options_to_env
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
+from outrider.rpc.lifecycle import exit_text
 
 # In the order in which they start.
 SERVICES = ("draft", "verify", "gateway")

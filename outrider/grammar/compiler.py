@@ -76,6 +76,7 @@ _OPTIONS = {
 _MOST_MASKS = 50_000
 """Masks after which a compiled grammar is compiled anew: what its lexer has met stays in memory, and is bounded."""
 _MAX_REASON = 300
+_PROBE_TOKENS = 48
 _NUM_PROBES = 4
 _MOST_LOOKED_AT = 4096
 _TOO_MUCH = ("too many", "too big", "too large", "too complex", "fuel", "limit", "max is")
@@ -119,20 +120,20 @@ class CompiledGrammar:
         self.num_renewals += 1
 
 
-def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary, field: str | None = None) -> CompiledGrammar:
+def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> CompiledGrammar:
     """Compile a grammar that `check_grammar` has passed; from 1 ms to a second, without holding the interpreter.
 
-    Raises InvalidRequestError about `field` if it cannot be compiled within the limits, or allows no text at all.
+    Raises InvalidRequestError if it cannot be compiled within the limits, or allows no text at all.
     """
     try:
         matcher = LLMatcher(vocabulary.tokenizer, source_of(grammar), log_level=0, limits=_LIMITS)
     except (ValueError, GbnfToLarkError, RecursionError, LookupError) as error:
-        raise refusal(grammar, str(error), field) from None
+        raise refusal(grammar, str(error)) from None
     if not matcher.is_error():
         # The first mask is where a lexer that is too large shows.
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise refusal(grammar, matcher.get_error(), field)
+        raise refusal(grammar, matcher.get_error())
     return CompiledGrammar(grammar, vocabulary, matcher)
 
 
@@ -153,7 +154,7 @@ def source_of(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
 
 
-def refusal(grammar: Grammar, reason: str, field: str | None = None) -> InvalidRequestError:
+def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     """What a client is told of a grammar that the library refuses or gives up on."""
     said, fix = reason.replace("<non-verbose/>", " "), _FIXES[grammar.kind]
     if "regex parse error" in said:
@@ -169,10 +170,10 @@ def refusal(grammar: Grammar, reason: str, field: str | None = None) -> InvalidR
     elif any(sign in said for sign in _TOO_MUCH):
         said, fix = f"is too complex ({said})", "use smaller repetitions and fewer alternatives"
     said = " ".join(said.split())[:_MAX_REASON] or "cannot be compiled"
-    return InvalidRequestError(field or grammar.field, said, fix, code="invalid_grammar")
+    return InvalidRequestError(grammar.field, said, fix, code="invalid_grammar")
 
 
-def probe(compiled: CompiledGrammar, num_tokens: int = 48) -> None:
+def probe(compiled: CompiledGrammar) -> None:
     """Write a few answers of random legal tokens, to see whether masks within an answer can be computed, too.
 
     Raises InvalidRequestError where they cannot.
@@ -180,7 +181,7 @@ def probe(compiled: CompiledGrammar, num_tokens: int = 48) -> None:
     source = random.Random(compiled.grammar.digest)
     for _ in range(_NUM_PROBES):
         matcher = compiled.matcher()
-        for _ in range(num_tokens):
+        for _ in range(_PROBE_TOKENS):
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8) if not matcher.is_stopped() else None
             if matcher.is_error():
                 raise refusal(compiled.grammar, matcher.get_error())

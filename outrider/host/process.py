@@ -10,13 +10,14 @@ import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
 from outrider.errors import ConfigError, InternalError
 from outrider.host.frames import FrameReader, Ready, Refused, Start, Stop, pack
 from outrider.logs import get_logger
+from outrider.rpc.lifecycle import exit_text
 
 log = get_logger(__name__)
 
@@ -40,13 +41,6 @@ _SWITCH_SECONDS = 0.0001
 
 FrameT = TypeVar("FrameT")
 ServedT = TypeVar("ServedT")
-
-
-class HasDescriptor(Protocol):
-    """A file or a socket."""
-
-    def fileno(self) -> int:
-        """Its descriptor."""
 
 
 class FrameConnection(asyncio.Protocol, Generic[FrameT]):
@@ -102,7 +96,11 @@ class FrameConnection(asyncio.Protocol, Generic[FrameT]):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         for body in self._reader.feed(data):
-            self.receive(self._decode(body))
+            self.take(self._decode(body))
+
+    def take(self, frame: Any) -> None:
+        """A frame has come."""
+        self.receive(frame)
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol: the engine is behind."""
@@ -145,18 +143,16 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
         self.alive, self.stopping = False, True
         self.send(Stop())
 
-    def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
-        for body in self._reader.feed(data):
-            frame: Any = self._decode(body)
-            if isinstance(frame, Ready):
-                self.alive = True
-                self.on_ready(frame.served)
-                self._ready.set_result(frame.served)
-            elif isinstance(frame, Refused):
-                self._ready.set_exception(ConfigError(frame.message))
-            else:
-                self.receive(frame)
+    def take(self, frame: Any) -> None:
+        """See the base."""
+        if isinstance(frame, Ready):
+            self.alive = True
+            self.on_ready(frame.served)
+            self._ready.set_result(frame.served)
+        elif isinstance(frame, Refused):
+            self._ready.set_exception(ConfigError(frame.message))
+        else:
+            self.receive(frame)
 
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio.Protocol: the engine is gone."""
@@ -196,7 +192,7 @@ class EngineProcess(Generic[ServedT]):
         connections = [engine, *others]
         pairs = [socket.socketpair() for _ in connections]
         try:
-            process = spawn(module, [theirs for _, theirs in pairs], environment)
+            process = spawn(module, [theirs.fileno() for _, theirs in pairs], environment)
         finally:
             for _, theirs in pairs:
                 theirs.close()
@@ -256,7 +252,7 @@ class EngineProcess(Generic[ServedT]):
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = await asyncio.to_thread(self._process.wait)
-        return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return exit_text(code)
 
 
 def switch_threads_often() -> None:
@@ -267,20 +263,19 @@ def switch_threads_often() -> None:
 
 def spawn(
     module: str,
-    files: Sequence[HasDescriptor],
+    descriptors: Sequence[int],
     environment: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """Run a module as an engine, with the descriptors of these sockets or files as its arguments, and others behind
-    them. Call it on the main thread: on Linux the end of the starting thread is what ends the child.
+    """Run a module as an engine, with these descriptors as its arguments, and others behind them.
 
+    Call it on the main thread: on Linux the end of the starting thread is what ends the child.
     `environment`: variables that it gets whatever this process has.
     """
     launcher = [sys.executable, "-m", "outrider.cli.launcher", str(os.getpid())]
     # Threads that spin while they wait starve the services beside them on the same cores, and themselves: measured
     # with one busy process beside it on 2 cores, a 57 ms forward took 746 ms.
     env = {"OMP_WAIT_POLICY": "passive", **KERNEL_CACHES, **os.environ, **(environment or {})}
-    descriptors = [one.fileno() for one in files]
     # Ctrl-C reaches the whole process group. Blocked signals stay so in a child: the door alone decides what follows.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

@@ -92,10 +92,6 @@ class RankMemory:
         """From now on no rank may take long."""
         self._limit = self._seconds
 
-    def fileno(self) -> int:
-        """Its descriptor, for a process to inherit."""
-        return self.descriptor
-
     def close(self) -> None:
         """Give the descriptor back; what is mapped stays until the process ends."""
         os.close(self.descriptor)

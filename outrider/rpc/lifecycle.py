@@ -26,6 +26,17 @@ EXIT_INTERRUPTED = 130
 
 OptionsT = TypeVar("OptionsT")
 
+
+def exit_text(code: int) -> str:
+    """A process's exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # signals of real time have no names
+        return f"signal {-code}"
+
+
 _logger = get_logger(__name__)
 
 

@@ -29,8 +29,8 @@ def test_both_languages_derive_the_same_texts(vocabulary: GrammarVocabulary, sou
 
 @pytest.mark.parametrize("source", ["start: missing", "root ::= (", "nothing", "root ::= " + "(" * 5000])
 def test_what_is_no_grammar_is_refused(vocabulary: GrammarVocabulary, source: str) -> None:
-    with pytest.raises(InvalidRequestError, match="field") as caught:
-        compile_grammar(ebnf(source), vocabulary, "field")
+    with pytest.raises(InvalidRequestError, match="grammar") as caught:
+        compile_grammar(ebnf(source), vocabulary)
     assert caught.value.code == "invalid_grammar"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.rpc.lifecycle import run_service, write_ready_file
+from outrider.rpc.lifecycle import exit_text, run_service, write_ready_file
 
 SERVICE = """
 import asyncio, signal, sys
@@ -138,3 +138,8 @@ def test_the_handlers_are_put_back_and_the_result_is_the_exit_code() -> None:
     before = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
     assert run_service(main, ProbeOptions()) == 3
     assert [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)] == before
+
+
+def test_every_end_of_a_process_has_words() -> None:
+    codes = (2, -signal.SIGKILL, -signal.SIGRTMIN - 1)
+    assert [exit_text(code) for code in codes] == ["exit code 2", "SIGKILL", f"signal {signal.SIGRTMIN + 1}"]

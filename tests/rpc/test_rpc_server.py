@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.errors import ConfigError
-from outrider.metrics import MetricsServer
+from outrider.metrics import serve_metrics
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.rpc.transport import KEEPALIVE_SECONDS, channel_options, check_address, server_options, split_host_port
@@ -159,10 +159,9 @@ async def test_reflection_is_there_only_when_asked_for(start: Any, tmp_path: Pat
 
 
 def test_a_metrics_address_whose_host_is_no_name_is_refused() -> None:
-    server = MetricsServer("a..b:9102", CollectorRegistry())
     with (
         pytest.raises(ConfigError, match=r"--metrics-address: 'a\.\.b:9102' is not an address: .*; use a host's name"),
-        server,
+        serve_metrics("a..b:9102", CollectorRegistry()),
     ):
         pass
 

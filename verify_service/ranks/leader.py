@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from outrider.errors import ConfigError
 from outrider.host.process import spawn
 from outrider.host.rank_memory import RankError, RankMemory
 from outrider.logs import get_logger
-from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
+from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, exit_text
 
 log = get_logger(__name__)
 
@@ -38,7 +37,8 @@ class Followers:
         self.memory = RankMemory.create(world, options.rank_seconds)
         self._seconds = options.rank_seconds
         self._processes = {
-            rank: spawn(WORKER_MODULE, [self.memory], arguments=[str(rank), str(world)]) for rank in range(1, world)
+            rank: spawn(WORKER_MODULE, [self.memory.descriptor], arguments=[str(rank), str(world)])
+            for rank in range(1, world)
         }
         self._is_started = False
         self.memory.check = self.check
@@ -54,7 +54,7 @@ class Followers:
                 said = self.memory.said(rank)
                 if code == EXIT_CONFIG and not self._is_started:
                     raise ConfigError(f"rank {rank}: {said}")
-                raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or _ending(code)})")
+                raise RankError(f"rank {rank} of {self.memory.world} has ended ({said or exit_text(code)})")
 
     def started(self) -> None:
         """All ranks serve: from now on one that hangs ends the engine, too, also while nothing is asked of it."""
@@ -84,7 +84,3 @@ class Followers:
                 time.sleep(grace)
                 sys.stderr.flush()
                 os._exit(code)
-
-
-def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
