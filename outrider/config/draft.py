@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config.base import option
-from outrider.config.service import PeerServiceOptions
+from outrider.config.service import GRPC_DOOR, PeerServiceOptions
 from outrider.errors import ConfigError
 
 AUTO = ("AUTO",)
@@ -16,9 +16,7 @@ AUTO = ("AUTO",)
 class DraftOptions(PeerServiceOptions):
     """Guesses ahead of a verify service."""
 
-    address: str = option(
-        "127.0.0.1:50053", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
-    )
+    address: str = option("127.0.0.1:50053", GRPC_DOOR)
     metrics_address: str = option("127.0.0.1:9103", "Address of the Prometheus page, host:port; empty turns it off.")
     speculative_algorithm: tuple[str, ...] = option(
         AUTO,
@@ -92,9 +90,6 @@ class DraftOptions(PeerServiceOptions):
         "file system, which containers do not share; else a folder for it, or off.",
     )
     threads: int = option(1, "Threads of numerical libraries.", minimum=1, maximum=1024)
-    engine_cpus: str = option(
-        "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."
-    )
     min_path_probability: float | None = option(
         None,
         "Nodes less likely than this to be committed are not grown; empty takes 0.02 for n-grams, 0.0002 for a model.",

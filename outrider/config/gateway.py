@@ -8,7 +8,7 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from outrider.config.base import option
-from outrider.config.service import ServiceOptions, read_api_keys
+from outrider.config.service import GRPC_DOOR, ServiceOptions, read_api_keys
 from outrider.errors import ConfigError
 
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
@@ -19,9 +19,7 @@ _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 class GatewayOptions(ServiceOptions):
     """The clients' door: gRPC and an OpenAI-compatible REST interface."""
 
-    address: str = option(
-        "127.0.0.1:50051", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
-    )
+    address: str = option("127.0.0.1:50051", GRPC_DOOR)
     rest_address: str = option(
         "127.0.0.1:8000", "Address of the REST door, host:port (port 0 takes a free one); it serves /metrics too."
     )

@@ -106,11 +106,14 @@ def _read(options: object, field: str, prefix: str) -> TlsFiles:
     return files
 
 
+GRPC_DOOR = "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
+
+
 @dataclass(frozen=True)
 class ServiceOptions:
     """Options of a service. A service's own options inherit them and set the default addresses."""
 
-    address: str = option("127.0.0.1:0", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path.")
+    address: str = option("127.0.0.1:0", GRPC_DOOR)
     metrics_address: str = option("", "Address of the Prometheus page, host:port; empty turns it off.")
     ready_file: str = option("", "File that is written, with the addresses really bound, when the service serves.")
     log_level: str = option("INFO", "Least important lines to log.", choices=LEVELS)
@@ -134,6 +137,9 @@ class PeerServiceOptions(ServiceOptions):
 
     auth_token: str = option("", "Bearer token that callers must send; empty lets everybody in.", secret=True)
     auth_token_file: str = option("", "File that holds the bearer token, instead of --auth-token.")
+    engine_cpus: str = option(
+        "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."
+    )
 
     def read_auth_tokens(self) -> tuple[str, ...]:
         """The tokens that open the door, none when everybody may come in. Raises ConfigError."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.config.base import option
 from outrider.config.draft import DraftOptions
-from outrider.config.service import PeerServiceOptions
+from outrider.config.service import GRPC_DOOR, PeerServiceOptions
 
 MAX_RANKS = 16
 
@@ -15,9 +15,7 @@ MAX_RANKS = 16
 class VerifyOptions(PeerServiceOptions):
     """Holds the target model and its KV cache, and owns the truth."""
 
-    address: str = option(
-        "127.0.0.1:50052", "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
-    )
+    address: str = option("127.0.0.1:50052", GRPC_DOOR)
     metrics_address: str = option("127.0.0.1:9102", "Address of the Prometheus page, host:port; empty turns it off.")
     model: str = option("SmolLM2-135M-Instruct", "Target: the default's name, a local folder or a hub id.")
     served_model_name: str = option("", "What clients call the model; empty takes it from the model.")
@@ -54,9 +52,6 @@ class VerifyOptions(PeerServiceOptions):
     )
     threads: int = option(
         0, "Threads of the forward, of each rank; 0 shares out the cores, one thread each.", minimum=0, maximum=1024
-    )
-    engine_cpus: str = option(
-        "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."
     )
     context_length: int = option(0, "Most tokens of prompt and output; 0 takes the model's own.", minimum=0)
     page_size: int = option(16, "Tokens in a KV page.", minimum=1, maximum=1024)
