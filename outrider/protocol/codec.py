@@ -17,9 +17,6 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 Convert = Callable[[Any], Any]
 
-FORMATS = {"<i4": "i", "<u4": "I", "<f4": "f"}
-"""Formats of numbers in packed arrays, and `array`'s codes of them on a little-endian machine."""
-
 
 class StructCodec(Generic[StructT, MessageT]):
     """Encodes a struct as a message and back, field by field.
@@ -40,7 +37,7 @@ class StructCodec(Generic[StructT, MessageT]):
     ) -> None:
         """Raises TypeError where a field of the struct has no counterpart.
 
-        `packed`: fields that are lists here and bytes in the message, with the format of a value, a key of FORMATS.
+        `packed`: fields that are lists here and bytes in the message, with `array`'s code of a value (little-endian).
         `nested`: fields that are structs, or lists of them. `encoders`: fields of the message that are made of the
         whole struct. `decoders`: fields of the struct that are made of the whole message. `local`: fields of the struct
         that the message lacks.
@@ -113,18 +110,16 @@ def _container(hint: Any) -> Convert:
     return list if origin is Sequence else origin
 
 
-def _packer(form: str) -> Convert:
-    code = FORMATS[form]
+def _packer(code: str) -> Convert:
     return lambda values: array(code, values).tobytes()
 
 
-def _unpacker(form: str, label: str) -> Convert:
-    code = FORMATS[form]
+def _unpacker(code: str, label: str) -> Convert:
     size = array(code).itemsize
 
     def unpack(data: bytes) -> list[Any]:
         if len(data) % size:
-            raise InvalidRequestError(label, f"{len(data)} bytes are no whole number of {form} values")
+            raise InvalidRequestError(label, f"{len(data)} bytes are no whole number of {size}-byte values")
         return array(code, data).tolist()
 
     return unpack

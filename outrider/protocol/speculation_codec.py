@@ -68,7 +68,7 @@ _HELLO = StructCodec(Hello, draft_pb2.Hello, nested={"line": _LINE})
 _OPEN = StructCodec(
     Open,
     draft_pb2.Open,
-    packed={"token_ids": "<i4"},
+    packed={"token_ids": "i"},
     encoders={
         "sampling": lambda opened: encode_sampling(opened.sampling),
         "choice_index": lambda opened: opened.sampling.choice_index,
@@ -76,11 +76,11 @@ _OPEN = StructCodec(
     },
     decoders={"sampling": _decode_target_sampling},
 )
-_COMMIT = StructCodec(Commit, draft_pb2.Commit, packed={"token_ids": "<i4"})
+_COMMIT = StructCodec(Commit, draft_pb2.Commit, packed={"token_ids": "i"})
 _PAUSE = StructCodec(Pause, draft_pb2.Pause)
 _RESUME = StructCodec(Resume, draft_pb2.Resume)
 _CLOSE = StructCodec(Close, draft_pb2.Close)
-_GROW = StructCodec(Grow, draft_pb2.Grow, packed={"parents": "<u4", "token_ids": "<i4", "scores": "<f4"})
+_GROW = StructCodec(Grow, draft_pb2.Grow, packed={"parents": "I", "token_ids": "i", "scores": "f"})
 _DECLINE = StructCodec(
     Decline,
     draft_pb2.Decline,

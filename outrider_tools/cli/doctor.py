@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import socket
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.cluster import LINKS, link
+from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, SERVICES, is_default, link
 from outrider.cli.options import add_connect_tls_options, add_service_options, number, parse_service_options
 from outrider.cli.placement import is_colocated, is_on_gpu, num_gpus, place_drafts
 from outrider.cli.terminal import make_console
@@ -20,13 +24,15 @@ from outrider.config.draft import DraftOptions
 from outrider.config.service import ServiceOptions, peer_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
+from outrider.rpc.transport import split_host_port, unix_path
 from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.finding import Finding, Level, ok, problem
 from outrider_tools.doctor.machine import check_disk, check_neighbours, check_packages, check_shared_memory
 from outrider_tools.doctor.models import check_models
-from outrider_tools.doctor.running import are_all_default, running_cluster, with_addresses
 from outrider_tools.doctor.services import check_services, endpoints_of
 
+Addresses = dict[str, dict[str, str]]
+"""Of each service, by the names of its options."""
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
@@ -68,14 +74,71 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
     """The options with each service told of those that it calls; with --running, as `outrider up` runs them."""
-    unsaid = arguments.verify is None and arguments.draft is None and are_all_default(options)
+    unsaid = arguments.verify is None and arguments.draft is None
+    unsaid = unsaid and all(
+        is_default(one, field) for one in options.values() for field in ADDRESS_FIELDS if hasattr(one, field)
+    )
     found = running_cluster() if arguments.running and unsaid else {}
-    linked = link(with_addresses(options, found) if found or _has_all(options, arguments) else options)
+    linked = link(_with_addresses(options, found) if found or _has_all(options, arguments) else options)
     for name, field, endpoint in LINKS:
         if getattr(arguments, endpoint) is not None:
             changes: dict[str, Any] = {field: getattr(arguments, endpoint)}
             linked[name] = replace(linked[name], **changes)
     return linked
+
+
+def _with_addresses(options: Mapping[str, ServiceOptions], found: Addresses) -> dict[str, ServiceOptions]:
+    """The options with the addresses that were found; a draft that does not run is called by nobody."""
+    placed = dict(options)
+    for name, addresses in found.items():
+        changes: dict[str, Any] = {field: text for field, text in addresses.items() if hasattr(placed[name], field)}
+        if changes.get("metrics_address") == addresses.get("rest_address"):
+            changes["metrics_address"] = ""  # the page has no door of its own
+        placed[name] = replace(placed[name], **changes)
+    if "draft" not in found:
+        nobody: dict[str, Any] = {"draft": ()}
+        placed["verify"] = replace(placed["verify"], **nobody)
+        placed["draft"] = replace(placed["draft"], address="127.0.0.1:0", metrics_address="")
+    return placed
+
+
+def running_cluster() -> Addresses:
+    """Addresses of the services that this user's newest `outrider up` runs; empty where none runs."""
+    folders = [path for path in Path(tempfile.gettempdir()).glob("outrider-*") if _is_own_folder(path)]
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+        found = {name: _read(folder / f"{name}.json") for name in SERVICES}
+        found = {name: addresses for name, addresses in found.items() if addresses}
+        # One that was killed leaves its files behind.
+        if {"gateway", "verify"} <= found.keys() and _answers(found["gateway"]["address"]):
+            return found
+    return {}
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Other users may put folders of any name there."""
+    return path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        told = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {field: str(told[field]) for field in ADDRESS_FIELDS if told.get(field)} if "address" in told else {}
+
+
+def _answers(address: str) -> bool:
+    path = unix_path(address)
+    try:
+        if path is not None:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(path))
+        else:
+            host, port = split_host_port(address, "address")
+            socket.create_connection((host.strip("[]"), port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _has_all(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> bool:

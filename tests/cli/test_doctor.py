@@ -15,12 +15,12 @@ from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
 from outrider.models.shipped import shipped_head
+from outrider_tools.cli.doctor import _place, running_cluster
 from outrider_tools.doctor import machine
 from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.finding import Finding, Level
 from outrider_tools.doctor.machine import check_disk
 from outrider_tools.doctor.models import check_devices, check_models
-from outrider_tools.doctor.running import running_cluster
 
 pytestmark = pytest.mark.xdist_group("live")
 
@@ -229,7 +229,6 @@ def test_lines_for_people_name_level_check_and_fix(capsys: pytest.CaptureFixture
 def test_the_draft_model_of_verify_s_rounds_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     from outrider.cli import placement
     from outrider.cli.main import make_parser
-    from outrider_tools.cli.doctor import _place
 
     findings: list[Finding] = []
     draft = DraftOptions(speculative_algorithm=("EAGLE3", "NGRAM"), speculative_draft_model_path="head")

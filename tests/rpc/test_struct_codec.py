@@ -45,7 +45,7 @@ def test_what_is_unset_takes_the_default_of_the_struct() -> None:
 
 def test_half_a_number_is_refused_by_name() -> None:
     event = draft_pb2.VerifyEvent(commit=draft_pb2.Commit(request=1, token_ids=b"abcde"))
-    with pytest.raises(InvalidRequestError, match=r"commit\.token_ids: 5 bytes are no whole number of <i4 values"):
+    with pytest.raises(InvalidRequestError, match=r"commit\.token_ids: 5 bytes are no whole number of 4-byte values"):
         decode_verify(draft_pb2.DraftServiceSpeculateRequest(events=[event]))
 
 
