@@ -107,8 +107,5 @@ def _make_draft(arguments: argparse.Namespace, source: Path, options: Any) -> No
         with ConsoleProgress() as progress:
             num_bytes = heads.inflate_head(head, source, arguments.draft_out, options, progress)
     else:
-        target = heads.shaped(source, options)
-        num_bytes = heads.random_eagle3_head(
-            arguments.draft_out, target, arguments.draft_vocab_size, options.seed, options.dtype, options.device
-        )
+        num_bytes = heads.random_eagle3_head(arguments.draft_out, source, arguments.draft_vocab_size, options)
     print(f"{arguments.draft_out}: {num_bytes / 1e9:.2f} GB of weights")

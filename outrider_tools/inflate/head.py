@@ -220,70 +220,44 @@ def _fields(
     }
 
 
-def random_eagle3_head(
-    folder: Path,
-    target: ModelConfig,
-    draft_vocab_size: int = 32000,
-    seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | None = None,
-) -> int:
-    """Write a head of the target's shape, with one layer and the target's embedding; returns its bytes.
+def random_eagle3_head(out: Path, source: Path, draft_vocab_size: int, options: InflateOptions) -> int:
+    """Write a head for what `inflate` makes of `source`, with one layer and its target's embedding; returns its bytes.
 
     Its vocabulary is spread evenly over the target's, or the target's own if that is no larger.
 
     Raises:
-        ConfigError: the target has too few layers, or `folder` exists or cannot be written.
+        ConfigError: the target has too few layers, or `out` exists or cannot be written.
     """
-    if target.num_layers < 4:
-        raise ConfigError(f"an EAGLE-3 head needs a target of 4 layers or more, and it has {target.num_layers}")
-    device = device or torch.device("cpu")
-    size = min(draft_vocab_size, target.vocab_size)
-    fields = _random_fields(target, size, dtype)
-    config = eagle3_config(fields, ("fc.weight",), target.num_layers)
-    tensors: dict[str, Tensor] = {}
-    for name, shape in Eagle3Head(config, dtype, torch.device("meta")).checkpoint_tensors().items():
-        if name == EMBEDDING:
-            continue
-        values = torch.ones(shape.shape, dtype=dtype, device=device)
-        if not name.endswith("norm.weight"):
-            # Hashed together: the CPU's generator takes no more than 32 bits.
-            generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            values.normal_(0.0, RANDOM_STD, generator=generator)
-        tensors[name.replace("layers.0.", "midlayer.")] = values.cpu()
-    ids = torch.arange(size) * target.vocab_size // size
-    tensors[OFFSETS] = ids - torch.arange(size)
-    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    return save_head_folder(folder, fields, tensors, None)
-
-
-def shaped(source: Path, options: InflateOptions) -> ModelConfig:
-    """The configuration of what `inflate` makes of `source`, as far as a head needs it. Raises ConfigError."""
     config, shape = ModelConfig.from_folder(source), options.shape.dense
-    return replace(
-        config,
-        vocab_size=vocab_size_of(config, options),
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_layers=shape.layers,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-    )
-
-
-def _random_fields(target: ModelConfig, draft_vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    count = target.num_layers
-    return {
+    if shape.layers < 4:
+        raise ConfigError(f"an EAGLE-3 head needs a target of 4 layers or more, and it has {shape.layers}")
+    vocab_size = vocab_size_of(config, options)
+    size = min(draft_vocab_size, vocab_size)
+    fields = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **replace(shape_of(target).dense, layers=1).config_fields(),
-        "max_position_embeddings": target.max_positions,
-        "rms_norm_eps": target.rms_norm_eps,
-        "rope_theta": target.rope.theta,
-        "vocab_size": target.vocab_size,
-        "draft_vocab_size": draft_vocab_size,
-        "eagle_config": {LAYER_IDS: [1, count // 2 - 1, count - 4], "use_aux_hidden_state": True},
+        **replace(shape, layers=1).config_fields(),
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": size,
+        "eagle_config": {LAYER_IDS: [1, shape.layers // 2 - 1, shape.layers - 4], "use_aux_hidden_state": True},
         "tie_word_embeddings": False,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(options.dtype).removeprefix("torch."),
     }
+    head = eagle3_config(fields, ("fc.weight",), shape.layers)
+    tensors: dict[str, Tensor] = {}
+    for name, wanted in Eagle3Head(head, options.dtype, torch.device("meta")).checkpoint_tensors().items():
+        if name == EMBEDDING:
+            continue
+        values = torch.ones(wanted.shape, dtype=options.dtype, device=options.device)
+        if not name.endswith("norm.weight"):
+            # Hashed together: the CPU's generator takes no more than 32 bits.
+            generator = torch.Generator(options.device).manual_seed(zlib.crc32(f"{options.seed} {name}".encode()))
+            values.normal_(0.0, RANDOM_STD, generator=generator)
+        tensors[name.replace("layers.0.", "midlayer.")] = values.cpu()
+    ids = torch.arange(size) * vocab_size // size
+    tensors[OFFSETS] = ids - torch.arange(size)
+    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return save_head_folder(out, fields, tensors, None)

@@ -36,7 +36,7 @@ from outrider.models.loader import load_model
 from outrider.models.progress import silent
 from outrider_tools.inflate.folder import InflateOptions, inflate
 from outrider_tools.inflate.head import inflate_head, random_eagle3_head
-from outrider_tools.inflate.shapes import Shape
+from outrider_tools.inflate.shapes import Shape, shape_of
 from outrider_tools.training.drafters import export_drafter
 from outrider_tools.training.mtp import TrainableMtpHead
 
@@ -255,8 +255,9 @@ def test_heads_that_norm_features_are_refused(tmp_path: Path) -> None:
 
 def test_a_random_head_loads_beside_its_target(tmp_path: Path) -> None:
     save_tiny(tmp_path / "target", num_hidden_layers=8)
-    target = load_model(tmp_path / "target").config
-    random_eagle3_head(tmp_path / "head", target, 40, dtype=torch.float32)
+    target = tmp_path / "target"
+    options = InflateOptions(shape_of(load_model(target).config), torch.float32)
+    random_eagle3_head(tmp_path / "head", target, 40, options)
     model = load(
         "EAGLE3", speculative_draft_model_path=str(tmp_path / "head"), target_model_path=str(tmp_path / "target")
     )
@@ -265,12 +266,12 @@ def test_a_random_head_loads_beside_its_target(tmp_path: Path) -> None:
     assert model.target_ids is not None and model.target_ids.tolist() == [i * 97 // 40 for i in range(40)]
     logits, _ = guesses_of(model, tmp_path / "target")
     assert torch.isfinite(logits).all() and float(logits.std()) > 0
-    random_eagle3_head(tmp_path / "again", target, 40, dtype=torch.float32)
-    random_eagle3_head(tmp_path / "other", target, 40, seed=1, dtype=torch.float32)
+    random_eagle3_head(tmp_path / "again", target, 40, options)
+    random_eagle3_head(tmp_path / "other", target, 40, replace(options, seed=1))
     first, again, other = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "again", "other"))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
-    random_eagle3_head(tmp_path / "whole", target, 32000)
+    random_eagle3_head(tmp_path / "whole", target, 32000, options)
     whole = load(
         "EAGLE3", speculative_draft_model_path=str(tmp_path / "whole"), target_model_path=str(tmp_path / "target")
     )
