@@ -56,7 +56,7 @@ class SessionUp(msgspec.Struct, frozen=True, array_like=True, tag=4):
     vocab_size: int
     tokenizer_hash: str
     """SHA-256 of the target's tokenizer.json, hexadecimal; empty if verify does not say."""
-    parts: list[int] | None
+    parts: frozenset[int] | None
     """Numbers of the drafters that guess for it; None for all."""
     line_token: str = ""
     """By which its verify engine names it where it calls directly; empty if it was not told how."""

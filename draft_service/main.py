@@ -74,7 +74,6 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
                 server.set_serving(False)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(engine.drain(), options.drain_seconds)
-                await server.stop(grace=0)
         finally:
             await server.stop(grace=0)
         if not engine.alive:

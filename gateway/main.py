@@ -116,12 +116,7 @@ def _http_servers(
 
 def build_gateway(options: GatewayOptions) -> Gateway:
     """The parts of a gateway, not started. Called inside the event loop. Raises ConfigError."""
-    catalogue = Catalogue(
-        options.tokenizer,
-        generation_config=options.generation_config == "auto",
-        reasoning=options.reasoning_parser,
-        tool_calls=options.tool_call_parser,
-    )
+    catalogue = Catalogue(options)
     token = read_secret(options.verify_auth_token, options.verify_auth_token_file, "--verify-auth-token")
     tls = peer_source(options, "verify")
     connect = partial(

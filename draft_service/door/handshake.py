@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from draft_service.frames import DrafterProfile
+from draft_service.frames import DrafterProfile, SessionUp
 from outrider.config.draft import DraftOptions
 from outrider.drafting.registry import named_drafters
 from outrider.logs import get_logger
@@ -17,26 +16,10 @@ from outrider.tree.handshake import HandshakeError, agree
 _logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What the verify services of one draft service have in common."""
-
-    vocab_size: int
-    tokenizer_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class HelloAnswer:
-    """What a verify service is answered."""
-
-    hello: Hello
-    target: Target
-    parts: frozenset[int] | None = None
-    """Numbers of the drafters that guess for it; None for all."""
-
-
-def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, *, may_leave_out: bool) -> HelloAnswer:
-    """What to answer a verify service. Raises what `agree` raises.
+def answer_hello(
+    theirs: Hello, profile: DrafterProfile, options: DraftOptions, *, may_leave_out: bool
+) -> tuple[Hello, SessionUp]:
+    """What to answer a verify service, and its session, which has no number yet. Raises what `agree` raises.
 
     `may_leave_out`: nobody has named the drafters. Where the target is not the one that they were chosen for, those
     that take any target guess alone.
@@ -63,7 +46,8 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions, 
             "%s alone drafts for %s, which %s does not fit: %s",
             *(names, theirs.model or "this target", refused.model, error.message),
         )
-    return HelloAnswer(ours, Target(terms.vocab_size, theirs.tokenizer_hash), parts)
+    token = ours.line.token if ours.line else ""
+    return ours, SessionUp(0, terms.vocab_size, theirs.tokenizer_hash, parts, token)
 
 
 def with_tokens(hello: Hello) -> Hello:
@@ -72,7 +56,7 @@ def with_tokens(hello: Hello) -> Hello:
     return replace(hello, features_token=secrets.token_hex(16) if hello.feature_layers else "", line=line)
 
 
-def check_same_target(target: Target, served: Target) -> None:
+def check_same_target(target: SessionUp, served: SessionUp) -> None:
     """Raise HandshakeError if a session is of another target than those that are served now."""
     for field in ("vocab_size", "tokenizer_hash"):
         theirs, ours = getattr(target, field), getattr(served, field)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from draft_service.door.handshake import Target
+from msgspec.structs import replace
+
 from draft_service.frames import (
     AskState,
     DraftEngineState,
@@ -101,23 +102,15 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         self._sessions: dict[int, VerifySession] = {}
         self._asked: dict[int, asyncio.Future[None]] = {}
 
-    def attach(
-        self, session: VerifySession, target: Target, parts: Collection[int] | None = None, line_token: str = ""
-    ) -> None:
-        """A session began.
-
-        `parts`: numbers of the drafters that guess for it; None for all. `line_token`: names the session where its
-        verify engine may call the engine here; empty if it may not.
-        """
+    def attach(self, session: VerifySession, up: SessionUp) -> None:
+        """A session began; it gets its number here."""
         session.number = next(self._numbers)
         self._sessions[session.number] = session
-        numbers = None if parts is None else sorted(parts)
-        self.send(SessionUp(session.number, target.vocab_size, target.tokenizer_hash, numbers, line_token))
+        self.send(replace(up, session=session.number))
 
     def submit(self, session: VerifySession, messages: list[VerifyMessage]) -> None:
         """Have a batch of a session's messages applied."""
-        if session.number:
-            self.send(FromVerify(session.number, messages))
+        self.send(FromVerify(session.number, messages))
 
     def detach(self, session: VerifySession) -> None:
         """Have everything of a session freed."""

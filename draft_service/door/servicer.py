@@ -11,10 +11,10 @@ import grpc
 from msgspec.structs import replace
 
 from draft_service.door.features import FeatureStream, RemoteFeatures
-from draft_service.door.handshake import HelloAnswer, Target, answer_hello, check_same_target
+from draft_service.door.handshake import answer_hello, check_same_target
 from draft_service.door.metrics import DraftMetrics
 from draft_service.door.remote import RemoteDraftEngine, VerifySession
-from draft_service.frames import DrafterProfile
+from draft_service.frames import DrafterProfile, SessionUp
 from outrider import __version__
 from outrider.config.draft import DraftOptions
 from outrider.errors import InvalidRequestError, OutriderError, OverloadedError
@@ -70,7 +70,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._sessions: set[VerifySession] = set()
         self._awaiting: dict[str, VerifySession] = {}
         """Sessions whose features stream has not begun, by their tokens."""
-        self._target: Target | None = None
+        self._target: SessionUp | None = None
 
     @property
     def num_sessions(self) -> int:
@@ -80,16 +80,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Speculate(self, request_iterator: object, context: _Context) -> None:
         """Serve one verify replica until either side ends the stream."""
         hello, rest = _split_hello(await context.read())
-        answer = answer_hello(hello, self._profile, self._options, may_leave_out=self._may_leave_out)
-        session = self._begin(hello, answer)
+        ours, up = answer_hello(hello, self._profile, self._options, may_leave_out=self._may_leave_out)
+        session = self._begin(hello, up)
         try:
-            if answer.hello.features_token:
-                self._awaiting[answer.hello.features_token] = session
-            await context.write(encode_draft([answer.hello]))
+            if ours.features_token:
+                self._awaiting[ours.features_token] = session
+            await context.write(encode_draft([ours]))
             await _until_first(self._read(session, rest, context), _write(session, context), session.over())
         finally:
             session.close()
-            self._awaiting.pop(answer.hello.features_token, None)
+            self._awaiting.pop(ours.features_token, None)
             self._sessions.discard(session)
             self._engine.detach(session)
             _logger.info("session of %s ended, %d left", hello.model or "a verify service", len(self._sessions))
@@ -136,16 +136,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             version=__version__,
         )
 
-    def _begin(self, hello: Hello, answer: HelloAnswer) -> VerifySession:
-        target = answer.target
+    def _begin(self, hello: Hello, up: SessionUp) -> VerifySession:
         if len(self._sessions) >= self._options.max_sessions:
             raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
         if self._sessions and self._target is not None:
-            check_same_target(target, self._target)
-        self._target = target
-        line = answer.hello.line
+            check_same_target(up, self._target)
+        self._target = up
         session = VerifySession(self._options.max_queued)
-        self._engine.attach(session, target, answer.parts, line.token if line else "")
+        self._engine.attach(session, up)
         self._sessions.add(session)
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
         return session

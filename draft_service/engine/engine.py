@@ -181,8 +181,7 @@ class DraftEngine:
             self._target = target
             self.requests.growth.forget_target()
             self.requests.grammars.serve(up.tokenizer_hash)
-        parts = None if up.parts is None else frozenset(up.parts)
-        self._ports[up.session] = AnswerPort(up.vocab_size, parts, partial(self._reporter.answer, up.session))
+        self._ports[up.session] = AnswerPort(up.vocab_size, up.parts, partial(self._reporter.answer, up.session))
 
     def _apply(self, session: int, messages: Sequence[VerifyMessage | Features]) -> None:
         """Do what a session's messages ask, unless it has ended meanwhile."""

@@ -15,6 +15,7 @@ from gateway.core.tokenizer import Tokenizer
 from gateway.core.tool_format import ToolFormat, find_format
 from gateway.core.validation import validate
 from outrider.chat_template import read_config
+from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, InvalidRequestError, NotFoundError, UnavailableError
 from outrider.logs import get_logger
 from outrider.protocol.generation import VerifyInfo
@@ -52,24 +53,10 @@ class GatewayModel:
 class Catalogue:
     """Holds the served model; all replicas must serve the same one, and one that comes back may bring another."""
 
-    def __init__(
-        self,
-        folder: Path | None = None,
-        *,
-        generation_config: bool = True,
-        reasoning: str = "auto",
-        tool_calls: str = "auto",
-    ) -> None:
-        """Without a folder, tokenizer and defaults are read from the one that verify names. Raises ConfigError.
-
-        `generation_config`: whether generation_config.json gives defaults of sampling. `reasoning`, `tool_calls`: the
-        parsers of reasoning and of calls of tools.
-        """
-        self._folder = folder
-        self._reads_defaults = generation_config
-        self._reasoning = reasoning
-        self._tool_calls = tool_calls
-        self._own_tokenizer = Tokenizer.load(folder) if folder is not None else None
+    def __init__(self, options: GatewayOptions) -> None:
+        """Without --tokenizer, tokenizer and defaults are read from the folder that verify names; ConfigError."""
+        self._options = options
+        self._own_tokenizer = Tokenizer.load(options.tokenizer) if options.tokenizer is not None else None
         self._identity: dict[str, object] = {}
         """What all replicas must agree on; empty before the first one has reported."""
         self._model: GatewayModel | None = None
@@ -107,10 +94,10 @@ class Catalogue:
                 tokenizer = await asyncio.to_thread(Tokenizer.load, Path(info.model_path))
             _check_tokenizer(tokenizer, info)
             defaults = {}
-            if self._reads_defaults:
-                defaults = await asyncio.to_thread(load_defaults, self._folder or Path(info.model_path))
+            if self._options.generation_config == "auto":
+                defaults = await asyncio.to_thread(load_defaults, self._options.tokenizer or Path(info.model_path))
             template = tokenizer.chat_template
-            reasoning = find_markers(self._reasoning, None if template is None else template.source)
+            reasoning = find_markers(self._options.reasoning_parser, None if template is None else template.source)
             template = tokenizer.tool_template
             digest = hashlib.sha256("\n".join(map(str, (*identity.values(), info.version))).encode()).hexdigest()
             self._model = GatewayModel(
@@ -123,7 +110,7 @@ class Catalogue:
                 dtype=info.dtype,
                 defaults=defaults,
                 reasoning=reasoning,
-                tool_format=find_format(self._tool_calls, None if template is None else template.source),
+                tool_format=find_format(self._options.tool_call_parser, None if template is None else template.source),
             )
             self._identity = identity
             _logger.info("serving %s with a context of %d tokens", info.model, info.context_length)
@@ -141,14 +128,8 @@ def _check_tokenizer(tokenizer: Tokenizer, info: VerifyInfo) -> None:
         raise ConfigError(f"it names a vocabulary of {info.vocab_size} and a context of {info.context_length} tokens")
 
 
-_SAMPLING_NAMES = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAMPLING_NAMES = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+_SAMPLING_NAMES["max_new_tokens"] = "max_tokens"
 """What the file calls fields, and what requests do."""
 
 

@@ -26,8 +26,6 @@ from gateway.core.router import Router
 from outrider.protocol.generation import GenerationUpdate
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-LOAD_DEADLINE = 0.5
-"""Seconds that a scrape waits for the loads of the verify replicas."""
 
 _MAX_POSITIONS = 64
 # The last bound of each is beyond what options allow (docs/operations.md, Histograms): an outlier without a bound
@@ -135,7 +133,7 @@ class GatewayMetrics:
 
     async def render(self, model_name: str, router: Router, gate: Gate) -> bytes:
         """The page for a scraper. `model_name` is empty before a model is known."""
-        await router.refresh_loads(LOAD_DEADLINE)
+        await router.refresh_loads()
         self.requests.set(gate.num_requests)
         self.answers.set(gate.num_answers)
         self.draining.set(gate.draining)

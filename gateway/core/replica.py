@@ -24,6 +24,8 @@ Accept = Callable[[VerifyInfo], Awaitable[None]]
 _logger = get_logger(__name__)
 
 _PROBE_DEADLINE = 5.0
+_LOAD_DEADLINE = 0.5
+"""Seconds that a scrape waits for the loads of the verify replicas."""
 _RETRY_SECONDS = 0.25
 _MAX_RETRY_SECONDS = 2.0
 _REPEAT_LOG_SECONDS = 30.0
@@ -91,11 +93,12 @@ class Replica:
     async def _look(self, accept: Accept) -> str:
         """Asks once and sets the state. Returns what is wrong, empty if nothing is."""
         try:
-            info = await self.info()
-        except OutriderError as error:
+            told = await self._stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=_PROBE_DEADLINE)
+        except grpc.aio.AioRpcError as error:
             self.state = ReplicaState.CONNECTING
-            return error.message
+            return error_from_rpc(error, f"verify at {self.address}").message
         try:
+            info = INFO.decode(told)
             await accept(info)
         except OutriderError as error:
             self.state = ReplicaState.UNSUITABLE
@@ -109,23 +112,14 @@ class Replica:
         self.state = ReplicaState.READY
         return ""
 
-    async def info(self) -> VerifyInfo:
-        """What it serves. Raises OutriderError."""
-        try:
-            return INFO.decode(
-                await self._stub.GetInfo(verify_pb2.VerifyServiceGetInfoRequest(), timeout=_PROBE_DEADLINE)
-            )
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, f"verify at {self.address}") from None
-
-    async def refresh_load(self, deadline: float) -> None:
-        """Asks how busy it is, for at most `deadline` seconds; keeps the last answer if none comes."""
+    async def refresh_load(self) -> None:
+        """Asks how busy it is; keeps the last answer if none comes soon."""
         if self.state is not ReplicaState.READY:
             self.load = VerifyLoad()
             return
         try:
             self.load = LOAD.decode(
-                await self._stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest(), timeout=deadline)
+                await self._stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest(), timeout=_LOAD_DEADLINE)
             )
         except grpc.aio.AioRpcError as error:
             _logger.debug("verify %s told no load: %s", self.address, error.code())

@@ -37,10 +37,6 @@ class SglangNames(Collector):
             "sglang:generation_tokens_histogram": metrics.request_generation,
         }
 
-    def describe(self) -> tuple[Metric, ...]:
-        """Nothing beforehand: the names are no others' than this collector's."""
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """One family each."""
         for name, source in self._renamed.items():

@@ -11,15 +11,15 @@ from draft_engine_thread import engine_thread
 from growth_rig import GREEDY, VOCAB, Verify, scripted, shape
 from scripted_runner import ScriptedRunner
 
-from draft_service.door.handshake import Target
 from draft_service.door.metrics import DraftMetrics
 from draft_service.door.remote import VerifySession
+from draft_service.frames import SessionUp
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.protocol.speculation import Close, Commit, DraftMessage, Grow, Open
 
-TARGET = Target(VOCAB, "")
+TARGET = SessionUp(0, VOCAB, "", None)
 
 
 class Heeding(VerifySession):

@@ -11,7 +11,6 @@ import pytest
 from draft_engine_thread import engine_thread
 from draft_fakes import GREEDY, SignallingDrafter, commit_message, open_message
 
-from draft_service.door.handshake import Target
 from draft_service.door.metrics import DraftMetrics
 from draft_service.door.remote import RemoteDraftEngine, VerifySession
 from draft_service.engine.inbox import DraftInbox
@@ -33,7 +32,7 @@ from outrider.host.frames import FeaturePieces, FrameReader, FromVerify, Ready, 
 from outrider.host.pipe import Pipe
 from outrider.protocol.speculation import Decline, FeatureRing, Features, FeaturesBegin, Grow, Hello
 
-TARGET = Target(100, "hash")
+TARGET = SessionUp(0, 100, "hash", None)
 
 
 def crossed(frame: FromDoor) -> FromDoor:
@@ -184,7 +183,7 @@ async def test_another_target_is_forgotten_for_before_its_sessions_come() -> Non
             super().open(request)  # type: ignore[arg-type]
 
     async with engine_thread(Forgetting(), DraftOptions()) as thread:
-        for target in (TARGET, TARGET, Target(100, "another")):
+        for target in (TARGET, TARGET, SessionUp(0, 100, "another", None)):
             session = Listening()
             thread.remote.attach(session, target)
             thread.remote.submit(session, [open_message([1])])
@@ -239,7 +238,7 @@ def test_counts_become_metrics_and_add_up() -> None:
 
 
 def test_all_frames_of_the_door_cross() -> None:
-    for frame in (SessionUp(3, 100, "hash", [1], "token"), SessionDown(3), Stop()):
+    for frame in (SessionUp(3, 100, "hash", frozenset({1}), "token"), SessionDown(3), Stop()):
         assert crossed(frame) == frame
     opened = open_message([1, 2, 3])
     assert opened.sampling == GREEDY

@@ -11,8 +11,8 @@ import torch
 from draft_engine_thread import EngineThread, engine_thread
 from draft_fakes import VOCAB, Guesses, ScriptedDrafter, evenly, open_message
 
-from draft_service.door.handshake import Target
 from draft_service.door.remote import VerifySession
+from draft_service.frames import SessionUp
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import FrontierNode
 from outrider.errors import is_device_failure
@@ -35,7 +35,7 @@ class Listening(VerifySession):
 
 def open_session(thread: EngineThread) -> Listening:
     session = Listening()
-    thread.remote.attach(session, Target(VOCAB, ""))
+    thread.remote.attach(session, SessionUp(0, VOCAB, "", None))
     thread.remote.submit(session, [open_message([1, 2])])
     return session
 

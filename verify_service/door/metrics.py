@@ -214,10 +214,6 @@ class _EngineState(Collector):
         self._dialers = dialers
         self._metrics = metrics
 
-    def describe(self) -> Iterable[Metric]:
-        """Nothing fixed: the labels come and go."""
-        return ()
-
     def collect(self) -> Iterator[Metric]:
         """One family each."""
         snapshot, backlog = self._engine.snapshot, self._engine.backlog
