@@ -92,12 +92,12 @@ class VerifySession:
 class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
     """The door's end of the socket that trees take."""
 
-    def __init__(self, on_state: Callable[[DraftEngineState], None] | None = None) -> None:
-        """`on_state` is told what was counted."""
+    def __init__(self) -> None:
         super().__init__(from_engine)
         self.state = DraftEngineState()
         """What was open a moment ago."""
-        self.on_state = on_state
+        self.on_state: Callable[[DraftEngineState], None] | None = None
+        """Told what was counted."""
         self._numbers = itertools.count(1)
         self._sessions: dict[int, VerifySession] = {}
         self._asked: dict[int, asyncio.Future[None]] = {}

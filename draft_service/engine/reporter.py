@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import TypeVar
 
@@ -25,19 +25,11 @@ STATE_SECONDS = 0.25
 class DraftReporter:
     """The engine's words to the door. Answers leave with `flush`, turn by turn; counts with the state."""
 
-    def __init__(
-        self,
-        pipe: Pipe[FromDoor],
-        drafter: AnyDrafter,
-        requests: Requests,
-        lines: VerifyLines,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
+    def __init__(self, pipe: Pipe[FromDoor], drafter: AnyDrafter, requests: Requests, lines: VerifyLines) -> None:
         self._pipe = pipe
         self._drafter = drafter
         self._requests = requests
         self._lines = lines
-        self._clock = clock
         self._answers: dict[int, list[DraftMessage]] = {}
         self._state_at = float("-inf")
         self._changed = False
@@ -75,12 +67,12 @@ class DraftReporter:
     @property
     def seconds_left(self) -> float | None:
         """Until the state should be told; None if there is nothing new in it."""
-        return max(0.0, self._state_at + STATE_SECONDS - self._clock()) if self._changed else None
+        return max(0.0, self._state_at + STATE_SECONDS - monotonic()) if self._changed else None
 
     def tell_state(self, answers: int = 0) -> None:
         """Send the state now: as an answer to the `AskState` of this number, or unasked if it is time."""
         if answers or self.seconds_left == 0.0:
-            self._state_at, self._changed = self._clock(), False
+            self._state_at, self._changed = monotonic(), False
             self._pipe.send(self._take_state(answers))
 
     def _take_state(self, answers: int) -> DraftEngineState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,11 @@ from pydantic import BaseModel
 
 from gateway.core.catalogue import GatewayModel
 from gateway.core.reasoning import ReasoningStart
-from gateway.core.request import Chat, ClientRequest, Job, RequestSampling
+from gateway.core.request import Chat, ClientRequest, Job, RequestMessage, RequestSampling, Tool, ToolCall
 from gateway.core.tool_grammar import forced_grammar, strict_grammar
 from gateway.core.tool_parser import ToolCalls
-from gateway.core.tool_prompt import chat_messages
 from gateway.core.validation import FieldNames, renamed
-from outrider.chat_template import ChatTemplateError
+from outrider.chat_template import ChatTemplate, ChatTemplateError
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.grammar.spec import Grammar
 from outrider.protocol.generation import GenerationRequest
@@ -27,6 +27,10 @@ from outrider.sampling.params import SamplingParams
 
 _INLINE_CHARACTERS = 4096
 """Texts up to here are rendered and tokenized in the event loop (well under a millisecond), longer ones in a thread."""
+
+_INSTRUCTIONS = """You may call functions. Each is described by a JSON object:
+{tools}
+To call one, answer with a JSON object and nothing else: {{"name": its name, "arguments": an object of arguments}}"""
 
 _WIDE_SPACE = "\N{EM SPACE}"
 """What no template writes behind a message, and each takes away that strips messages."""
@@ -163,7 +167,7 @@ def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
     template = model.tokenizer.tool_template if chat.offered else model.tokenizer.chat_template
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
-    messages, tools = chat_messages(chat, template)
+    messages, tools = _chat_messages(chat, template)
     mark = ""
     if chat.continue_final_message:
         mark = secrets.token_hex(16) + _WIDE_SPACE
@@ -226,3 +230,60 @@ def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_fi
         )
     limits = (room, max_tokens or request.default_max_tokens, model.defaults.get("max_tokens"))
     return int(min(limit for limit in limits if limit is not None))
+
+
+def _chat_messages(chat: Chat, template: ChatTemplate) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The messages and the tools that a chat template is given."""
+    if not template.knows_tools:
+        return _written_out(chat), []
+    tools = [{"type": "function", "function": _description(tool)} for tool in chat.offered]
+    return [_known(message) for message in chat.messages], tools
+
+
+def _written_out(chat: Chat) -> list[dict[str, Any]]:
+    """The messages for a template that knows no tools: these, their calls and results are text."""
+    names = {call.id: call.name for message in chat.messages for call in message.tool_calls or ()}
+    messages = [_as_text(message, names) for message in chat.messages]
+    if not chat.offered:
+        return messages
+    tools = "\n".join(json.dumps(_description(tool), ensure_ascii=False) for tool in chat.offered)
+    text = _INSTRUCTIONS.format(tools=tools)
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+
+
+def _description(tool: Tool) -> dict[str, Any]:
+    about = {} if tool.description is None else {"description": tool.description}
+    return {"name": tool.name} | about | {"parameters": tool.arguments_schema}
+
+
+def _known(message: RequestMessage) -> dict[str, Any]:
+    fields = message.model_dump(exclude_none=True, exclude={"tool_calls"})
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _as_text(message: RequestMessage, names: dict[str, str]) -> dict[str, Any]:
+    fields = message.model_dump(exclude_none=True, exclude={"tool_calls", "tool_call_id"})
+    if message.role == "tool":
+        name = names.get(message.tool_call_id or "") or message.name or "the function"
+        return fields | {"role": "user", "content": f"Result of {name}: {message.content}"}
+    calls = [
+        json.dumps({"name": call.name, "arguments": _arguments(call)}, ensure_ascii=False)
+        for call in message.tool_calls or ()
+    ]
+    return fields | {"content": "\n".join(part for part in (message.content, *calls) if part)}
+
+
+def _arguments(call: ToolCall) -> Any:
+    """The arguments as templates want them, an object; what a model wrote that is none stays text."""
+    try:
+        value = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return call.arguments
+    return value if isinstance(value, dict) else call.arguments
