@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -82,7 +82,7 @@ class Pipe(Generic[FrameT]):
         """Wait until at most `max_left` bytes are left to send, at most `timeout` seconds for each step forward."""
         self.flush()
         while len(self._backlog) > max_left and not self.closed:
-            if not _poll({self: select.POLLOUT}, timeout):
+            if not _wait([], [self], timeout):
                 return
             self.flush()
 
@@ -127,15 +127,19 @@ def wait_for_any(pipes: Sequence[Pipe[Any]], timeout: float | None, others: Sequ
 
     None of the pipes is closed. `others`: what else something may come from, each with a descriptor.
     """
-    asked = dict.fromkeys([*pipes, *others], select.POLLIN)
-    _poll(asked | {pipe: select.POLLIN | select.POLLOUT for pipe in pipes if pipe.backlog}, timeout)
+    _wait([*pipes, *others], [pipe for pipe in pipes if pipe.backlog], timeout)
     for pipe in pipes:
         pipe.flush()
 
 
-def _poll(asked: Mapping[Any, int], timeout: float | None) -> bool:
-    """Wait for one of these events, by what has a descriptor; whether there was any."""
-    poll = select.poll()  # `select` takes no descriptor above 1023
-    for one, events in asked.items():
-        poll.register(one, events)
-    return bool(poll.poll(None if timeout is None else timeout * 1e3))
+def _wait(reading: Sequence[Any], writing: Sequence[Any], timeout: float | None) -> bool:
+    """Wait for one that can be read or written; whether there is any."""
+    try:
+        return any(select.select(reading, writing, [], timeout))
+    except ValueError:
+        # `select` takes no descriptor above 1023, and `poll` waits for whole milliseconds, which are long here.
+        asked = dict.fromkeys(reading, select.POLLIN)
+        poll = select.poll()
+        for one in {*reading, *writing}:
+            poll.register(one, asked.get(one, 0) | (select.POLLOUT if one in writing else 0))
+        return bool(poll.poll(None if timeout is None else timeout * 1e3))
