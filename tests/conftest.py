@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import compileall
 import gc
 import logging
 import os
 import signal
-import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from _pytest.assertion import rewrite
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 # Before anything loads torch: tests run in several processes, whose threads would slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,32 +28,9 @@ LONGEST = (
 """Groups that take long, the longest first: one that began late would be waited for by processes that have no more."""
 
 
-def _make_share(config: pytest.Config) -> None:
-    """In a fresh clone, processes that begin together would each make all of what is kept from then on."""
-    told = getattr(config, "workerinput", None)
-    if told is None or sys.dont_write_bytecode:
-        return
-    root, number = Path(__file__).parents[1], int(told["workerid"].removeprefix("gw"))
-    if number == 0:
-        # Hypothesis's tables of Unicode.
-        settings(max_examples=1)(given(st.text())(lambda text: None))()
-    folders = [*(path.parent for path in sorted(root.glob("*/__init__.py"))), root / "tests"]
-    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    for path in files[number :: told["workercount"]]:
-        if not path.match("test_*.py"):
-            compileall.compile_file(path, quiet=2)
-            continue
-        # As pytest 9.2 does when it imports a test.
-        kept = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
-        if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(path, kept) is None:
-            source_hash, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, kept)
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """Collection makes objects that stay: walking them again and again took the collector half of the time."""
-    _make_share(session.config)
     gc.disable()
     try:
         return (yield)
