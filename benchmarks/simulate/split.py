@@ -252,7 +252,7 @@ class Simulation:
             self._device, memory, cost, limits, self.notes, SimulatedVerifyInbox(self._actor)
         )
         engine.drafts._clock = self._actor.clock
-        warmer: Any = SimpleNamespace(pause_until=lambda at: None, run=self._device.idle)
+        warmer: Any = SimpleNamespace(resume=lambda: None, run=self._device.idle)
         engine._warmer = warmer
         self._charge(engine)
         return engine

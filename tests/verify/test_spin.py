@@ -229,7 +229,7 @@ def test_a_dry_run_leaves_no_trace() -> None:
         spec = engine.drafts.spec(request)
         assert spec is not None
         for _ in range(3):
-            engine._warmer._due_at = 0.0
+            engine._warmer.resume()
             engine._warmer.run(engine.scheduler.plan())
             states.append((len(request.tokens), request.cached_len, spec.mirror.root_len, spec.wait.num_messages))
         assert len(set(states[-3:])) == 1

@@ -299,7 +299,7 @@ class VerifyEngine:
         # An engine that slept here would launch the round with cold code, and wake some 50 us late.
         now = time.monotonic()
         end = now + seconds
-        self._warmer.pause_until(now)
+        self._warmer.resume()
         while not self._receive(None) and now < end and not self._stopping:
             if self.features.busy:  # what the draft answers may depend on them
                 self.features.work()
@@ -330,7 +330,7 @@ class VerifyEngine:
             self._maintain()
             # On a CPU a round has no other end than its results, and there is no time to spare to wait for.
             self._garbage.collect_young()
-        self._warmer.pause_until(launched_at)
+        self._warmer.resume()
         is_maintained = False
         # Also for a round that is over by now.
         self._receive(None)

@@ -91,9 +91,9 @@ class HotPathWarmer:
         self._result = Result([0])
         self._due_at = 0.0
 
-    def pause_until(self, at: float) -> None:
-        """Do nothing before the time `at`, on the monotonic clock."""
-        self._due_at = at
+    def resume(self) -> None:
+        """A round was launched, or is waited for: the next run is due at once."""
+        self._due_at = 0.0
 
     def run(self, entries: Sequence[Entry]) -> None:
         """Go through a round of these entries, unless that was done a moment ago."""
