@@ -68,7 +68,7 @@ class ChatTemplate:
         self.source = source
         self.knows_tools = re.search(r"\btools\b", source) is not None
         """Whether it does anything with tools."""
-        self._special_tokens = dict(special_tokens or {})
+        self.special_tokens = dict(special_tokens or {})
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -104,7 +104,7 @@ class ChatTemplate:
             for piece in self._template.generate(
                 {
                     **(values or {}),
-                    **self._special_tokens,
+                    **self.special_tokens,
                     "messages": [dict(m) for m in messages],
                     "add_generation_prompt": add_generation_prompt,
                     "tools": [dict(tool) for tool in tools] or None,

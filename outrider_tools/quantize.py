@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,8 @@ def _wide(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
     return scales.expand_as(matrix)
 
 
-def _fp8(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
-    return {"weight": numbers.to(torch.float8_e4m3fn), "weight_scale": scales}
+def _fp8(numbers: Tensor, scales: Tensor, group: int, name: str = "weight_scale") -> Tensors:
+    return {"weight": numbers.to(torch.float8_e4m3fn), name: scales}
 
 
 def _fit_block(matrix: Tensor, group: int) -> Tensor:
@@ -219,10 +220,6 @@ def _fit_block(matrix: Tensor, group: int) -> Tensor:
 def _wide_block(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
     num_out, size = matrix.shape
     return scales.repeat_interleave(BLOCK, 0)[:num_out].repeat_interleave(BLOCK, 1)[:, :size]
-
-
-def _fp8_block(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
-    return {"weight": numbers.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
 
 
 def _nearest_int4(values: Tensor) -> Tensor:
@@ -351,13 +348,15 @@ FORMATS: dict[str, QuantFormat] = {
         lambda matrix, group: _fit_e4m3(matrix, (1,)), _wide, _nearest_e4m3, _fp8, lambda group: _eight_bits("float")
     ),
     "fp8-tensor": QuantFormat(
-        lambda matrix, group: _fit_e4m3(matrix, (0, 1)),
+        lambda matrix, group: _fit_e4m3(matrix, (0, 1)).reshape(1),
         _wide,
         _nearest_e4m3,
-        lambda numbers, scales, group: _fp8(numbers, scales.reshape(1), group),
+        _fp8,
         lambda group: _eight_bits("float", "tensor"),
     ),
-    "fp8-block": QuantFormat(_fit_block, _wide_block, _nearest_e4m3, _fp8_block, _block_config),
+    "fp8-block": QuantFormat(
+        _fit_block, _wide_block, _nearest_e4m3, partial(_fp8, name="weight_scale_inv"), _block_config
+    ),
     "int8": QuantFormat(_fit_int8, _wide, _nearest_int8, _int8, lambda group: _eight_bits("int")),
     "int4": _of_int4(_int4, lambda group: _four_bits("int", group, "pack-quantized")),
     "awq": _of_int4(_awq, _awq_config),

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from outrider.cli.options import MAX_SEED, add_connect_tls_options, number, whole_number
 from outrider.cli.terminal import aligned, make_console
-from outrider.config.service import peer_tls, read_secret
+from outrider.config.service import TlsFiles, peer_tls, read_secret
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
 from outrider.rpc.tls import TlsSource, client_context
@@ -228,7 +228,7 @@ async def _measure(
     key = read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
     files = peer_tls(arguments, "connect")
     tls = client_context(files) if files else None
-    client = _client(arguments, key, tls)
+    client = _client(arguments, key, files, tls)
     rows: list[Row] = []
     runs: list[LoadRun] = []
     try:
@@ -253,7 +253,7 @@ async def _measure(
     return rows, runs
 
 
-def _client(arguments: argparse.Namespace, key: str, tls: ssl.SSLContext | None) -> Client:
+def _client(arguments: argparse.Namespace, key: str, files: TlsFiles | None, tls: ssl.SSLContext | None) -> Client:
     ask = RequestOptions(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
@@ -265,7 +265,6 @@ def _client(arguments: argparse.Namespace, key: str, tls: ssl.SSLContext | None)
         chat=arguments.backend != "openai" and not arguments.raw,
     )
     if arguments.backend == "grpc":
-        files = peer_tls(arguments, "connect")
         return GrpcClient(arguments.connect, ask, key, TlsSource(files) if files else None)
     return RestClient(arguments.base_url, ask, key, tls or True, arguments.timeout)
 

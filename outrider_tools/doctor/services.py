@@ -50,9 +50,10 @@ def endpoints_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | 
     found += [ServiceEndpoint("verify", address, to_verify, peer_tls(gateway, "verify")) for address in gateway.verify]
     found += [ServiceEndpoint("draft", address, to_draft, peer_tls(verify, "draft")) for address in verify.draft]
     found += [ServiceEndpoint("verify", verify.address, to_verify), ServiceEndpoint("draft", draft.address, to_draft)]
-    # Of those at one address, the one that came first.
-    once = {endpoint.address: endpoint for endpoint in reversed(found)}
-    return [endpoint for endpoint in reversed(once.values()) if not endpoint.address.endswith(":0")]
+    once: dict[str, ServiceEndpoint] = {}
+    for endpoint in found:
+        once.setdefault(endpoint.address, endpoint)
+    return [endpoint for endpoint in once.values() if not endpoint.address.endswith(":0")]
 
 
 async def check_services(

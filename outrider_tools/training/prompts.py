@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from outrider.chat_template import ChatTemplate, ChatTemplateError, read_config, special_tokens
+from outrider.chat_template import ChatTemplate, ChatTemplateError
 from outrider.errors import ConfigError
 from outrider_tools.files import json_objects
 
@@ -119,7 +119,6 @@ class _Template:
         if template is None:
             raise ConfigError(f"{folder} has no chat template; training text is made of answers in a chat")
         self._folder, self._template = folder, template
-        self._bos = special_tokens(read_config(folder / "tokenizer_config.json")).get("bos_token", "")
 
     def render(self, *messages: Mapping[str, str]) -> str:
         """The text of a conversation; where the user spoke last, up to where the answer begins."""
@@ -134,7 +133,7 @@ class _Template:
         system, whole = self.render(given), self.render(given, _USER)
         if not whole.startswith(system):
             raise ConfigError(f"{self._folder}: the chat template does not part a system message from the user's words")
-        rest, bos = whole.removeprefix(system), self._bos
+        rest, bos = whole.removeprefix(system), self._template.special_tokens.get("bos_token", "")
         return bos + rest if system.startswith(bos) and not rest.startswith(bos) else rest
 
     def cut(self, text: str) -> tuple[str, str]:
