@@ -148,7 +148,7 @@ class SamplingFields(StrictModel):
         None, description="Keep tokens at least this fraction as likely as the likeliest."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
-        None, description="Key of the noise: the same request with the same seed gives the same tokens."
+        None, description="Key of the noise: the same request with the same seed gives the same tokens, rounding apart."
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
         None, description="Subtracted once from the logit of every token that the output holds."
@@ -199,7 +199,9 @@ class ServingFields(StrictModel):
     )
     skip_prefix_cache: bool | None = Field(None, description="Compute the whole prompt, whatever the cache has of it.")
     speculation: Literal["on", "off"] | None = Field(
-        None, description="Whether drafts may be used. The output is the same either way."
+        None,
+        description="Whether drafts may be used. How likely an answer is does not depend on it; "
+        "in 16 bits rounding may part two texts at a near tie.",
     )
     trace: bool | None = Field(
         None, description="Tell, round by round, the tree that was verified and where each token came from."

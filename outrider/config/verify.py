@@ -154,7 +154,7 @@ class VerifyOptions(PeerServiceOptions):
     deterministic: bool = option(
         False,
         "On a GPU, make every answer independent of speculation, batch and cache, bitwise, at some cost in speed. "
-        "Not on a CPU, where rounding seldom parts answers.",
+        "Not on a CPU, where --dtype float32 seldom parts answers.",
     )
     accept_threshold_single: float = option(
         1.0,
