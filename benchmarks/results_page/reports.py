@@ -16,6 +16,22 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 Cells = Sequence[str]
 
+_MOVED = {
+    "attention_backends": "kernels.attention_backends",
+    "chaos": "chaos",
+    "compose_processes": "serving.compose_processes",
+    "deterministic": "serving.deterministic",
+    "draft_step": "split.draft_step",
+    "engine": "engine",
+    "host_gap": "engine.host_gap",
+    "live": "serving.live",
+    "load": "serving.load",
+    "services": "serving.services",
+    "soak": "serving.soak",
+    "split": "split",
+}
+"""Former scripts of benchmarks/ by the module that each is now."""
+
 
 class ResultFile:
     """One file of benchmarks/results."""
@@ -89,6 +105,15 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
+def _today(command: str) -> str:
+    """A command of an older commit as it is run now; of several values with bars between them the first."""
+    command = re.sub(r"^python3\b", "python", command)
+    command = re.sub(r"benchmarks/(\w+)\.py", lambda script: f"-m benchmarks.{_MOVED[script[1]]}", command)
+    # Cases of an option that is no more, which no table shows.
+    command = re.sub(r" \S+,patience=\S+", "", command)
+    return re.sub(r"(\w)\|\S+| \(.*\)$", r"\1", command)
+
+
 def _words(command: str) -> Iterable[str]:
     """A command's words, an option's first value with its name."""
     found: list[str] = []
@@ -102,7 +127,7 @@ def _words(command: str) -> Iterable[str]:
 
 def _console(command: str) -> str:
     lines: list[str] = []
-    for word in _words(command):
+    for word in _words(_today(command)):
         if lines and len(lines[-1]) + len(word) < 110:
             lines[-1] += f" {word}"
         else:

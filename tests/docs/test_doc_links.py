@@ -18,6 +18,10 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 PAGES = tracked("*.md")
+FOLDERS = "|".join(sorted({re.escape(path.relative_to(ROOT).parts[0]) for path in tracked("*/*")}))
+# What has gone is named with a commit, as in: `benchmarks/old.py` at 0123456. The secrets are what users put there.
+FILE = re.compile(rf"(?<![\w./-])(?!docker/secrets)(?:{FOLDERS})/[\w./-]*+(?!`? at [0-9a-f]{{7}})")
+MODULE = re.compile(rf"python3? -m ((?:{FOLDERS})\b(?:\.\w+)*+)(?!\.)")
 
 
 def prose(page: Path) -> str:
@@ -56,6 +60,32 @@ def test_code_names_pages_that_there_are() -> None:
         if not (ROOT / name).exists()
     }
     assert broken == set()
+
+
+def test_pages_name_files_and_runnable_modules_that_there_are() -> None:
+    """In commands as well; the changelog may name those of its time."""
+    broken = set()
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue
+        text = page.read_text("utf-8")
+        for name in FILE.findall(text):
+            if not (ROOT / name.rstrip(".-")).exists():
+                broken.add(f"{page.name}: {name}")
+        for name in MODULE.findall(text):
+            path = ROOT / name.replace(".", "/")
+            if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+                broken.add(f"{page.name}: -m {name}")
+    assert broken == set()
+
+
+def test_the_page_of_benchmarks_names_modules_that_there_are() -> None:
+    _, _, rest = (ROOT / "docs" / "benchmarks.md").read_text("utf-8").partition("| `python -m benchmarks.` |")
+    cells = re.findall(r"^\| (`[^|]*`) \|", rest.partition("\n\n")[0], re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+    there = {path.relative_to(ROOT / "benchmarks") for path in tracked("benchmarks/*.py")}
+    modules = {".".join(path.with_suffix("").parts).removesuffix(".__main__") for path in there}
+    assert len(named) > 20 and named - modules == set()
 
 
 def test_every_page_of_docs_is_reached_from_the_readme() -> None:
