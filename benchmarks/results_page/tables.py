@@ -13,9 +13,9 @@ from benchmarks.results_page.split_tables import (
     ACCEPT_COLUMNS,
     ACCEPT_NGRAM,
     ALL_80,
+    ALL_80_EAGLE3,
     COLOCATED,
     COLOCATED_COLUMNS,
-    COLOCATED_EAGLE3,
     COLOCATED_STANDALONE,
     COPIES,
     EQUAL_TEXTS,
@@ -53,74 +53,61 @@ KINDS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "st
 MT_INSIDE = MT_DEFAULT.replace("split", "colocated")
 """What the default is on a CPU of few cores."""
 MT_BENCH = "mt_bench_80_cpu"
+CHECKOUTS = "smollm2-135m default b1 greedy"
 
 
 def mt_table() -> str:
-    """The default against plain decoding, by kinds of questions."""
+    """The default against plain decoding: all questions, then by their kinds."""
     one = report(MT_BENCH)
+    ratio, accept = (one.cell(MT_INSIDE, metric) for metric in ("speedup_over_plain", "accept_length"))
+    speeds = f"{one(MT_INSIDE):.1f} tokens/s for {one(MT_PLAIN):.1f}"
+    found = f"**{ratio} times plain decoding**: {speeds}, accept length {accept}."
     lines = []
-    for kind in (*KINDS, ""):
-        plain, default = f"{MT_PLAIN} {kind}".strip(), f"{MT_INSIDE} {kind}".strip()
-        ratio = f"{one(default, 'speedup_over_plain'):.2f}"
-        lines.append(
-            (kind or "**all**", f"{one(plain):.1f}", f"{one(default):.1f}", ratio, one.cell(default, "accept_length"))
-        )
+    for kind in KINDS:
+        plain, default = f"{MT_PLAIN} {kind}", f"{MT_INSIDE} {kind}"
+        ratio = one.cell(default, "speedup_over_plain")
+        lines.append((kind, f"{one(plain):.1f}", f"{one(default):.1f}", ratio, one.cell(default, "accept_length")))
     head = ("kind", "plain, tokens/s", "default, tokens/s", "over plain", "accept length")
-    return f"{one.source()}\n\n{table(head, lines)}"
+    return f"{found}\n\n{one.source()}\n\n{table(head, lines)}"
 
 
 def mt_runs() -> str:
-    """Every run of the same benchmark."""
-    runs = {
-        "mt_bench_cpu": ("80, in turn with transformers", MT_DEFAULT),
-        "mt_bench_cpu_again": ("80", MT_DEFAULT),
-        "mt_bench_cpu_short": ("24, three of each kind", MT_DEFAULT),
-        MT_BENCH: ("80, drafters in verify's process", MT_INSIDE),
-    }
+    """Every run of the default against plain decoding, those with products of four bits first."""
+    services, inside = "draft service", "verify's process"
+    both = {MT_DEFAULT: services, MT_INSIDE: inside}
+    after, before = ({f"{CHECKOUTS} {which}": services} for which in ("after", "before"))
     lines = []
-    for name, (questions, case) in runs.items():
+    for products, name, asked, cases in (
+        ("4 bits", MT_BENCH, "80, 96", both),
+        ("4 bits", "mt_bench_colocated_2_cores", "24, 128", both),
+        ("4 bits", "mt_bench_inline_four_bits_cpu", "8, 96", both),
+        ("4 bits", "mt_bench_colocated_4_cores", "8, 96", both),
+        ("4 bits", "mt_bench_colocated_8_cores", "8, 96", both),
+        ("4 bits", "checkouts_placement_cpu", "8 short ones, 96", {f"{CHECKOUTS} after": inside}),
+        ("4 bits", "checkouts_four_bits_quiet_cpu", "8, 128", after),
+        ("4 bits", "checkouts_four_bits_cpu", "8 short ones, 96", after),
+        ("4 bits", "checkouts_four_bits_again_cpu", "8 short ones, 96", after),
+        ("16 bits", "checkouts_placement_cpu", "8 short ones, 96", before),
+        ("16 bits", "checkouts_four_bits_quiet_cpu", "8, 128", before),
+        ("16 bits", "checkouts_four_bits_cpu", "8 short ones, 96", before),
+        ("16 bits", "checkouts_four_bits_again_cpu", "8 short ones, 96", before),
+        ("16 bits", "mt_bench_inline_cpu", "8, 128", both),
+        ("16 bits", "mt_bench_inline_busy_cpu", "16, 128", both),
+        ("16 bits", "mt_bench_cpu_short", "24, 256", {MT_DEFAULT: services}),
+        ("16 bits", "mt_bench_cpu_again", "80, 256", {MT_DEFAULT: services}),
+        ("16 bits", "mt_bench_cpu", "80, 256, in turn with transformers", {MT_DEFAULT: services}),
+    ):
         one = report(name)
-        speeds = (f"{one(MT_PLAIN):.1f}", f"{one(case):.1f}", one.cell(case, "speedup_over_plain"))
-        lines.append((one.link, one.device, one.date, questions, *speeds, one.cell(case, "accept_length")))
-    return table(("run", "device", "date", "questions", "plain", "default", "over plain", "accept length"), lines)
-
-
-def mt_four_bits() -> str:
-    """The commit before products of four bits, and one with them, in turn."""
-    lines = []
-    for name in ("checkouts_four_bits_cpu", "checkouts_four_bits_again_cpu", "checkouts_four_bits_quiet_cpu"):
-        one = report(name)
-        for way in ("plain", "default"):
-            before, after = (f"smollm2-135m {way} b1 greedy {which}" for which in ("before", "after"))
-            speeds = (f"{one(before):.1f}", f"{one(after):.1f}")
-            ratios = [one.cell(after, f"{kind}speedup_over_before") for kind in ("", "median_", "lowest_")]
-            work = [f"{one(case, 'cpu_ms_per_token'):.0f}" for case in (before, after)]
-            accept = [one.cell(case, "accept_length") if way == "default" else "" for case in (before, after)]
-            lines.append((one.link, one.cell("all", "load_average"), way, *speeds, *ratios, *work, *accept))
-    head = ("run", "load average", "", "before, tokens/s", "with four bits", "ratio", "median question", "lowest")
-    head += ("CPU ms a token, before", "with four bits", "accept length, before", "with four bits")
-    return f"{report('checkouts_four_bits_quiet_cpu').source()}\n\n{table(head, lines)}"
-
-
-def mt_colocated() -> str:
-    """The default's drafters in a draft service and in verify's process, in turn."""
-    lines = []
-    inline = [f"mt_bench_inline_{name}cpu" for name in ("", "busy_", "four_bits_")]
-    for name in (*inline, MT_BENCH, *(f"mt_bench_colocated_{cores}_cores" for cores in (2, 4, 8))):
-        one = report(name)
-        for case, where in (
-            (MT_PLAIN, "plain"),
-            (MT_DEFAULT, "in a draft service"),
-            (MT_INSIDE, "in verify's process"),
-        ):
-            cells = ["", "", ""]
-            if case != MT_PLAIN:
-                ratio, accept = one.cell(case, "speedup_over_plain"), one.cell(case, "accept_length")
-                cells = [ratio, accept, f"{one(case, 'resident_mib'):,.0f}"]
-            lines.append((one.link, one.data["device"], str(one.data["load"]), where, f"{one(case):.1f}", *cells))
-    head = ("run", "device", "load average", "drafters", "tokens/s", "over plain", "accept length")
-    head += ("memory of all services, MiB",)
-    return table(head, lines)
+        load = one.cell("all", "load_average") if ("all", "load_average") in one else str(one.data.get("load", ""))
+        for case, where in cases.items():
+            plain = MT_PLAIN if case in both else case.replace("default", "plain")
+            speeds = (f"{one(plain):.1f}", f"{one(case):.1f}", f"{one(case) / one(plain):.2f}")
+            memory = f"{one(case, 'resident_mib'):,.0f}" if (case, "resident_mib") in one else ""
+            accept = one.cell(case, "accept_length")
+            lines.append((one.link, one.device, load, asked, products, where, *speeds, accept, memory))
+    of_run = ("run", "device", "load average", "questions, tokens", "products", "drafters in")
+    found = ("plain, tokens/s", "default, tokens/s", "over plain", "accept length", "memory of all services, MiB")
+    return table((*of_run, *found), lines)
 
 
 def ngram_table() -> str:
@@ -360,32 +347,30 @@ def readme_table() -> str:
     cpu, two, one = report(MT_BENCH), report("split_now_all_h200x2"), report("live_h200")
     inside, heads = report("split_colocated_h200"), report("split_heads_inside_h200")
 
-    def line(what: str, source: ResultFile, plain: str, drafted: str) -> Cells:
+    def line(what: str, prompts: str, source: ResultFile, plain: str, drafted: str) -> Cells:
         before, after = source(plain), source(drafted)
         form = ",.1f" if before < 100 else ",.0f"
         speeds = (f"{before:{form}}", f"{after:{form}}", f"**{after / before:.2f}**")
-        return (what, *speeds, source.cell(drafted, "accept_length"), source.device, source.date)
+        return (what, prompts, *speeds, source.cell(drafted, "accept_length"), source.device, source.date)
 
-    live = "llama-8b {} split b{} greedy"
+    live, plain_80 = "llama-8b {} split b{} greedy", "llama-8b plain b1 n80 bf16 greedy"
     lines = [
-        line("SmolLM2-135M, EAGLE-3 head and n-grams, one request", cpu, MT_PLAIN, MT_INSIDE),
-        line("8B shape, 135M draft, one request", two, PLAIN, SPLIT),
-        line("the same in lockstep: draft and verify in turn", two, PLAIN, LOCKSTEP),
-        line("8B shape, 135M draft, 16 requests", two, PLAIN_16, SPLIT_16),
-        line("8B shape, EAGLE-3 inside the round, one request", heads, PLAIN, COLOCATED_EAGLE3),
-        line("8B shape, 135M draft inside the round, one request", inside, PLAIN, COLOCATED_STANDALONE),
-        line("8B shape, n-grams, one request", one, live.format("plain", 1), live.format("ngram", 1)),
-        line("8B shape, n-grams, 32 requests", one, live.format("plain", 32), live.format("ngram", 32)),
+        line("SmolLM2-135M, EAGLE-3 head and n-grams, one request", "80", cpu, MT_PLAIN, MT_INSIDE),
+        line("8B shape, 135M draft, one request", "80", two, PLAIN, SPLIT),
+        line("the same in lockstep: draft and verify in turn", "80", two, PLAIN, LOCKSTEP),
+        line("8B shape, 135M draft, 16 requests", "80", two, PLAIN_16, SPLIT_16),
+        line("8B shape, EAGLE-3 inside the round, one request", "80", heads, plain_80, ALL_80_EAGLE3),
+        line("8B shape, 135M draft inside the round, one request", "first 6", inside, PLAIN, COLOCATED_STANDALONE),
+        line("8B shape, n-grams, one request", "ours", one, live.format("plain", 1), live.format("ngram", 1)),
+        line("8B shape, n-grams, 32 requests", "ours", one, live.format("plain", 32), live.format("ngram", 32)),
     ]
-    head = ("tokens/s", "plain", "with drafts", "ratio", "accept length", "device", "date")
+    head = ("tokens/s", "prompts", "plain", "with drafts", "ratio", "accept length", "device", "date")
     return table(head, lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "measured": readme_table,
     "mt_bench": mt_table,
-    "mt_bench_colocated": mt_colocated,
-    "mt_bench_four_bits": mt_four_bits,
     "mt_bench_runs": mt_runs,
     "ngram": ngram_table,
     "split_80": lambda: split_table("split_now_all_h200x2", ALL_80),
