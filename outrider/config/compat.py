@@ -180,7 +180,7 @@ FOREIGN = (
     ),
     Foreign(
         "--enable-dp-attention",
-        refused="a verify service is one GPU; start several behind one gateway",
+        refused="a verify service is one replica; start several behind one gateway",
         takes_value=False,
     ),
     Foreign("--speculative-skip-dp-mlp-sync", refused="there is no data-parallel attention here", takes_value=False),

@@ -62,7 +62,7 @@ def test_verify_takes_what_is_verify_s() -> None:
         ("--speculative-draft-load-format=pt", "outrider convert"),
         ("--speculative-moe-runner-backend triton", "mixture-of-experts"),
         ("--speculative-dflash-block-size=8", "its own block_size"),
-        ("--enable-dp-attention", "one GPU"),
+        ("--enable-dp-attention", "one replica"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_reason(words: str, reason: str) -> None:
