@@ -134,17 +134,19 @@ async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> 
     usage = Usage()
     begin = time.monotonic()
     first = end = 0.0
-    async for chunk in chunks:
-        end = time.monotonic() - begin
-        first = first or (end if chunk.tokens else 0.0)
-        usage = chunk.usage or usage
-        parts.append(chunk.text)
+    try:
+        async for chunk in chunks:
+            end = time.monotonic() - begin
+            first = first or (end if chunk.tokens else 0.0)
+            usage = chunk.usage or usage
+            parts.append(chunk.text)
+            if console is not None:
+                for text, origin in painter.feed(chunk):
+                    _, style = LEGEND.get(origin, ("", ""))
+                    console.print(Text(printable(text), style), end="", soft_wrap=True)
+    finally:
         if console is not None:
-            for text, origin in painter.feed(chunk):
-                _, style = LEGEND.get(origin, ("", ""))
-                console.print(Text(printable(text), style), end="", soft_wrap=True)
-    if console is not None:
-        console.print()
+            console.print()
     return FinishedAnswer("".join(parts), usage, first, end)
 
 
