@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -260,12 +261,26 @@ def config_folder(name: str) -> Path:
 def _config_from_hub(name: str, cache_dir: Path | None) -> Path:
     """The folder of a hub model's config.json, which alone is fetched. Raises ConfigError."""
     # Imported here: it takes a second.
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    file = {**_hub_names(name), "filename": CONFIG_FILE}
     try:
-        return Path(hf_hub_download(**_hub_names(name), filename=CONFIG_FILE, cache_dir=cache_dir)).parent
+        if not isinstance(try_to_load_from_cache(**file, cache_dir=cache_dir), str):
+            _check_connection(file)
+        return Path(hf_hub_download(**file, cache_dir=cache_dir)).parent
     except Exception as error:  # As above.
         raise _not_fetched(name, error) from error
+
+
+def _check_connection(file: Mapping[str, Any]) -> None:
+    """Raise what stops any connection to the hub, as a name that does not resolve: the library tries for 23 s then."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(**file))
+    except Exception as error:  # As above.
+        if type(error).__name__ == "ConnectError":
+            raise
 
 
 def _hub_names(name: str) -> dict[str, Any]:
@@ -275,8 +290,14 @@ def _hub_names(name: str) -> dict[str, Any]:
 
 
 def _not_fetched(name: str, error: Exception) -> ConfigError:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # It only advises what we do.
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
     return ConfigError(
-        f"{name} could not be fetched from the Hugging Face hub: {reason}. Check the id, the network and, for a gated "
-        "model, HF_TOKEN; or give the path of a local folder"
+        f"{name} could not be fetched from the Hugging Face hub ({constants.ENDPOINT}): {reason}. Check the id, the "
+        "network and, for a gated model, HF_TOKEN; or give the path of a local folder"
     )
