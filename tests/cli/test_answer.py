@@ -72,11 +72,11 @@ async def test_an_answer_is_measured_and_returned_whole() -> None:
     async def chunks():
         yield Chunk("Hel", [(TokenOrigin.PLAIN, 3)])
         yield Chunk("lo", [(TokenOrigin.ACCEPTED, 1), (TokenOrigin.BONUS, 1)])
-        yield Chunk("", [], Usage(5, 3, 0, 1, 4, 1))
+        yield Chunk("", [], Usage(5, 3, 0, num_rounds=2, num_draft_tokens=4, num_accepted_tokens=2))
 
     answer = await show_answer(chunks(), None)
     assert answer.text == "Hello"
-    assert answer.usage.accept_length == 2.0
+    assert answer.usage.accept_length == 1.5, "an accepted token that ends the answer has no bonus token behind it"
     assert 0 < answer.seconds_to_first_token <= answer.seconds
 
 
