@@ -93,7 +93,7 @@ def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
         ("of these from the cache", lambda a: f"{a.usage.cached_prompt_tokens}"),
         ("time to first token", lambda a: f"{1000 * a.seconds_to_first_token:.0f} ms"),
         ("rounds", lambda a: f"{a.usage.num_rounds}"),
-        ("accept length", lambda a: f"{a.usage.accept_length:.2f}"),
+        ("accept length: tokens / rounds", lambda a: f"{a.usage.accept_length:.2f}"),
         ("draft tokens verified", lambda a: f"{a.usage.num_draft_tokens}"),
         ("draft tokens accepted", lambda a: f"{a.usage.num_accepted_tokens}"),
     )

@@ -242,10 +242,13 @@ def test_a_package_out_of_its_range_is_a_problem(monkeypatch: pytest.MonkeyPatch
     assert "grpcio" not in text and "triton" not in text
 
 
-def test_a_model_that_is_not_here_is_told_and_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "owner/name"])
+def test_a_model_that_is_not_here_is_told_and_not_fetched(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "empty"))
-    found = check_models(VerifyOptions(), DraftOptions())
-    assert "SmolLM2-135M-Instruct is not here yet -> outrider models pull" in words(found, Level.WARNING)
+    found = check_models(VerifyOptions(model=name), DraftOptions())
+    assert f"{name} is not here yet -> outrider models pull {name}" in words(found, Level.WARNING)
     assert words(found, Level.PROBLEM) == "" and not (tmp_path / "empty").exists()
     assert "cpu: " in words(found, Level.OK) + words(found, Level.WARNING), "the process that looks has answered"
 
