@@ -226,7 +226,7 @@ def make_cluster(
         partial(_check_device, "--device", verify.device),
         partial(_check_device, "--draft-device", draft.device),
         partial(_check_target, verify),
-        partial(_check_draft_model, told or verify),
+        partial(_check_draft_model, draft.speculative_draft_model_path),
     )
     target = resolve_model(verify.model, impl=verify.model_impl)
     check_config(target, verify.model_impl)
@@ -275,8 +275,7 @@ def _check_target(verify: VerifyOptions) -> None:
         raise ConfigError(f"--model: {error.message}") from error
 
 
-def _check_draft_model(options: DraftOptions | VerifyOptions) -> None:
-    path = options.speculative_draft_model_path
+def _check_draft_model(path: str) -> None:
     try:
         if path:
             given_folder(path, needs_tokenizer=False)

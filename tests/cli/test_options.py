@@ -75,7 +75,7 @@ def test_an_option_that_cannot_be_had_ends_the_command_with_the_reason(capsys: p
 
 
 def test_addresses_models_and_devices_that_are_wrong_are_told_at_once_and_together(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -97,6 +97,11 @@ def test_addresses_models_and_devices_that_are_wrong_are_told_at_once_and_togeth
         assert main(["up", "--ephemeral", doors[0], f"--model={tmp_path}"]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 3 and "has no weights" in lines[1], "a folder is looked at, nothing is fetched"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        draft = ["--speculative-algorithm=EAGLE3,NGRAM", "--speculative-draft-model-path=none"]
+        assert main(["up", "--ephemeral", doors[0], *draft]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 3 and "there is no model 'none'" in lines[1], "a head inside rounds, n-grams beside"
 
 
 def test_a_draft_model_is_told_of_its_target_and_gets_a_gpu_of_its_own(tmp_path: Path) -> None:
