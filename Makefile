@@ -29,7 +29,7 @@ FAST := tests/tree tests/cache tests/rpc tests/gateway $(addprefix tests/draft/t
 test-fast: setup-dev ## Set up and run the units of tree, scheduler, codecs and gateway, in about a minute.
 	$(bin)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 10 $(FAST) $(ARGS)
 
-up: setup ## Run all three services until Ctrl-C.
+up: setup ## Run the services until Ctrl-C.
 	@$(bin)/outrider up $(ARGS)
 
 chat: setup ## Talk to the model in the terminal.

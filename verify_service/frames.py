@@ -36,6 +36,7 @@ class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
     max_waiting: int
     hidden_size: int = 0
     num_layers: int = 0
+    device: str = ""
 
     def hello(self) -> Hello:
         """What a draft is told of it."""

@@ -55,7 +55,8 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             speculates = bool(addresses or (options.speculative_algorithm and not options.no_speculation))
             hello = served.hello()
             dialers = DraftDialers(addresses, lambda address: DraftDialer(address, hello, engine, dial=dial))
-            metrics.watch(engine, dialers, options.tensor_parallel_size)
+            ranks = options.tensor_parallel_size
+            metrics.watch(engine, dialers, ranks)
             engine.backlog.max_tokens = options.max_queued_tokens
             info = served.info
             grammars = GrammarChecker(info.model_path, info.vocab_size, info.eos_token_ids)
@@ -72,7 +73,15 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             address = await server.start()
             sessions = asyncio.create_task(dialers.run())
             server.set_serving(True)
-            write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
+            write_ready_file(
+                options.ready_file,
+                address=address,
+                metrics_address=metrics_address,
+                model=info.model,
+                dtype=info.dtype,
+                context_length=str(info.context_length),
+                device=served.device + (f" and {ranks - 1} more" if ranks > 1 else ""),
+            )
             await process.until_stopped(stop)
             servicer.draining = True
             await server.stop(options.drain_seconds if engine.alive else LAST_WORDS_SECONDS)

@@ -306,10 +306,19 @@ def check_role(role: str, tool_calls: Sequence[object] | None, tool_call_id: str
         raise PydanticCustomError("tool_call_id", problem, {"within": "tool_call_id"})
 
 
+_SpeakerName = Literal["system", "developer", "user", "assistant"]
+# Templates know no developer: it is a newer name of what they call system.
+_AsSystem = AfterValidator(lambda role: "system" if role == "developer" else role)
+Speaker = Annotated[_SpeakerName, _AsSystem]
+"""Who may say a message, where answers of tools are no messages."""
+Role = Annotated[Literal[_SpeakerName, "tool"], _AsSystem]
+"""Who may say a message."""
+
+
 class RequestMessage(StrictModel):
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Role
     content: Text
     name: Text | None = None
     reasoning_content: Text | None = None

@@ -16,6 +16,7 @@ from gateway.core.request import (
     ClientRequest,
     PromptEnd,
     RequestMessage,
+    Role,
     StrictModel,
     Text,
     check_role,
@@ -60,7 +61,7 @@ Content = Annotated[
 class ChatMessage(StrictModel):
     """One message of a conversation. Fields that only answers have may be sent back empty."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Content | None = Field(None, description="May be left out beside tool_calls.")
     name: Text | None = None
     reasoning_content: Text | None = Field(None, description="What the assistant thought; the chat template has it.")
@@ -86,7 +87,7 @@ class ChatMessage(StrictModel):
         """The message as the gateway's own request has it."""
         parts = self.content or ""
         return RequestMessage(
-            role="system" if self.role == "developer" else self.role,
+            role=self.role,
             content=parts if isinstance(parts, str) else "".join(part.text for part in parts),
             name=self.name,
             reasoning_content=self.reasoning_content,

@@ -19,6 +19,7 @@ from gateway.core.request import (
     ReasoningEffort,
     SamplingFields,
     ServingFields,
+    Speaker,
     StrictModel,
     TemplateValues,
     Text,
@@ -59,7 +60,7 @@ class InputMessage(StrictModel):
     """A message of the conversation, sent anew or as an earlier answer had it."""
 
     type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Speaker
     content: Annotated[
         Annotated[Text, Tag("@text")]
         | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
@@ -188,7 +189,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
                 thought += "".join(part.text for part in item.content or ())
                 continue
             content = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
-            message = {"role": "system" if item.role == "developer" else item.role, "content": content}
+            message = {"role": item.role, "content": content}
             found.append(message | ({"reasoning_content": thought} if thought and item.role == "assistant" else {}))
             thought = ""
         return found

@@ -101,7 +101,7 @@ class Page {
     try {
       this.model = await modelInfo(key);
       const { model_path: name, dtype, max_model_len: context } = this.model;
-      this.#say(`${name}, ${dtype}, ${context} tokens of context`);
+      this.#say(`${name}, ${dtype}, ${context} tokens for prompt and answer`);
       byId("max-tokens").max = context;
       for (const turn of this.turns) if (!this.running) turn.settle();
     } catch (error) {

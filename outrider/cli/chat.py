@@ -28,7 +28,7 @@ from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_con
 from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel
-from outrider.rpc.lifecycle import EXIT_INTERRUPTED
+from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_INTERRUPTED
 from outrider.rpc.tls import TlsSource
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
@@ -52,11 +52,14 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk until the user has had enough."""
+    """Talk until the user has had enough; 1 where an answer failed, unless a person at a terminal was told so."""
     # Not as Ctrl-C, which ends no more than a line or an answer here; through the `with` blocks all the same.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(EXIT_INTERRUPTED))
+    in_terminal = sys.stdin.isatty()
     console = make_console(color=not arguments.no_color)
+    # What reads answers from a pipe finds nothing else there.
+    notes = console if in_terminal else make_console(color=not arguments.no_color, stderr=True)
     sampling = Sampling(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
@@ -64,18 +67,18 @@ def run(arguments: argparse.Namespace) -> int:
         max_tokens=arguments.max_tokens,
         speculation=not arguments.plain,
     )
-    with _gateway(arguments, console) as (address, api_key), asyncio.Runner() as runner:
+    with _gateway(arguments, notes) as (address, api_key), asyncio.Runner() as runner:
         channel = runner.run(_open(address, api_key, peer_tls(arguments, "connect")))
-        chat = Conversation(console, runner, channel, arguments.system, sampling)
+        chat = Conversation(console, notes, runner, channel, arguments.system, sampling)
         try:
             chat.greet()
-            for question in questions(console):
+            for question in questions(notes):
                 if question == "/quit":
                     break
                 chat.take(question)
         finally:
             chat.close()
-    return 0
+    return EXIT_FAILURE if chat.failed and not in_terminal else 0
 
 
 @contextlib.contextmanager
@@ -111,32 +114,40 @@ def questions(console: Console) -> Iterator[str]:
 
 
 class Conversation:
-    """The messages so far, and the connection that answers them."""
+    """The messages so far, and the connection that answers them. Answers go to `console`, all else to `notes`."""
 
     def __init__(
-        self, console: Console, runner: asyncio.Runner, channel: grpc.aio.Channel, system: str, sampling: Sampling
+        self,
+        console: Console,
+        notes: Console,
+        runner: asyncio.Runner,
+        channel: grpc.aio.Channel,
+        system: str,
+        sampling: Sampling,
     ) -> None:
         self._console = console
+        self._notes = notes
         self._runner = runner
         self._sampling = sampling
         self._first = [("system", system)] if system else []
         self.messages: list[Message] = list(self._first)
         self._channel = channel
+        self.failed = False
 
     def greet(self) -> None:
         """Say who answers and what the colours mean. Raises OutriderError when nobody does."""
         models = self._runner.run(list_models(self._channel))
-        self._console.print(f"\n{', '.join(name for name, _ in models)}: {HELP}")
-        if self._console.color_system and not self._console.no_color:
-            self._console.print(legend())
+        self._notes.print(f"\n{', '.join(name for name, _ in models)}: {HELP}")
+        if self._notes.color_system and not self._notes.no_color:
+            self._notes.print(legend())
 
     def take(self, line: str) -> None:
         """Carry out a command or have a question answered. What fails is not remembered."""
         if line == "/reset":
             self.messages = list(self._first)
-            self._console.print("forgotten")
+            self._notes.print("forgotten")
         elif line.startswith("/"):
-            self._console.print(HELP)
+            self._notes.print(HELP)
         else:
             self._ask(("user", line))
 
@@ -149,12 +160,14 @@ class Conversation:
         try:
             answer = self._runner.run(show_answer(stream, self._console))
         except KeyboardInterrupt:
-            self._console.print("\n(cut short; not remembered)")
+            self.failed = True
+            self._notes.print("(cut short; not remembered)")
         except OutriderError as error:
-            self._console.print(f"\nerror: {error.message}")
+            self.failed = True
+            self._notes.print(f"error: {error.message}")
         else:
             self.messages += [question, ("assistant", answer.text)]
-            self._console.print(Text(summary(answer), "dim"))
+            self._notes.print(Text(summary(answer), "dim"))
 
 
 def summary(answer: FinishedAnswer) -> str:

@@ -46,7 +46,7 @@ class Child:
         self._reader: threading.Thread | None = None
         self._reaping = threading.Lock()
         self.started_at = 0.0
-        self.addresses: dict[str, str] = {}
+        self.told: dict[str, str] = {}
 
     @property
     def pid(self) -> int:
@@ -57,7 +57,7 @@ class Child:
         """Start the process. It is not ready yet: see `wait_ready`."""
         self.ready_file.unlink(missing_ok=True)
         self._tail.clear()
-        self.addresses = {}
+        self.told = {}
         command = [sys.executable, "-m", "outrider.cli.launcher", str(os.getpid()), self.module, *arguments]
         self._process = subprocess.Popen(
             command,
@@ -75,7 +75,7 @@ class Child:
         self._reader.start()
 
     def wait_ready(self, timeout: float, cancelled: threading.Event) -> None:
-        """Wait until the service has written its ready file; sets `addresses`. `timeout` is in seconds.
+        """Wait until the service has written its ready file; sets `told`, what it holds. `timeout` is in seconds.
 
         Raises ServiceFailedError when it ends before, is not ready in time, or `cancelled` is set.
         """
@@ -147,7 +147,7 @@ class Child:
             ready = json.loads(self.ready_file.read_text("utf-8"))
         except FileNotFoundError:
             return False
-        self.addresses = {key: value for key, value in ready.items() if isinstance(value, str)}
+        self.told = {key: value for key, value in ready.items() if isinstance(value, str)}
         return True
 
     def _signal(self, number: signal.Signals, *, group: bool) -> None:

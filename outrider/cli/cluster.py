@@ -237,11 +237,14 @@ class Cluster:
         return self.address("draft")
 
     @property
-    def drafters(self) -> tuple[str, ...]:
-        """Which drafters verify and the draft service were told to guess with; AUTO where the latter chooses."""
+    def drafters(self) -> dict[str, tuple[str, ...]]:
+        """By service the drafters that it was told to guess with; AUTO where the draft service chooses."""
         verify, draft = self._given.get("verify"), self._given.get("draft")
+        if isinstance(verify, VerifyOptions) and verify.no_speculation:
+            return {}
         inside = verify.speculative_algorithm if isinstance(verify, VerifyOptions) else ()
-        return inside + (draft.speculative_algorithm if isinstance(draft, DraftOptions) else ())
+        beside = draft.speculative_algorithm if isinstance(draft, DraftOptions) else ()
+        return {name: names for name, names in (("verify", inside), ("draft", beside)) if names}
 
     @property
     def rest_url(self) -> str:
@@ -329,7 +332,7 @@ class Cluster:
         for name in names:
             child = self.children[name]
             child.wait_ready(self._start_seconds, self._closing)
-            self._options[name] = bind_again(self._options[name], child.addresses)
+            self._options[name] = bind_again(self._options[name], child.told)
 
     def _launch(self, name: str) -> None:
         options = self._options[name]
@@ -337,7 +340,7 @@ class Cluster:
         self._spawner.submit(self.children[name].start, options_to_argv(options), env).result()
 
     def _end(self, child: Child) -> None:
-        if not child.addresses:
+        if not child.told:
             # Still starting: nobody waits for an answer, and loading a model may take minutes.
             child.kill()
         child.terminate()

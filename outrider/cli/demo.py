@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import takewhile
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from outrider.cli.options import (
     whole_number,
 )
 from outrider.cli.placement import num_gpus
-from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
+from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
 from outrider.rpc.channel import open_channel
 
 # An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.
@@ -43,7 +43,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demonstration; 0 when all three services ended cleanly."""
+    """Run the demonstration; 0 when all services ended cleanly."""
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
     if not num_gpus() and arguments.draft_placement == "auto":
@@ -81,12 +81,6 @@ async def _show(console: Console, cluster: Cluster, prompt: str, max_tokens: int
     console.print(compare(with_drafts.text, plain.text))
 
 
-def drafters_text(names: Sequence[str]) -> str:
-    """Who guesses, for somebody who sees the names for the first time."""
-    words = {"NGRAM": "n-grams of prompt and answers (NGRAM)", "EAGLE3": "a trained head (EAGLE3)"}
-    return " and ".join(words.get(name, name) for name in names)
-
-
 def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
     """Both answers side by side."""
     table = Table("", "with speculation", "without")
@@ -99,7 +93,7 @@ def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
         ("of these from the cache", lambda a: f"{a.usage.cached_prompt_tokens}"),
         ("time to first token", lambda a: f"{1000 * a.seconds_to_first_token:.0f} ms"),
         ("rounds", lambda a: f"{a.usage.num_rounds}"),
-        ("accept length", lambda a: f"{a.usage.accept_length:.2f}"),
+        ("accept length: tokens / rounds", lambda a: f"{a.usage.accept_length:.2f}"),
         ("draft tokens verified", lambda a: f"{a.usage.num_draft_tokens}"),
         ("draft tokens accepted", lambda a: f"{a.usage.num_accepted_tokens}"),
     )

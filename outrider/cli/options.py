@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import NamedTuple, NoReturn, TypeVar, cast
 
 from rich.console import Console
@@ -29,7 +31,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.config import check_config
 from outrider.models.drafters.kinds import check_drafter
-from outrider.models.store import resolve_model
+from outrider.models.store import given_folder, resolve_model
 from outrider.rpc.server import check_free
 from outrider.rpc.transport import check_address
 
@@ -218,7 +220,14 @@ def make_cluster(
 
     placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
     verify, told = placed.verify, placed.draft
-    check_doors({name: one for name, one in options.items() if name != "draft" or told is not None}, fixed_ports)
+    bound = {name: one for name, one in options.items() if name != "draft" or told is not None}
+    _check_all(
+        partial(check_doors, bound, fixed_ports),
+        partial(_check_device, "--device", verify.device),
+        partial(_check_device, "--draft-device", draft.device),
+        partial(_check_target, verify),
+        partial(_check_draft_model, draft.speculative_draft_model_path),
+    )
     target = resolve_model(verify.model, impl=verify.model_impl)
     check_config(target, verify.model_impl)
     if told is not None and told.speculative_algorithm != NGRAM:
@@ -240,12 +249,47 @@ def make_cluster(
     )
 
 
+def _check_all(*checks: Callable[[], object]) -> None:
+    """Run all checks, which are those that take no time. Raises one ConfigError with what all of them found."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found.append(error.message)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _check_device(flag: str, name: str) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ConfigError(f'{flag}: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"')
+
+
+def _check_target(verify: VerifyOptions) -> None:
+    try:
+        folder = given_folder(verify.model)
+        if folder is not None:
+            check_config(folder, verify.model_impl)
+    except ConfigError as error:
+        raise ConfigError(f"--model: {error.message}") from error
+
+
+def _check_draft_model(path: str) -> None:
+    try:
+        if path:
+            given_folder(path, needs_tokenizer=False)
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-draft-model-path: {error.message}") from error
+
+
 def check_doors(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> None:
-    """Raise ConfigError, naming the option, for an address that a service could not bind.
+    """Raise ConfigError, naming the options, for addresses that a service could not bind.
 
     Without `fixed_ports` defaults are left to the cluster, which takes free ones.
     """
     taken: dict[str, str] = {}
+    checks = []
     for flag in service_flags():
         field = flag.option.name
         if flag.service not in options or field not in ADDRESS_FIELDS:
@@ -255,8 +299,13 @@ def check_doors(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> Non
         is_socket = field == "address" and flag.service != "gateway"
         if not address or (is_default(one, field) and (is_socket or not fixed_ports)):
             continue
-        check_address(address, flag.flag)
-        if address in taken and not address.endswith(":0"):
-            raise ConfigError(f"{flag.flag}: {address} is that of {taken[address]}, too; give each door its own")
-        taken[address] = flag.flag
-        check_free(address, flag.flag)
+        checks.append(partial(_check_door, flag.flag, address, taken))
+    _check_all(*checks)
+
+
+def _check_door(flag: str, address: str, taken: dict[str, str]) -> None:
+    check_address(address, flag)
+    if address in taken and not address.endswith(":0"):
+        raise ConfigError(f"{flag}: {address} is that of {taken[address]}, too; give each door its own")
+    taken[address] = flag
+    check_free(address, flag)

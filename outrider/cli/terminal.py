@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -111,6 +111,18 @@ class Painter:
         return runs
 
 
+def drafters_text(drafters: Mapping[str, Sequence[str]]) -> str:
+    """Who drafts in which service, for somebody who sees the names for the first time."""
+    if not drafters:
+        return "nothing: each token is computed by itself"
+    words = {"NGRAM": "n-grams of prompt and answers (NGRAM)", "EAGLE3": "a trained head (EAGLE3)"}
+    parts = [
+        f"{' and '.join(words.get(name, name) for name in names)}, in the {service} service"
+        for service, names in drafters.items()
+    ]
+    return "; ".join(parts if "draft" in drafters else [*parts, "there is no draft service"])
+
+
 @dataclass(frozen=True)
 class FinishedAnswer:
     """A finished answer. Times are in seconds, as the client saw them."""
@@ -134,17 +146,19 @@ async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> 
     usage = Usage()
     begin = time.monotonic()
     first = end = 0.0
-    async for chunk in chunks:
-        end = time.monotonic() - begin
-        first = first or (end if chunk.tokens else 0.0)
-        usage = chunk.usage or usage
-        parts.append(chunk.text)
+    try:
+        async for chunk in chunks:
+            end = time.monotonic() - begin
+            first = first or (end if chunk.tokens else 0.0)
+            usage = chunk.usage or usage
+            parts.append(chunk.text)
+            if console is not None:
+                for text, origin in painter.feed(chunk):
+                    _, style = LEGEND.get(origin, ("", ""))
+                    console.print(Text(printable(text), style), end="", soft_wrap=True)
+    finally:
         if console is not None:
-            for text, origin in painter.feed(chunk):
-                _, style = LEGEND.get(origin, ("", ""))
-                console.print(Text(printable(text), style), end="", soft_wrap=True)
-    if console is not None:
-        console.print()
+            console.print()
     return FinishedAnswer("".join(parts), usage, first, end)
 
 

@@ -1,4 +1,4 @@
-"""`outrider up`: all three services until Ctrl-C."""
+"""`outrider up`: the services until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from outrider.cli.child import ServiceFailedError
 from outrider.cli.cluster import ADDRESS_FIELDS, Cluster
 from outrider.cli.options import add_service_options, make_cluster, service_flags
-from outrider.cli.terminal import log_printer, make_console
+from outrider.cli.terminal import drafters_text, log_printer, make_console
 from outrider.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the services, print where they are, and stay until interrupted."""
+    """Start the services, print what and where they are, and stay until interrupted."""
     console = make_console(color=not arguments.no_color)
     try:
         cluster = make_cluster(
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         with cluster:
             try:
-                _print_addresses(console, cluster)
+                _print_summary(console, cluster)
                 threading.Event().wait()
             except KeyboardInterrupt:
                 console.print("outrider: stopping; Ctrl-C again kills")
@@ -48,8 +48,12 @@ def _port_hint(message: str) -> str:
     return f"\nFor free ports add --ephemeral; to choose them: {flags}."
 
 
-def _print_addresses(console: Console, cluster: Cluster) -> None:
+def _print_summary(console: Console, cluster: Cluster) -> None:
+    verify = cluster.verify.told
     rows = [
+        ("model", f"{verify['model']} in {verify['dtype']}, context {verify['context_length']}"),
+        ("device", verify["device"]),
+        ("drafts", drafters_text(cluster.drafters)),
         ("page", cluster.page_url),
         ("REST", f"{cluster.rest_url}/v1"),
         ("gRPC", cluster.gateway_address),

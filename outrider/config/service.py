@@ -115,7 +115,9 @@ class ServiceOptions:
 
     address: str = option("127.0.0.1:0", GRPC_DOOR)
     metrics_address: str = option("", "Address of the Prometheus page, host:port; empty turns it off.")
-    ready_file: str = option("", "File that is written, with the addresses really bound, when the service serves.")
+    ready_file: str = option(
+        "", "File that is written, with the addresses really bound and verify's model, when the service serves."
+    )
     log_level: str = option("INFO", "Least important lines to log.", choices=LEVELS)
     drain_seconds: float = option(
         20.0, "Seconds that running requests get to finish after SIGTERM.", minimum=0, maximum=3600

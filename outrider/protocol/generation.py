@@ -239,5 +239,5 @@ class Usage(msgspec.Struct, array_like=True):
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens committed in a round: the accepted draft tokens and one of the target's. 0 without rounds."""
-        return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 0.0
+        """Mean tokens committed in a round; 0 without rounds."""
+        return self.completion_tokens / self.num_rounds if self.num_rounds else 0.0

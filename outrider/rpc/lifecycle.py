@@ -115,15 +115,17 @@ def _only_config_error(error: BaseException) -> ConfigError | None:
     return error if isinstance(error, ConfigError) else None
 
 
-def write_ready_file(path: str | Path, *, address: str, metrics_address: str = "", rest_address: str = "") -> None:
+def write_ready_file(
+    path: str | Path, *, address: str, metrics_address: str = "", rest_address: str = "", **about: str
+) -> None:
     """Write the addresses that were really bound, as JSON, in one step: a reader sees all of it or no file.
 
-    Does nothing for an empty path. ConfigError if the file cannot be written.
+    `about` is what else there is to tell. Does nothing for an empty path. ConfigError if the file cannot be written.
     """
     if not str(path):
         return
     target = Path(path)
-    content = {"address": address, "metrics_address": metrics_address, "rest_address": rest_address}
+    content = {"address": address, "metrics_address": metrics_address, "rest_address": rest_address, **about}
     try:
         with tempfile.NamedTemporaryFile(
             "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"

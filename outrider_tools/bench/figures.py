@@ -51,8 +51,7 @@ def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Ac
     The page counts every client's requests, and is asked for that reason only where the door tells no origins.
     """
     rounds = sum(record.rounds for record in records)
-    accepted = sum(record.accepted_tokens for record in records)
-    length = 1 + accepted / rounds if rounds else 0.0
+    length = sum(record.tokens for record in records) / rounds if rounds else 0.0
     drafted = sum(record.drafted_rounds for record in records)
     if drafted:
         total: Counter[int] = Counter()

@@ -127,7 +127,11 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="Of arrivals: 1 (the default) is a Poisson process, less comes in bursts, more is more even.",
     )
     group.add_argument(
-        "--num-warmups", type=whole_number(0, 100_000), default=8, help="Requests before all points. Default: 8."
+        "--num-warmups",
+        type=whole_number(0, 100_000),
+        default=8,
+        help="Requests sent before all points, which are in no figure: first ones wait for what is done once. "
+        "Default: 8.",
     )
     group.add_argument(
         "--timeout", type=number(0.1, 86400), default=600.0, help="Seconds that a request may take. Default: 600."
@@ -235,7 +239,7 @@ async def _measure(
         warm = _prompts(arguments, max(1, arguments.num_warmups), "warm-up")
         await first_answer(client, replace(warm[0], max_tokens=min(4, warm[0].max_tokens)), arguments.timeout)
         if arguments.num_warmups:
-            console.print(f"warming up with {arguments.num_warmups} requests")
+            console.print(f"warming up with {arguments.num_warmups} requests, which are in no figure")
             most = max(1, min(arguments.num_warmups, max(point.concurrency for point in points) or 8))
             await run_point(client, warm, LoadPoint(concurrency=most, num_prompts=arguments.num_warmups))
         for place, point in enumerate(points):
@@ -330,7 +334,9 @@ def table_of(rows: Sequence[Row]) -> str:
     ]
     above, titles, *figures = aligned(cells, right=range(len(_SHOWN)), gap=" ").splitlines()
     named = [line for pair in zip(cases, figures, strict=True) for line in pair]
-    return "\n".join(["times in ms", above, titles, *named])
+    heads = ["times in ms: ttft to the first token, itl between tokens, e2e to the end;"]
+    heads.append("accept: tokens committed in a round, on average")
+    return "\n".join([*heads, above, titles, *named])
 
 
 def _write(arguments: argparse.Namespace, rows: Sequence[Row], runs: Sequence[LoadRun]) -> None:

@@ -33,7 +33,7 @@ from outrider_tools.doctor.services import check_services, endpoints_of
 
 Addresses = dict[str, dict[str, str]]
 """Of each service, by the names of its options."""
-_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+_STYLES = {Level.OK: "green", Level.NOTE: "", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--running",
         action="store_true",
-        help="A service that does not answer is a problem; looks at what outrider up runs unless addresses are given.",
+        help="The services should run, as outrider up runs them here or at the addresses given: one that does not "
+        "answer is a problem, a port that it has is none.",
     )
     parser.add_argument(
         "--skip-models", action="store_true", help="Look at neither models nor GPUs, which takes seconds."
@@ -62,8 +63,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look at everything; exit code 1 if there is a problem."""
-    options = _linked(parse_service_options(arguments), arguments)
-    findings = examine(options, arguments)
+    findings = examine(parse_service_options(arguments), arguments)
     bad = any(finding.level is Level.PROBLEM for finding in findings)
     if arguments.json:
         print(json.dumps({"ok": not bad, "findings": [finding.as_dict() for finding in findings]}, indent=1))
@@ -73,13 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
-    """The options with each service told of those that it calls; with --running, as `outrider up` runs them."""
-    unsaid = arguments.verify is None and arguments.draft is None
-    unsaid = unsaid and all(
-        is_default(one, field) for one in options.values() for field in ADDRESS_FIELDS if hasattr(one, field)
-    )
-    found = running_cluster() if arguments.running and unsaid else {}
-    linked = link(_with_addresses(options, found) if found or _has_all(options, arguments) else options)
+    """The options with each service told of those that it calls; without draft where verify has all that drafts."""
+    there = {name: one for name, one in options.items() if name != "draft" or not _has_all(options, arguments)}
+    linked = link(there)
     for name, field, endpoint in LINKS:
         if getattr(arguments, endpoint) is not None:
             changes: dict[str, Any] = {field: getattr(arguments, endpoint)}
@@ -87,19 +83,19 @@ def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     return linked
 
 
-def _with_addresses(options: Mapping[str, ServiceOptions], found: Addresses) -> dict[str, ServiceOptions]:
-    """The options with the addresses that were found; a draft that does not run is called by nobody."""
-    placed = dict(options)
-    for name, addresses in found.items():
-        changes: dict[str, Any] = {field: text for field, text in addresses.items() if hasattr(placed[name], field)}
+def _as_found(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
+    """The services that `outrider up` runs here, with their addresses; empty where none runs or addresses are given."""
+    said = arguments.verify is not None or arguments.draft is not None
+    said = said or not all(
+        is_default(one, field) for one in options.values() for field in ADDRESS_FIELDS if hasattr(one, field)
+    )
+    placed = {}
+    for name, addresses in ({} if said else running_cluster()).items():
+        changes: dict[str, Any] = {field: text for field, text in addresses.items() if hasattr(options[name], field)}
         if changes.get("metrics_address") == addresses.get("rest_address"):
             changes["metrics_address"] = ""  # the page has no door of its own
-        placed[name] = replace(placed[name], **changes)
-    if "draft" not in found:
-        nobody: dict[str, Any] = {"draft": ()}
-        placed["verify"] = replace(placed["verify"], **nobody)
-        placed["draft"] = replace(placed["draft"], address="127.0.0.1:0", metrics_address="")
-    return placed
+        placed[name] = replace(options[name], **changes)
+    return link(placed)
 
 
 def running_cluster() -> Addresses:
@@ -142,12 +138,10 @@ def _answers(address: str) -> bool:
 
 
 def _has_all(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> bool:
-    """Whether verify is said to have all that drafts, so that there is no draft service."""
+    """Whether verify would have all that drafts, so that there is no draft service."""
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
-    if arguments.draft_placement != "colocated":
-        return False
     try:
-        return place_drafts(verify, draft, "colocated", num_gpus(), lambda text: None).draft is None
+        return place_drafts(verify, draft, arguments.draft_placement, num_gpus(), lambda text: None).draft is None
     except ConfigError:  # `_place` tells it
         return False
 
@@ -167,7 +161,7 @@ def _place(
     if is_on_gpu(verify, num_gpus()):
         text = f"{names} drafts inside verify's rounds; outrider plan tells its memory"
     else:
-        text = f"{names} drafts in verify's process"
+        text = f"with these options {names} drafts in verify's process, without a draft service"
     findings.append(ok("placement", text))
     return placed, placed.draft_model(verify.model)
 
@@ -178,13 +172,16 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     if not arguments.skip_models:
         verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
         findings += check_models(*_place(verify, draft, arguments.draft_placement, findings))
+    planned = _linked(options, arguments)
+    found = _as_found(options, arguments)
     try:
-        endpoints = endpoints_of(options, peer_tls(arguments, "connect"))
+        endpoints = endpoints_of(found or planned, peer_tls(arguments, "connect"))
     except ConfigError as error:
         findings.append(problem("options", error.message, "correct the option"))
         endpoints = []
     told, serving = asyncio.run(check_services(endpoints, arguments.running, arguments.timeout))
-    return [*findings, *check_doors(options, serving), *check_exposure(options), *told]
+    bound = found if found and arguments.running else planned
+    return [*findings, *check_doors(bound, serving, arguments.running), *check_exposure(bound), *told]
 
 
 def show(console: Console, findings: Sequence[Finding]) -> None:

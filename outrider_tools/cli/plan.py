@@ -10,12 +10,11 @@ from typing import Any, cast
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
-from rich.table import Table
 
 from outrider.buckets import TOKEN_BUCKETS, row_buckets, width_buckets
 from outrider.cli.options import add_service_options, parse_service_options, whole_number
 from outrider.cli.placement import place_drafts
-from outrider.cli.terminal import make_console
+from outrider.cli.terminal import aligned, make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
@@ -414,13 +413,7 @@ def _warnings(plan: Capacity, drafter: DraftPlan | None) -> list[str]:
 def _show(
     console: Console, plan: Capacity, drafter: DraftPlan | None, dtype: str, gpu: Gpu, arguments: argparse.Namespace
 ) -> None:
-    table = Table(box=None, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column()
-    for cells in _lines(plan, drafter, dtype, gpu, arguments):
-        table.add_row(*cells)
-    console.print(table, width=max(console.width, 110), soft_wrap=True)
+    console.print(aligned(_lines(plan, drafter, dtype, gpu, arguments), right=(1,)), soft_wrap=True)
     for text in _warnings(plan, drafter):
         console.print(f"warning: {text}", soft_wrap=True)
 
@@ -437,7 +430,7 @@ def _lines(
             if plan.elements.idle
             else []
         ),
-        ("KV of a token", _size(plan.kv_per_token), ""),
+        ("KV of a token", _size(plan.kv_per_token), "each token of prompt and answer takes it"),
         ("KV of a page", _size(plan.kv_per_token * plan.page_size), f"{plan.page_size} tokens"),
         ("logits and sampling", _size(plan.scratch), "scratch for every token slot of a round"),
         ("CUDA graphs, about", _size(plan.graphs), f"{plan.num_graphs} rounds"),
@@ -448,14 +441,16 @@ def _lines(
         lines.insert(3, ("drafting, of a token", _size(plan.colocated_per_token), "KV and features of the draft model"))
     if gpu.memory:
         each = min(arguments.request_tokens or plan.context, plan.context)
+        count, most = _requests(plan, each), (plan.max_running, plan.tokens_each)
+        share = f"--mem-fraction-static gives {_size(plan.budget)} to weights, KV and scratch"
         lines += [
-            ("GPU", _size(gpu.memory), f"{_size(plan.budget)} for weights, KV and scratch"),
+            ("GPU memory", _size(gpu.memory), share),
             ("KV cache", _size(plan.kv_tokens * plan.kv_per_token), f"{plan.kv_tokens} tokens, {plan.num_pages} pages"),
             ("longest request", str(plan.context), "tokens of prompt and output"),
             (
                 "requests at once",
-                str(_requests(plan, each)),
-                f"of {each} tokens; or {plan.max_running} of {plan.tokens_each}",
+                str(count),
+                f"of {each} tokens" + ("" if (count, each) == most else "; or {} of {}".format(*most)),
             ),
         ]
     if gpu.bandwidth:

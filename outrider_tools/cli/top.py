@@ -195,6 +195,38 @@ _MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[TopFigur
 }
 
 
+_MEANINGS = (
+    ("p50, p99", "half of them, and 99 of 100, took at most that"),
+    ("accept length", "tokens committed in a round of a request, on average"),
+    ("accepted by depth, %", "of rounds, that took the first, second, ... draft token of a path"),
+    ("answers", "under way, of the most at once"),
+    ("ttft", "time to the first token"),
+    ("itl", "time between two tokens"),
+    ("pages", "of the KV cache, in use"),
+    ("drafts", "healthy draft services, and drafters in verify's process"),
+    ("replicas", "verify services that the gateway may send requests to"),
+    ("draining", "no new requests are taken: the service is about to end"),
+    ("hit rate", "of rounds with drafts, that had a tree without waiting"),
+    ("nodes/round", "draft tokens that a round verifies"),
+    ("round", "time that one takes"),
+    ("gap", "time between two rounds with nothing on the device"),
+    ("gpu", "time of a round on the GPU"),
+    ("drafting", "time that drafting inside a round takes on the GPU"),
+    ("hold", "time that rounds waited for drafts"),
+    ("answer of", "a draft service: time from a commit to its nodes"),
+    ("plain rounds", "of all, that no draft served though there are drafts"),
+    ("preemptions", "requests that gave up their pages, to be computed again"),
+    ("slow readers", "answers ended because nobody read them"),
+    ("sessions", "verify services connected to a draft service"),
+    ("requests", "that a draft service has open"),
+    ("live nodes", "draft tokens in all its trees; nodes/s: by drafter"),
+    ("commits/s", "told by verify, and what became of the tree"),
+    ("growth", "time of one slice of growing trees"),
+    ("burst fill", "of the places in bursts of draft steps, that were used"),
+    ("declines", "requests that a draft service does not draft for"),
+    ("messages dropped", "by the draft service, as absurd or too late"),
+)
+
 DEFAULT_PAGES = ("127.0.0.1:8000", "127.0.0.1:9102", "127.0.0.1:9103")
 """Of gateway, verify and draft."""
 
@@ -203,6 +235,13 @@ READ_SECONDS = 5.0
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(
+        [
+            "what the figures mean (rates and times are of what came between two readings):",
+            *(f"  {name:<21} {text}" for name, text in _MEANINGS),
+        ]
+    )
     parser.add_argument(
         "pages",
         nargs="*",
@@ -332,7 +371,9 @@ def line_of(view: PageView) -> str:
 
 def picture_of(views: Sequence[PageView]) -> Group:
     """All views side by side."""
-    head = Text(f"outrider top   {time.strftime('%H:%M:%S')}   Ctrl-C leaves", "dim")
+    head = Text(
+        f"outrider top   {time.strftime('%H:%M:%S')}   Ctrl-C leaves; outrider top --help explains the figures", "dim"
+    )
     return Group(head, Columns([_panel(view) for view in views], padding=(0, 1)))
 
 

@@ -10,15 +10,18 @@ from pathlib import Path
 
 import psutil
 
+from outrider.cli.cluster import MODULES
+from outrider.cli.options import service_flags
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions
 from outrider.errors import ConfigError
 from outrider.paths import expand
 from outrider.rpc.server import bind_error
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
-from outrider_tools.doctor.finding import Finding, ok, problem, warning
+from outrider_tools.doctor.finding import Finding, note, ok, problem, warning
 
 _FIELDS = ("address", "rest_address", "metrics_address")
+_FLAGS = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class Door:
 
     @property
     def flag(self) -> str:
-        """The option that sets it."""
-        return f"{self.service} --{self.field.replace('_', '-')}"
+        """The option that sets it, as `outrider up` spells it."""
+        return _FLAGS[self.service, self.field]
 
 
 def doors_of(options: Mapping[str, ServiceOptions]) -> list[Door]:
@@ -41,8 +44,13 @@ def doors_of(options: Mapping[str, ServiceOptions]) -> list[Door]:
     return [Door(name, field, address) for name, field, address in found if address]
 
 
-def check_doors(options: Mapping[str, ServiceOptions], serving: Mapping[str, str]) -> Iterator[Finding]:
-    """Of every door: free or taken, by whom. `serving` holds the addresses of services that answered, and which."""
+def check_doors(
+    options: Mapping[str, ServiceOptions], serving: Mapping[str, str], must_run: bool = False
+) -> Iterator[Finding]:
+    """Of every door: free or taken, by whom. `serving` holds the addresses of services that answered, and which.
+
+    That the service itself has its door is as it should be if it `must_run`; otherwise a start would fail.
+    """
     taken_ports: dict[str, Door] = {}
     for door in doors_of(options):
         try:
@@ -54,54 +62,71 @@ def check_doors(options: Mapping[str, ServiceOptions], serving: Mapping[str, str
         if first is not door and not door.address.endswith(":0"):
             yield problem("port", f"{door.flag} {door.address} is {first.flag}'s too", "give each door its own port")
             continue
-        yield _check_free(door, serving)
+        yield _check_free(door, serving, must_run)
 
 
-def _check_free(door: Door, serving: Mapping[str, str]) -> Finding:
+def _check_free(door: Door, serving: Mapping[str, str], must_run: bool) -> Finding:
     said = f"{door.flag} {door.address}"
     path = unix_path(door.address)
+    reason, holder, pid = "", serving.get(door.address, ""), None
     if path is not None:
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             return problem("port", f"{said}: {path.parent} cannot be written", "choose another folder")
-        return ok("port", f"{said}: {'taken' if path.exists() else 'free'}")
-    try:
-        reason = bind_error(*split_host_port(door.address, door.flag))
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if not reason:
-        return ok("port", f"{said}: free")
-    if door.address in serving:
-        return ok("port", f"{said}: taken by a running {serving[door.address]}")
-    holder = holder_of(door.address)
-    if holder.startswith("an Outrider process"):
-        return ok("port", f"{said}: taken by {holder}")
-    return problem("port", f"{said}: {reason}; {holder}", "end it, or choose another port (0 takes a free one)")
+        if path.exists() and not holder:
+            return note("port", f"{said}: the file is there, of a service that does not answer or was killed")
+    else:
+        try:
+            reason = bind_error(*split_host_port(door.address, door.flag))
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason:
+            pid = listener_of(door.address)
+            holder = holder or _service_of(pid)
+    if holder == door.service:
+        text = f"{said}: taken by a running {holder}" + (f", process {pid}" if pid else "")
+        if must_run:
+            return ok("port", text)
+        fix = "for a second one: outrider up --ephemeral; at the one that runs looks: outrider doctor --running"
+        return warning("port", text, fix)
+    if not reason and not holder:
+        return ok("port", f"{said}: {'takes a free port' if door.address.endswith(':0') else 'free'}")
+    text = f"{said}: {reason or 'taken'}; {_name_of(pid, holder)}"
+    return problem("port", text, "end it, or choose another port (0 takes a free one)")
 
 
-def holder_of(address: str) -> str:
-    """Who listens at host:port, in words."""
+def listener_of(address: str) -> int | None:
+    """Who listens at host:port: 0 for nobody, None where the system does not tell."""
     _, port = split_host_port(address, "address")
     try:
         connections = psutil.net_connections("tcp")
     except (psutil.Error, OSError):
-        return "the system does not tell by whom"
+        return None
     for connection in connections:
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            return _name_of(connection.pid)
-    return "nobody listens there"
+            return connection.pid
+    return 0
 
 
-def _name_of(pid: int | None) -> str:
-    if pid is None:
-        return "another user's process has it"
+def _service_of(pid: int | None) -> str:
+    """Which service of Outrider a process is; empty for another one."""
     try:
-        process = psutil.Process(pid)
-        words = process.cmdline()
-        name = process.name()
+        words = psutil.Process(pid).cmdline() if pid else []
+    except psutil.Error:
+        return ""
+    return next((name for name, module in MODULES.items() if module in words), "")
+
+
+def _name_of(pid: int | None, service: str) -> str:
+    if service:
+        return f"{service} of Outrider has it" + (f", process {pid}" if pid else "")
+    if pid is None:
+        return "the system does not tell who has it: perhaps another user's process"
+    if pid == 0:
+        return "nobody listens there"
+    try:
+        return f"process {pid} ({psutil.Process(pid).name()}) has it"
     except psutil.Error:
         return f"process {pid} has it"
-    ours = next((word for word in words if word in ("gateway", "verify_service", "draft_service")), "")
-    return f"an Outrider process ({ours}, {pid})" if ours else f"process {pid} ({name}) has it"
 
 
 def check_exposure(options: Mapping[str, ServiceOptions]) -> Iterator[Finding]:
@@ -118,7 +143,7 @@ def check_exposure(options: Mapping[str, ServiceOptions]) -> Iterator[Finding]:
                 quiet = False
                 yield warning("exposure", f"{name}: {path} can be read by other users", f"chmod 600 {path}")
     if quiet:
-        yield ok("exposure", "every door is on loopback or a unix socket")
+        yield ok("exposure", "every address is reached from this machine alone (loopback or a unix socket)")
 
 
 def _check_open(door: Door, options: ServiceOptions) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""What the doctor found: each finding is fine, worth a look, or in the way."""
+"""What the doctor found: each finding is fine, worth knowing, worth a look, or in the way."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ class Level(Enum):
     """How bad a finding is."""
 
     OK = "ok"
+    NOTE = "note"
     WARNING = "warning"
     PROBLEM = "problem"
 
@@ -33,6 +34,11 @@ class Finding:
 def ok(check: str, text: str) -> Finding:
     """All is well."""
     return Finding(check, Level.OK, text)
+
+
+def note(check: str, text: str) -> Finding:
+    """Neither good nor bad."""
+    return Finding(check, Level.NOTE, text)
 
 
 def warning(check: str, text: str, fix: str) -> Finding:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from outrider.cli.placement import num_gpus
 from outrider.host.line import host_id
 from outrider.models.store import default_cache_dir
 from outrider_tools.doctor.finding import Finding, ok, problem, warning
@@ -28,7 +29,7 @@ def check_packages() -> Iterator[Finding]:
     found = {name: _version(name) for name in _TOLD}
     text = ", ".join(f"{name} {number}" for name, number in found.items() if number)
     missing = [name for name in _OPTIONAL if not found[name]]
-    yield ok("packages", text + (f"; not installed: {', '.join(missing)} (GPU only)" if missing else ""))
+    yield ok("packages", text + (f"; not installed: {', '.join(missing)} (only GPUs use them)" if missing else ""))
     wrong = list(_out_of_range())
     if wrong:
         yield problem("packages", "; ".join(wrong), "pip install -r requirements.txt, or make setup")
@@ -65,9 +66,9 @@ def check_shared_memory() -> Iterator[Finding]:
         fix = "give the container more: --shm-size=1g, or shm_size in Compose"
         yield ok("shared memory", text) if usage.free >= _LEAST_SHM else warning("shared memory", text, fix)
     own = namespaces("self")
-    if own:
+    if own and num_gpus():
         text = f"IPC {own['ipc']}, PID {own['pid']}, host {host_id()[:8] or 'unknown'}"
-        yield ok("namespaces", f"{text}; drafts share GPU memory with verify only where all three are the same")
+        yield ok("namespaces", f"{text}; where verify and draft see the same three, they share the GPU's memory")
 
 
 def namespaces(pid: int | str) -> dict[str, str]:

@@ -17,7 +17,9 @@ from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.shipped import choose_drafters
-from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, default_cache_dir
+from outrider.models.store import DEFAULT_ALIASES, is_hub_id, local_folder
+from outrider.models.store_folder import CONFIG_FILE
+from outrider.paths import expand
 from outrider_tools.doctor.finding import Finding, Level, ok, problem, warning
 from outrider_tools.doctor.machine import cpu_flags
 
@@ -81,8 +83,9 @@ def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> di
 
 
 def _is_here(name: str) -> bool:
-    """Whether looking at a model fetches nothing; the hub's cache is asked by the probe, offline."""
-    return name.lower() not in DEFAULT_ALIASES or (default_cache_dir() / "models" / DEFAULT_MODEL).is_dir()
+    """Whether looking at a model fetches nothing; of a name that no model can have the probe tells more."""
+    is_fetched = name.lower() in DEFAULT_ALIASES or (is_hub_id(name) and not expand(name).is_dir())
+    return not is_fetched or (local_folder(name) / CONFIG_FILE).is_file()
 
 
 def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:

@@ -111,7 +111,7 @@ def _target(name: str, impl: str) -> tuple[Hello, str]:
         num_layers=config.num_layers,
     )
     name = config.architecture + ("" if isinstance(model, CausalLM) else " through transformers")
-    text = f"{path.name}: {name}, {config.num_layers} layers of {config.hidden_size}, {tokens} tokens"
+    text = f"{path.name}: {name}, {config.num_layers} layers of {config.hidden_size}, vocabulary of {tokens} tokens"
     more = "" if tokens <= config.vocab_size else f"; config.json allows {config.vocab_size}, the rest is never used"
     return hello, f"{text}{more}, tokenizer {digest[:12]}"
 

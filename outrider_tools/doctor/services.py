@@ -23,7 +23,7 @@ from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
 from outrider.rpc.transport import is_local
 from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
-from outrider_tools.doctor.finding import Finding, ok, problem, warning
+from outrider_tools.doctor.finding import Finding, note, ok, problem, warning
 
 ECHOES = 50
 SLOW_LOCAL_MS, SLOW_MS = 3.0, 10.0
@@ -43,13 +43,13 @@ class ServiceEndpoint:
 def endpoints_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | None) -> list[ServiceEndpoint]:
     """The services that these options bind or call, each address once. Raises ConfigError for unreadable secrets."""
     gateway, verify = cast(GatewayOptions, options["gateway"]), cast(VerifyOptions, options["verify"])
-    draft = options["draft"]
     to_verify = read_secret(gateway.verify_auth_token, gateway.verify_auth_token_file, "--verify-auth-token")
     to_draft = read_secret(verify.draft_auth_token, verify.draft_auth_token_file, "--draft-auth-token")
     found = [ServiceEndpoint("gateway", gateway.address, gateway.read_api_key(), gateway_tls)]
     found += [ServiceEndpoint("verify", address, to_verify, peer_tls(gateway, "verify")) for address in gateway.verify]
     found += [ServiceEndpoint("draft", address, to_draft, peer_tls(verify, "draft")) for address in verify.draft]
-    found += [ServiceEndpoint("verify", verify.address, to_verify), ServiceEndpoint("draft", draft.address, to_draft)]
+    found += [ServiceEndpoint("verify", verify.address, to_verify)]
+    found += [ServiceEndpoint("draft", options["draft"].address, to_draft)] if "draft" in options else []
     once: dict[str, ServiceEndpoint] = {}
     for endpoint in found:
         once.setdefault(endpoint.address, endpoint)
@@ -69,7 +69,7 @@ async def check_services(
 
 
 async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tuple[list[Finding], bool]:
-    said = f"{endpoint.service} {endpoint.address}"
+    said = endpoint.address
     try:
         source = TlsSource(endpoint.tls) if endpoint.tls is not None else None
         channel = open_channel(reachable(endpoint.address), auth_token=endpoint.token, tls=source)
@@ -81,10 +81,10 @@ async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tup
         except grpc.aio.AioRpcError as error:
             told = error_from_rpc(error, endpoint.service)
             if must_run:
-                return [
-                    problem(endpoint.service, f"{said}: {told.message}", "start it, or correct address and TLS")
-                ], False
-            return [ok(endpoint.service, f"{said}: not running, or not reachable")], False
+                fix = "start it (outrider up), or correct its address and TLS"
+                reason = told.message.replace("failed to connect to all addresses; last error: UNKNOWN: ", "")
+                return [problem(endpoint.service, f"{said}: {reason}", fix)], False
+            return [note(endpoint.service, f"{said}: does not run, or cannot be reached")], False
         findings = [await _echo(channel, endpoint, timeout)]
         if status != "SERVING":
             fix = "wait if it is loading its model; else see its log"
@@ -99,7 +99,7 @@ async def _health(channel: grpc.aio.Channel, timeout: float) -> str:
 
 
 async def _info(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: float) -> Finding:
-    said = f"{endpoint.service} {endpoint.address}"
+    said = endpoint.address
     try:
         return await _INFO[endpoint.service](channel, said, timeout)
     except grpc.aio.AioRpcError as error:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.cli.client import Chunk
-from outrider.cli.terminal import Painter, make_console, printable, show_answer
+from outrider.cli.terminal import Painter, drafters_text, make_console, printable, show_answer
 from outrider.protocol.generation import TokenOrigin, Usage
 
 origins = st.sampled_from(list(TokenOrigin))
@@ -72,9 +72,19 @@ async def test_an_answer_is_measured_and_returned_whole() -> None:
     async def chunks():
         yield Chunk("Hel", [(TokenOrigin.PLAIN, 3)])
         yield Chunk("lo", [(TokenOrigin.ACCEPTED, 1), (TokenOrigin.BONUS, 1)])
-        yield Chunk("", [], Usage(5, 3, 0, 1, 4, 1))
+        yield Chunk("", [], Usage(5, 3, 0, num_rounds=2, num_draft_tokens=4, num_accepted_tokens=2))
 
     answer = await show_answer(chunks(), None)
     assert answer.text == "Hello"
-    assert answer.usage.accept_length == 2.0
+    assert answer.usage.accept_length == 1.5, "an accepted token that ends the answer has no bonus token behind it"
     assert 0 < answer.seconds_to_first_token <= answer.seconds
+
+
+def test_who_drafts_and_where_is_told_to_somebody_who_sees_the_names_for_the_first_time() -> None:
+    head, ngrams = "a trained head (EAGLE3)", "n-grams of prompt and answers (NGRAM)"
+    alone = f"{head} and {ngrams}, in the verify service; there is no draft service"
+    assert drafters_text({"verify": ("EAGLE3", "NGRAM")}) == alone
+    both = f"{head}, in the verify service; {ngrams}, in the draft service"
+    assert drafters_text({"verify": ("EAGLE3",), "draft": ("NGRAM",)}) == both
+    assert drafters_text({"draft": ("STANDALONE",)}) == "STANDALONE, in the draft service"
+    assert drafters_text({}) == "nothing: each token is computed by itself"

@@ -252,6 +252,9 @@ def test_the_table_fits_80_columns_and_a_pipe() -> None:
     rows += [Row("llama-8b eagle3 split b1 greedy", "accept_length", 3.25, "")]
     lines = table_of(rows).splitlines()
     assert max(map(len, lines)) <= 80
+    assert lines[0] == "times in ms: ttft to the first token, itl between tokens, e2e to the end;"
+    assert lines[1] == "accept: tokens committed in a round, on average"
+    del lines[0]
     assert lines[2].split()[:4] == ["req/s", "tok/s", "p50", "p99"] and lines[2].split()[-2:] == ["accept", "failed"]
     assert lines[3] == "llama-8b eagle3 split b64 greedy" and lines[4].split()[:2] == ["12345.68", "12345.7"]
     assert lines[5] == "llama-8b eagle3 split b1 greedy" and lines[6].split() == ["3.25"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pty
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -68,10 +69,10 @@ async def chat(address: str, typed: str | bytes, *options: str) -> tuple[int | N
 async def test_a_signal_ends_it(gateway: tuple[EchoGateway, str], question: str, number: signal.Signals) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "outrider.cli", "chat", "--connect", gateway[1], stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE, cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    await process.stdout.readuntil(b"echo: ")
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    await process.stderr.readuntil(b"echo: ")
     process.stdin.write(question.encode())
     if question:
         await process.stdout.readuntil(b"begun")
@@ -86,13 +87,12 @@ async def test_a_signal_ends_it(gateway: tuple[EchoGateway, str], question: str,
 
 async def test_a_conversation_is_remembered_until_reset(gateway: tuple[EchoGateway, str]) -> None:
     servicer, address = gateway
-    code, out, _ = await chat(address, "one\n\ntwo\n/reset\nthree\n/quit\nfour\n", "--system", "be brief")
-    assert code == 0
-    assert "2 one\n" in out and "4 two\n" in out and "2 three\n" in out and "four" not in out
+    code, out, err = await chat(address, "one\n\ntwo\n/reset\nthree\n/quit\nfour\n", "--system", "be brief")
+    assert (code, out) == (0, "2 one\n4 two\n2 three\n"), "what is no answer is not among the answers of a pipe"
     roles = [message.role for message in servicer.requests[1].chat.messages]
     assert roles == ["system", "user", "assistant", "user"]
     assert servicer.requests[1].chat.messages[2].content == "2 one"
-    assert "2 tokens" in out and "accept length 2.00, 1 of 3 draft tokens accepted" in out
+    assert "2 tokens" in err and "accept length 2.00, 1 of 3 draft tokens accepted" in err
 
 
 async def test_a_pipe_gets_text_without_escape_codes(gateway: tuple[EchoGateway, str]) -> None:
@@ -111,10 +111,26 @@ async def test_options_reach_the_request(gateway: tuple[EchoGateway, str]) -> No
 
 
 async def test_a_failed_answer_is_told_and_not_remembered(gateway: tuple[EchoGateway, str]) -> None:
-    code, out, _ = await chat(gateway[1], "fail\nnext\n")
-    assert code == 0
-    assert "error: " in out and "verify is away" in out
-    assert "1 next" in out
+    code, out, err = await chat(gateway[1], "fail\nnext\n")
+    assert (code, out) == (1, "\n1 next\n")
+    assert "error: " in err and "verify is away" in err
+
+
+async def test_in_a_terminal_everything_is_on_stdout_and_a_failed_answer_is_no_failure(
+    gateway: tuple[EchoGateway, str],
+) -> None:
+    terminal, stdin = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "outrider.cli", "chat", "--connect", gateway[1],
+        stdin=stdin, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    os.close(stdin)
+    os.write(terminal, b"fail\nnext\n/quit\n")
+    out, err = await process.communicate()
+    os.close(terminal)
+    assert process.returncode == 0, err
+    for text in (b"echo: ", b"error: ", b"verify is away", b"1 next\n", b"accept length"):
+        assert text in out
 
 
 async def test_nobody_there_is_one_clear_line() -> None:
@@ -129,7 +145,7 @@ async def test_bytes_that_are_no_text_are_asked_as_question_marks(
     servicer, address = gateway
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8:surrogateescape")
     code, out, err = await chat(address, b"one \xff two\n")
-    assert (code, err) == (0, "") and "1 one ? two" in out
+    assert (code, out) == (0, "1 one ? two\n"), err
     assert servicer.requests[0].chat.messages[0].content == "one ? two"
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from service_process import wait_until
 
 from outrider.cli import cluster as cluster_module
 from outrider.cli.child import ServiceFailedError
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.verify import VerifyOptions
 
 
 def pids(cluster: FakeCluster) -> list[int]:
@@ -155,3 +157,10 @@ def test_no_service_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert len(children) == 3 and all(map(is_alive, children))
         parent.kill()
     wait_until(lambda: not any(map(is_alive, children)))
+
+
+def test_a_cluster_tells_what_drafts_in_which_service() -> None:
+    inside = VerifyOptions(speculative_algorithm=("EAGLE3",))
+    assert FakeCluster(verify=inside).drafters == {"verify": ("EAGLE3",), "draft": AUTO}
+    assert FakeCluster(verify=inside, services=("verify", "gateway")).drafters == {"verify": ("EAGLE3",)}
+    assert FakeCluster(verify=replace(inside, no_speculation=True)).drafters == {}

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.cluster import link
-from outrider.cli.demo import drafters_text
 from outrider.cli.placement import draft_for
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
@@ -69,7 +68,3 @@ def test_a_draft_that_chooses_knows_verify_s_target() -> None:
     assert isinstance(linked["draft"], DraftOptions) and linked["draft"].target_model_path == "there"
     named = link({"draft": DraftOptions(target_model_path="here"), "verify": VerifyOptions(model="there")})
     assert isinstance(named["draft"], DraftOptions) and named["draft"].target_model_path == "here"
-
-
-def test_the_demo_names_the_drafters() -> None:
-    assert drafters_text(("EAGLE3", "NGRAM")) == "a trained head (EAGLE3) and n-grams of prompt and answers (NGRAM)"

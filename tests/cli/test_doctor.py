@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cli import placement
 from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.config.draft import DraftOptions
@@ -48,15 +49,29 @@ def test_running_services_are_asked_and_measured(live: Cluster, capsys: pytest.C
     rest = f"--rest-address={live.address('gateway', 'rest_address')}"
     code, found = doctor(capsys, "--skip-models", "--running", *ELSEWHERE, *addresses, rest)
     assert code == 0, found
-    assert of(found, "gateway") == [("ok", f"gateway {live.gateway_address}: serves tiny (context 256)")]
+    assert of(found, "gateway") == [("ok", f"{live.gateway_address}: serves tiny (context 256)")]
     ((level, text),) = of(found, "verify")
     assert level == "ok" and "tiny, float32" in text and "1 healthy drafts" in text
     ((level, text),) = of(found, "draft")
     assert level == "ok" and "ngram" in text and "1 sessions" in text
     assert len(of(found, "round trip")) == 3 and all("median" in text for _, text in of(found, "round trip"))
-    taken = [text for _, text in of(found, "port") if "taken by" in text]
-    assert any("taken by a running gateway" in text for text in taken)
-    assert any("an Outrider process (gateway, " in text for text in taken), "the REST door, which has no gRPC health"
+    rest_taken = ("ok", f"{rest.replace('=', ' ')}: taken by a running gateway, process {live.gateway.pid}")
+    assert rest_taken in of(found, "port"), "the REST door has no gRPC health"
+    assert sum("taken by a running" in text for _, text in of(found, "port")) == 4
+
+
+def test_ports_that_a_running_service_has_are_not_free_for_another_one(
+    live: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    doors = [f"--gateway-address={live.gateway_address}", f"--rest-address={live.address('gateway', 'rest_address')}"]
+    _, found = doctor(capsys, "--skip-models", *doors)
+    taken = [one for one in found if "taken by a running gateway" in one["text"]]
+    assert [one["level"] for one in taken] == ["warning", "warning"]
+    assert all("outrider up --ephemeral" in one["fix"] and "--running" in one["fix"] for one in taken)
+    wrong = f"--verify-metrics-address={live.address('gateway', 'rest_address')}"
+    code, found = doctor(capsys, "--skip-models", "--running", *ELSEWHERE, wrong)
+    ((level, text),) = [one for one in of(found, "port") if one[1].startswith("--verify-metrics-address")]
+    assert (code, level) == (1, "problem") and f"gateway of Outrider has it, process {live.gateway.pid}" in text
 
 
 def test_no_draft_service_is_looked_for_where_verify_has_all_that_drafts(
@@ -84,18 +99,33 @@ def test_what_outrider_up_runs_is_found(
             told = {"address": address, "metrics_address": rest, "rest_address": rest}
             (tmp_path / folder / f"{name}.json").write_text(json.dumps(told))
     code, found = doctor(capsys, "--skip-models", "--running")
-    assert of(found, "gateway") == [("ok", f"gateway {live.gateway_address}: serves tiny (context 256)")]
+    assert of(found, "gateway") == [("ok", f"{live.gateway_address}: serves tiny (context 256)")]
     assert [level for name in ("verify", "draft") for level, _ in of(found, name)] == ["ok", "ok"], (code, found)
-    assert "is gateway --rest-address's too" not in str(found), "the door that has the metrics' page is no second one"
+    assert "is --rest-address's too" not in str(found), "the door that has the metrics' page is no second one"
     (tmp_path / "outrider-lives" / "draft.json").unlink()
     _, found = doctor(capsys, "--skip-models", "--running")
-    assert of(found, "draft") == []
+    assert of(found, "draft") == [] and "--draft" not in str(found)
+    _, found = doctor(capsys, "--skip-models")
+    assert of(found, "gateway")[0][0] == "ok", "it runs, whether it must or not"
+
+
+def test_a_draft_service_that_up_would_not_run_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    doors = ["--gateway-address=127.0.0.1:0", "--rest-address=127.0.0.1:0", "--verify=127.0.0.1:1"]
+    for cores, missed in ((2, 0), (8, 1)):
+        monkeypatch.setattr(placement, "num_cores", lambda cores=cores: cores)
+        code, found = doctor(capsys, "--skip-models", "--running", *doors)
+        assert code == 1 and len(of(found, "draft")) == missed
+        assert ("--draft-address" in str(found)) is bool(missed)
 
 
 def test_services_that_should_run_and_do_not_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = ["--verify=127.0.0.1:1", "--draft="]
     code, found = doctor(capsys, "--skip-models", *ELSEWHERE, *nowhere)
-    assert code == 0 and of(found, "verify") == [("ok", "verify 127.0.0.1:1: not running, or not reachable")]
+    assert code == 0 and of(found, "verify") == [("note", "127.0.0.1:1: does not run, or cannot be reached")]
     code, found = doctor(capsys, "--skip-models", "--running", *ELSEWHERE, *nowhere)
     assert code == 1 and of(found, "verify")[0][0] == "problem"
 
@@ -107,7 +137,7 @@ def test_a_taken_port_and_who_has_it_are_told() -> None:
         port = taken.getsockname()[1]
         options = {"gateway": GatewayOptions(address=f"127.0.0.1:{port}", rest_address="127.0.0.1:0")}
         text = words(list(check_doors(options, {})), Level.PROBLEM)
-    assert f"gateway --address 127.0.0.1:{port}: Address already in use; process " in text
+    assert f"--gateway-address 127.0.0.1:{port}: Address already in use; process " in text
     assert words(list(check_doors(options, {})), Level.PROBLEM) == ""
 
 
@@ -122,7 +152,7 @@ def test_a_name_whose_first_address_this_machine_lacks_is_free_where_a_service_c
 
 def test_one_port_for_two_doors_is_a_problem() -> None:
     options = {"gateway": GatewayOptions(address="127.0.0.1:4711", rest_address="127.0.0.1:4711")}
-    assert "gateway --rest-address 127.0.0.1:4711 is gateway --address's too" in words(
+    assert "--rest-address 127.0.0.1:4711 is --gateway-address's too" in words(
         list(check_doors(options, {})), Level.PROBLEM
     )
 
@@ -137,10 +167,10 @@ def test_doors_that_others_can_reach_without_key_or_tls_are_warned_of(tmp_path: 
         "draft": DraftOptions(address="10.0.0.1:50053", auth_token="x"),
     }
     text = words(list(check_exposure(options)), Level.WARNING)
-    assert "gateway --address" not in text
-    assert "verify --address [::]:50052 can be reached from other machines without a key and without TLS" in text
-    assert "draft --address 10.0.0.1:50053 can be reached from other machines without TLS" in text
-    assert "verify --metrics-address" in text
+    assert "--gateway-address" not in text
+    assert "--verify-address [::]:50052 can be reached from other machines without a key and without TLS" in text
+    assert "--draft-address 10.0.0.1:50053 can be reached from other machines without TLS" in text
+    assert "--verify-metrics-address" in text
     assert f"{key} can be read by other users -> chmod 600" in text
     key.chmod(0o600)
     assert "chmod" not in words(list(check_exposure(options)), Level.WARNING)
@@ -212,10 +242,13 @@ def test_a_package_out_of_its_range_is_a_problem(monkeypatch: pytest.MonkeyPatch
     assert "grpcio" not in text and "triton" not in text
 
 
-def test_a_model_that_is_not_here_is_told_and_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "owner/name"])
+def test_a_model_that_is_not_here_is_told_and_not_fetched(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "empty"))
-    found = check_models(VerifyOptions(), DraftOptions())
-    assert "SmolLM2-135M-Instruct is not here yet -> outrider models pull" in words(found, Level.WARNING)
+    found = check_models(VerifyOptions(model=name), DraftOptions())
+    assert f"{name} is not here yet -> outrider models pull {name}" in words(found, Level.WARNING)
     assert words(found, Level.PROBLEM) == "" and not (tmp_path / "empty").exists()
     assert "cpu: " in words(found, Level.OK) + words(found, Level.WARNING), "the process that looks has answered"
 
@@ -223,11 +256,10 @@ def test_a_model_that_is_not_here_is_told_and_not_fetched(monkeypatch: pytest.Mo
 def test_lines_for_people_name_level_check_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--skip-models", *ELSEWHERE, "--verify=127.0.0.1:1", "--draft=", "--running"]) == 1
     out = capsys.readouterr().out
-    assert "problem verify         verify 127.0.0.1:1: " in out and "-> start it" in out and out.endswith("problem\n")
+    assert "problem verify         127.0.0.1:1: " in out and "-> start it" in out and out.endswith("problem\n")
 
 
 def test_the_draft_model_of_verify_s_rounds_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.cli import placement
     from outrider.cli.main import make_parser
 
     findings: list[Finding] = []

@@ -74,6 +74,36 @@ def test_an_option_that_cannot_be_had_ends_the_command_with_the_reason(capsys: p
     )
 
 
+def test_addresses_models_and_devices_that_are_wrong_are_told_at_once_and_together(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        doors = [f"--rest-address={address}", f"--verify-metrics-address={address}", "--draft-metrics-address=nowhere"]
+        draft = ["--draft-placement=remote", "--speculative-algorithm=EAGLE3", "--speculative-draft-model-path=none"]
+        draft.append("--draft-device=cdua:1")
+        assert main(["up", "--ephemeral", *doors, "--model=nosuch", "--device=gpu", *draft]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 8 and lines[7].startswith("For free ports"), lines
+        assert lines[0].startswith("outrider: error: --draft-metrics-address: 'nowhere' is not an address")
+        assert lines[1].startswith(f"--verify-metrics-address: cannot bind port {address.partition(':')[2]}")
+        assert lines[2].startswith(f"--rest-address: {address} is that of --verify-metrics-address")
+        assert lines[3].startswith("--device: 'gpu' is no device") and lines[4].startswith("--draft-device: 'cdua:1'")
+        assert lines[5].startswith("--model: there is no model 'nosuch'")
+        assert lines[6].startswith("--speculative-draft-model-path: there is no model 'none'")
+        (tmp_path / "config.json").write_text("{}")
+        assert main(["up", "--ephemeral", doors[0], f"--model={tmp_path}"]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 3 and "has no weights" in lines[1], "a folder is looked at, nothing is fetched"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        draft = ["--speculative-algorithm=EAGLE3,NGRAM", "--speculative-draft-model-path=none"]
+        assert main(["up", "--ephemeral", doors[0], *draft]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 3 and "there is no model 'none'" in lines[1], "a head inside rounds, n-grams beside"
+
+
 def test_a_draft_model_is_told_of_its_target_and_gets_a_gpu_of_its_own(tmp_path: Path) -> None:
     draft = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path="X")
     placed = place_draft_model(draft, VerifyOptions(), tmp_path, gpus=2)

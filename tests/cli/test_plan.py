@@ -354,6 +354,18 @@ def test_without_a_gpu_the_sizes_alone_are_told(model_path: Path, capsys: pytest
     assert "134.5 M parameters in bfloat16" in out and "KV of a page" in out and "requests at once" not in out
 
 
+def test_what_fits_is_said_once_and_shares_of_a_gpu_s_memory_by_their_option(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"--model={model_path}", "--gpu=L4"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "requests at once 32 of 8192 tokens" in lines
+    assert "GPU memory 24.00 GiB --mem-fraction-static gives 21.12 GiB to weights, KV and scratch" in lines
+    assert "KV of a token 22.5 KiB each token of prompt and answer takes it" in lines
+    assert main(["plan", f"--model={model_path}", "--gpu=L4", "--request-tokens=100"]) == 0
+    assert "of 100 tokens; or 32 of 8192" in capsys.readouterr().out
+
+
 def test_sizes_and_names_that_are_wrong_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert parse_size("80GiB", "x") == 80 * GIB and parse_size("4.8TB/s", "x") == 4.8e12
     for words in (["--gpu-memory=many"], ["--gpu=H300"], ["--bandwidth=-1"], [f"--model={tmp_path}"]):

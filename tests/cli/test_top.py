@@ -85,6 +85,17 @@ def test_a_view_is_a_line_and_a_picture(views: dict[str, PageView]) -> None:
     console.print(picture_of(list(views.values())))
     text = console.export_text()
     assert all(f" {name} 127.0.0.1" in text for name in views) and "accept length" in text
+    assert "outrider top --help explains the figures" in text
+
+
+def test_help_explains_every_figure(views: dict[str, PageView], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", "--help"])
+    told = capsys.readouterr().out
+    shown = {figure.name for view in views.values() for figure in view.figures}
+    plain = {"tokens/s", "requests/s", "rounds/s", "nodes/s", "commits/s", "bursts/s", "running", "waiting", "errors"}
+    words = {name.removesuffix(" p50").removesuffix(" p99") for name in shown - plain if not name.startswith(" ")}
+    assert [word for word in sorted(words) if f"  {word} " not in told and not word.startswith("answer of ")] == []
 
 
 def test_once_prints_a_line_for_each_page(live: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,8 @@ def test_a_signal_stops_everything_cleanly(number: signal.Signals, tmp_path: Pat
         up.wait_for("Outrider is up", "verify  | hello from verify")
         up.wait_for("page                http://127.0.0.1:4711/\n")
         up.wait_for("REST                http://127.0.0.1:4711/v1", "gRPC                127.0.0.1:4711")
+        up.wait_for("model               fake-1b in float8, context 77\n", "device              abacus\n")
+        up.wait_for("drafts              a trained head (EAGLE3) and n-grams", "(NGRAM), in the draft service\n")
         up.process.send_signal(number)
         assert up.process.wait(20) == 0
         assert "outrider: draft ended, verify ended, gateway ended" in up.text

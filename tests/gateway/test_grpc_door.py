@@ -52,6 +52,20 @@ async def test_chat_token_ids_and_n_are_taken(world: World) -> None:
     assert verify.requests[-1].ignore_eos and verify.requests[-1].max_tokens == 1
 
 
+async def test_both_doors_know_the_same_roles(world: World) -> None:
+    answer = await world.http.post("/v1/chat/completions", json={"messages": [{"role": "robot", "content": "x"}]})
+    with pytest.raises(InvalidRequestError) as caught:
+        await collect(world, Request(chat={"messages": [{"role": "robot", "content": "x"}]}))
+    assert answer.json()["error"]["message"].endswith(caught.value.fix) and "'developer'" in caught.value.fix
+    world.verify.say("ok")
+    roles = ["developer", "system"]
+    for role in roles:
+        chat = {"messages": [{"role": role, "content": "Be brief."}, {"role": "user", "content": "x"}]}
+        await collect(world, Request(chat=chat))
+    first, second = (list(request.prompt_token_ids) for request in world.verify.requests)
+    assert first == second, "a developer's message is a system's"
+
+
 async def test_models_are_listed(world: World) -> None:
     response = await world.stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest())
     assert [(m.id, m.context_length) for m in response.models] == [(MODEL, 256)]

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import errno
 import json
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from filelock import FileLock
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from outrider.cli.main import main
 from outrider.cli.models import installed_models
@@ -207,6 +211,7 @@ def hub_config(
         return str(folder / "config.json")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
     return asked
 
 
@@ -297,12 +302,45 @@ def test_all_that_is_found_is_listed_under_the_name_that_finds_it(
     assert main(["models", "list"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in names) and "a/head" not in printed and "not here" not in printed
+    assert printed.split("\n")[0].split("  ")[-2].strip() == "MB on disk"
+
+
+def test_what_a_model_that_is_not_here_will_take_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    assert main(["models", "list"]) == 0
+    name, sizes = "SmolLM2-135M-Instruct (the default)", "93 MB to download, 550 MB on disk"
+    assert capsys.readouterr().out == f"{name} is not here yet; {sizes}: outrider models pull\n"
 
 
 def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hf_hub_download(repo_id: str, filename: str, **options: object) -> str:
-        raise ConnectionError("no route to host")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        hub = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub)
+        pattern = hub + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", pattern)
+        monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it was tried again"))
+        with pytest.raises(ConfigError) as caught:
+            resolve_model("owner/name", cache_dir=tmp_path, progress=silent)
+    reason = f"[Errno {errno.ECONNREFUSED}] Connection refused"
+    assert caught.value.message == (
+        f"owner/name could not be fetched from the Hugging Face hub ({hub}): {reason}. Check the id, the network and, "
+        "for a gated model, HF_TOKEN; or give the path of a local folder"
+    )
 
+
+def test_what_can_pass_is_tried_again_and_what_the_library_advises_is_not_said_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(url: str) -> None:
+        raise TimeoutError("no answer yet")
+
+    def hf_hub_download(repo_id: str, filename: str, **options: object) -> str:
+        raise LocalEntryNotFoundError("Please check your connection and try again.") from TimeoutError("no answer.")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", slow)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
-    with pytest.raises(ConfigError, match=r"owner/name could not be fetched .*no route to host.*local folder"):
+    with pytest.raises(ConfigError, match=r"hub \(https://.*\): no answer\. Check the id"):
         resolve_model("owner/name", cache_dir=tmp_path, progress=silent)

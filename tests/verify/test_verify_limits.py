@@ -13,6 +13,7 @@ import pytest
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from verify_service import main
+from verify_service.engine import build
 from verify_service.engine.build import _limits
 from verify_service.engine.loading import load
 from verify_service.engine.memory import Memory
@@ -24,6 +25,21 @@ def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
     options = VerifyOptions(max_draft_tokens=600)
     with pytest.raises(ConfigError, match="max-draft-tokens"):
         _limits(options, Path("unused"), model, Memory(32, 16))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("pages", "told"), [(512, 8113), (1024, 0)])
+def test_a_context_below_the_model_s_is_told_with_its_reason(
+    pages: int, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_num_tokens", lambda path: 61)
+    config = SimpleNamespace(max_positions=8192, vocab_size=61)
+    model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"))
+    options = VerifyOptions(max_draft_tokens=63)
+    with caplog.at_level("INFO", logger="verify_service"):
+        limits = _limits(options, tmp_path, model, Memory(pages, 16))  # type: ignore[arg-type]
+    text = "context of 8113 tokens, not the model's 8192: a KV cache of 8192 has to hold 63 draft tokens, too; "
+    assert limits.context_length == (told or 8192)
+    assert caplog.messages == ([f"{text}--max-total-tokens raises it"] if told else [])
 
 
 @pytest.mark.parametrize(("context_length", "cache", "most"), [(257, 0, 256), (129, 128, 128)])

@@ -99,6 +99,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
         max_waiting=limits.max_waiting,
         hidden_size=model.config.hidden_size,
         num_layers=model.config.num_layers,
+        device=str(model.device),
     )
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
     colocated = None if model.device.type == "cuda" else _colocated_draft(options, path, model, served, vocabulary)
@@ -383,6 +384,12 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Me
             f"{options.max_draft_tokens} draft tokens; raise it or lower --max-draft-tokens"
         )
     check_context_length(options, most)
+    if most < model.config.max_positions and not options.context_length:
+        log.info(
+            "context of %d tokens, not the model's %d: a KV cache of %d has to hold %d draft tokens, too; "
+            "--max-total-tokens raises it",
+            *(most, model.config.max_positions, memory.num_pages * memory.page_size, options.max_draft_tokens),
+        )
     limits = EngineLimits(
         # Output matrices are often padded past the tokenizer; what has no text is never sampled.
         vocab_size=min(model.config.vocab_size, _num_tokens(path)),

@@ -82,7 +82,8 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
             check_fp8(device, "--kv-cache-dtype: fp8_e4m3")
         check_model(config, dtype, device, options.mem_fraction_static)
     with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
-        report = partial(progress, "loading weights") if memory is None or not memory.rank else None
+        stage = f"loading weights into memory, dtype {str(dtype).removeprefix('torch.')}"
+        report = partial(progress, stage) if memory is None or not memory.rank else None
         exchange = None
         if memory is not None and part is not None:
             exchange = _exchange(options, part, dtype, device, memory)
