@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import num_processors, supports_pdl, use_triton
+from kernels.launch import has_wgmma, num_processors, supports_pdl, use_triton
 from kernels.linear_configs import (
     MAX_CUT_SIZE,
     MAX_ROWS,
     MAX_SIZE,
+    RING_PIECE,
     GemmConfig,
+    RingConfig,
     RowConfig,
     choose_config,
+    choose_ring,
+    fits_ring,
     fits_row_kernel,
     max_rows,
     qkv_config,
@@ -31,7 +35,7 @@ def stream_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    config: GemmConfig | None = None,
+    config: GemmConfig | RingConfig | None = None,
 ) -> Tensor:
     """rows @ weight^T for few rows (`max_rows`), with what stands around a product in a transformer layer.
 
@@ -64,8 +68,6 @@ def stream_linear(
     if not use_triton(rows):
         result = reference.stream_linear(rows, weight, bias, residual, gated, dtype)
         return result if out is None else out.copy_(result)
-    from kernels.jit import gemm as jit
-
     if out is None:
         out = torch.empty(rows.shape[0], num_out, dtype=dtype, device=rows.device)
     if rows.shape[0] > MAX_ROWS:
@@ -74,12 +76,29 @@ def stream_linear(
             added = None if residual is None else residual[part]
             stream_linear(rows[part], weight, bias=bias, residual=added, gated=gated, out=out[part], config=config)
         return out
-    if config is None:
-        size, itemsize = rows.shape[1], rows.element_size()
-        kind, piece = (weight.kind, weight.piece) if isinstance(weight, QuantWeight) else (None, 0)
-        config = choose_config(num_out, size, rows.shape[0], gated, itemsize, num_processors(rows), kind, piece)
-    jit.stream_linear(rows, weight, bias, residual, gated, out, config)
+    config = config or stream_config(rows, weight, gated)
+    if isinstance(config, RingConfig):
+        from kernels.jit.ring_gemm import ring_linear
+
+        ring_linear(rows, weight, bias, residual, gated, out, config)
+    else:
+        from kernels.jit import gemm as jit
+
+        jit.stream_linear(rows, weight, bias, residual, gated, out, config)
     return out
+
+
+def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = False) -> GemmConfig | RingConfig:
+    """How `stream_linear` cuts its work where it is not told."""
+    (num_weight_rows, size), itemsize, processors = _weight_shape(weight), rows.element_size(), num_processors(rows)
+    num_out = num_weight_rows // (2 if gated else 1)
+    kind, piece, group, bits = None, 0, 0, 16
+    if isinstance(weight, QuantWeight):
+        kind, piece, group, bits = weight.kind, weight.piece, weight.group, 16 // weight.per_word
+    has_ring = has_wgmma(rows) and rows.dtype == torch.bfloat16 and kind in (None, "fp8", "int4")
+    if has_ring and fits_ring(num_weight_rows, size, bits, group, piece or RING_PIECE):
+        return choose_ring(num_out, size, rows.shape[0], gated, processors, bits)
+    return choose_config(num_out, size, rows.shape[0], gated, itemsize, processors, kind, piece)
 
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:

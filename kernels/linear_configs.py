@@ -183,6 +183,72 @@ def _split(config: GemmConfig, num_out: int, size: int, programs: int) -> int:
     return max(1, min(programs // tiles, steps // 4))
 
 
+@dataclass(frozen=True, slots=True)
+class RingConfig:
+    """One way to cut a product on a Hopper GPU, where programs keep their next steps in a ring of shared memory."""
+
+    tile: int = 64
+    """Weight rows of a tile: 64 or 128. Where gated, half of them are up rows."""
+    block_k: int = 128
+    """Columns of a step."""
+    split_k: int = 1
+    """Programs that share a tile; 0: per_sm programs a processor share all steps of all tiles evenly."""
+    per_sm: int = 1
+    stages: int = 4
+    """Steps of the ring."""
+    warps: int = 4
+    """Four for every 64 weight rows at most."""
+
+    def num_programs(self, tiles: int, steps: int, processors: int) -> int:
+        """Programs of a launch; never more than there are steps."""
+        return min(tiles * self.split_k if self.split_k else self.per_sm * processors, tiles * steps)
+
+    def shared_bytes(self, rows: int, code_bits: int) -> int:
+        """Shared memory of a program for `rows` as `tile_rows` has them: the ring, and what results are turned in."""
+        return self.stages * self.block_k * (self.tile * code_bits // 8 + 2 * rows) + 4 * self.tile * rows
+
+
+RING_PIECE = 128
+"""Columns that the words of a piece hold where programs have a ring."""
+_RING_WEIGHTS = 8_000_000
+"""Smaller matrices are bound by latency, not by the reading of weights."""
+_RING_BYTES = 48 * 1024
+"""Weights on their way to one of two programs of a processor."""
+_BUSY = 0.8
+"""Share of the programs that run at once that must be there, or all steps are shared evenly."""
+
+
+def choose_ring(num_out: int, size: int, num_rows: int, gated: bool, processors: int, code_bits: int) -> RingConfig:
+    """A cut for bfloat16 rows and weights of so many bits, [num_out, size], or [2 num_out, size] if gated.
+
+    Two programs a processor hide from each other what each waits for, and leave room for those of the launch behind:
+    their weights are on their way while these add up.
+    """
+    rows = tile_rows(num_rows)
+    tile, warps = (128, 8) if gated or rows > 32 else (64, 4)
+    wide = code_bits == 4 or (code_bits == 8 and tile == 64 and rows <= 16)
+    block_k = 256 if wide else 64 if code_bits == 16 and gated else 128
+    step_bytes = tile * block_k * code_bits // 8
+    config = RingConfig(tile, block_k, stages=max(_RING_BYTES // step_bytes, 4 if gated else 3), warps=warps)
+    tiles, steps, at_once = ceil_div(num_out, tile // (2 if gated else 1)), ceil_div(size, block_k), 2 * processors
+    parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
+    split = max(part for part in parts if steps % part == 0)
+    even = not _BUSY * at_once <= tiles * split <= at_once
+    config = replace(config, split_k=0 if even else split, per_sm=2)
+    while config.stages > 2 and config.shared_bytes(rows, code_bits) > (SHARED_MEMORY - SHARED_MARGIN) // 2:
+        config = replace(config, stages=config.stages - 1)
+    return config
+
+
+def fits_ring(num_out: int, size: int, code_bits: int, group: int = 0, piece: int = RING_PIECE) -> bool:
+    """Whether `choose_ring` has cuts for weights [num_out, size], and they are faster than others on a Hopper GPU.
+
+    `group` and `piece` as QuantWeight has them.
+    """
+    grouped = group in (0, size) or group % 256 == 0 or group == RING_PIECE
+    return num_out * size >= _RING_WEIGHTS and size % (128 // code_bits) == 0 and grouped and piece == RING_PIECE
+
+
 def max_rows(quantized: bool) -> int:
     """Rows that `stream_linear` takes at most."""
     return MAX_QUANTIZED_ROWS if quantized else MAX_ROWS

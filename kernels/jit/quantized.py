@@ -5,25 +5,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Sign left and the rest right by four, at the tops of lanes, is the value times 2^-120.
+FP8_CODES = tl.constexpr(
+    """{
+.reg .b32 s, t, m;
+mov.b32 m, 0x7b807b80;
+shl.b32 s, $2, 8;
+shl.b32 t, $2, 4;
+and.b32 t, t, 0x07f007f0;
+lop3.b32 s, s, 0x80008000, t, 0xea;
+mul.bf16x2 $0, s, m;
+shr.b32 t, $2, 4;
+and.b32 t, t, 0x07f007f0;
+lop3.b32 s, $2, 0x80008000, t, 0xea;
+mul.bf16x2 $1, s, m;
+}"""
+)
+"""Both codes $0, $1 of words $2, in bfloat16, two words at a time."""
+# A nibble in the last bits of 128 is 128 more, exactly.
+INT4_CODES = tl.constexpr(
+    """{
+.reg .b32 a;
+lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $0, a, $5;
+shr.b32 a, $4, 4;
+lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $1, a, $5;
+shr.b32 a, $4, 8;
+lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $2, a, $5;
+shr.b32 a, $4, 12;
+lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $3, a, $5;
+}"""
+)
+"""The four codes $0 to $3 of words $4, less $5 - 128, in bfloat16, two words at a time."""
+
 
 @triton.jit
 def _decode_fp8(words):
     """Both codes of words, in bfloat16."""
-    # Sign left and the rest right by four, at the tops of lanes, is the value times 2^-120.
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 s, t, m;
-        mov.b32 m, 0x7b807b80;
-        shl.b32 s, $2, 8;
-        shl.b32 t, $2, 4;
-        and.b32 t, t, 0x07f007f0;
-        lop3.b32 s, s, 0x80008000, t, 0xea;
-        mul.bf16x2 $0, s, m;
-        shr.b32 t, $2, 4;
-        and.b32 t, t, 0x07f007f0;
-        lop3.b32 s, $2, 0x80008000, t, 0xea;
-        mul.bf16x2 $1, s, m;
-        }""",
+        FP8_CODES,
         "=&r,=&r,r",
         [words],
         dtype=(tl.bfloat16, tl.bfloat16),
@@ -35,22 +58,8 @@ def _decode_fp8(words):
 @triton.jit
 def _decode_int4(words, zero):
     """The four codes of words less `zero` [weight rows, 1], in bfloat16."""
-    # A nibble in the last bits of 128 is 128 more, exactly.
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a;
-        lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea;
-        sub.bf16x2 $0, a, $5;
-        shr.b32 a, $4, 4;
-        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-        sub.bf16x2 $1, a, $5;
-        shr.b32 a, $4, 8;
-        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-        sub.bf16x2 $2, a, $5;
-        shr.b32 a, $4, 12;
-        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-        sub.bf16x2 $3, a, $5;
-        }""",
+        INT4_CODES,
         "=&r,=&r,=&r,=&r,r,r",
         [words, (zero + 128.0).to(tl.bfloat16)],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),

@@ -1,0 +1,157 @@
+"""Products with few rows on Hopper GPUs against products in float64. That they compile: test_compile_for_a_gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from test_quant_gemm import exact_product, made
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.launch import has_wgmma
+from kernels.linear import stream_config, stream_linear
+from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_ring, fits_ring, tile_rows
+from kernels.quant_weight import QuantWeight
+
+SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (49152, 4096, False)]
+CUTS = {
+    "a program a tile": RingConfig(),
+    "two programs a tile": RingConfig(split_k=2, stages=3),
+    "uneven stretches": RingConfig(split_k=3, stages=2),
+    "stretches that cross tiles": RingConfig(split_k=0, per_sm=1),
+    "tiles of two groups of warps": RingConfig(128, split_k=2, warps=8),
+    "tiles of 128": RingConfig(128, stages=3),
+    "long steps": RingConfig(block_k=256, split_k=2, stages=3),
+    "long steps, two groups of warps": RingConfig(128, block_k=256, split_k=0, stages=3, warps=8),
+}
+WEIGHTS = {
+    "bfloat16": (None, 0, 1),
+    "fp8, a scale a row": ("fp8", 0, 1),
+    "fp8, blocks": ("fp8", 128, 128),
+    "fp8, long groups": ("fp8", 512, 1),
+    "int4": ("int4", 128, 1),
+    "int4 with zeros": ("int4z", 128, 1),
+    "int4 with a zero a row": ("int4z", 0, 1),
+}
+
+
+@pytest.fixture
+def hopper() -> str:
+    device = torch.zeros(1, device="cuda")
+    if not has_wgmma(device):
+        pytest.skip("for Hopper GPUs alone")
+    return "cuda"
+
+
+def weight_of(name: str, num_out: int, size: int, device: str) -> Tensor | QuantWeight:
+    kind, group, span = WEIGHTS[name]
+    if kind is None:
+        return (torch.randn(num_out, size, device=device) / size**0.5).bfloat16()
+    return made(kind, num_out, size, group, device, span).for_streaming()
+
+
+def exact(rows: Tensor, weight: Tensor | QuantWeight, bias: Tensor | None, gated: bool) -> Tensor:
+    if isinstance(weight, QuantWeight):
+        return exact_product(rows, weight, bias, gated)
+    product = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    gate, up = product.chunk(2, 1)
+    return functional.silu(gate) * up if gated else product
+
+
+def cut_for(cut: str, name: str, gated: bool) -> RingConfig:
+    """Steps of bfloat16 are at most 128 columns, gated ones and those that are scaled by the group 64 and one."""
+    config, (kind, group, _) = CUTS[cut], WEIGHTS[name]
+    if kind is None:
+        config = dataclasses.replace(config, block_k=64 if gated else 128)
+    elif kind == "fp8" and (gated or group == 128):
+        config = dataclasses.replace(config, block_k=128)
+    return dataclasses.replace(config, tile=128) if gated else config
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_cut_is_the_product_and_all_that_stands_around_it(hopper: str, cut: str, name: str, gated: bool) -> None:
+    # Rows that end in the midst of a tile, and columns that end in the midst of a long step.
+    num_out, size, config = 360, 1664, cut_for(cut, name, gated)
+    size = 1536 if WEIGHTS[name][1] == 512 else size
+    weight = weight_of(name, num_out * (2 if gated else 1), size, hopper)
+    bias = torch.randn(num_out * (2 if gated else 1), device=hopper)
+    for num_rows in (1, 5, 17, 40):
+        rows = torch.randn(num_rows, size, device=hopper).bfloat16()
+        residual = torch.randn(num_rows, num_out, device=hopper)
+
+        def product(rows: Tensor, residual: Tensor, config: RingConfig = config) -> Tensor:
+            return stream_linear(
+                rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32, config=config
+            )
+
+        found = product(rows, residual)
+        expected = exact(rows, weight, bias, gated) + residual.double()
+        torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=2e-3)
+        assert torch.equal(product(rows, residual), found), "sums have one order"
+        if num_rows > 1:
+            moved = product(rows.flip(0)[: num_rows - 1].contiguous(), residual.flip(0)[: num_rows - 1].contiguous())
+            if tile_rows(num_rows) == tile_rows(num_rows - 1):
+                assert torch.equal(moved, found.flip(0)[: num_rows - 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, name: str, gated: bool) -> None:
+    num_out, size = 3072, 3072
+    weight = weight_of(name, num_out * (2 if gated else 1), size, hopper)
+    for num_rows in (1, 16, 33, MAX_ROWS, *((MAX_ROWS + 6,) if isinstance(weight, QuantWeight) else ())):
+        rows = torch.randn(num_rows, size, device=hopper).bfloat16()
+        assert isinstance(stream_config(rows[:MAX_ROWS], weight, gated), RingConfig)
+        found = stream_linear(rows, weight, gated=gated, out_dtype=torch.float32)
+        torch.testing.assert_close(found.double(), exact(rows, weight, None, gated), rtol=2e-4, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None:
+    weights = [weight_of(name, 3072, 3072, hopper) for name in ("bfloat16", "fp8, a scale a row", "int4") * 3]
+    first = torch.randn(7, 3072, device=hopper).bfloat16()
+
+    def chain() -> Tensor:
+        rows = first
+        for weight in weights:
+            rows = stream_linear(rows, weight, residual=rows)
+        return rows
+
+    expected = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("num_rows", [1, 32, MAX_ROWS])
+def test_two_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
+    for (num_out, size, gated), processors in itertools.product(SHAPES, (114, 132)):
+        config = choose_ring(num_out, size, num_rows, gated, processors, bits)
+        rows = tile_rows(num_rows)
+        assert config.stages >= 2 and 2 * config.shared_bytes(rows, bits) <= SHARED_MEMORY
+        tiles, steps = -(-num_out // (config.tile // (2 if gated else 1))), -(-size // config.block_k)
+        programs = config.num_programs(tiles, steps, processors)
+        assert 0.75 * 2 * processors <= programs <= 2 * processors
+        assert config.split_k == 0 or steps % config.split_k == 0
+
+
+def test_what_has_no_ring() -> None:
+    assert fits_ring(4096, 4096, 16)
+    assert fits_ring(4096, 4096, 8, group=128) and fits_ring(4096, 4096, 4, group=512)
+    assert not fits_ring(576, 1536, 16), "too small"
+    assert not fits_ring(4096, 4100, 16), "rows that the copy engine does not take"
+    assert not fits_ring(4096, 4096, 8, group=384), "groups that steps do not fit"
+    assert not fits_ring(4096, 4096, 4, group=32, piece=32), "short pieces"
