@@ -268,7 +268,8 @@ def _ring_gemm(
     pending, pending_2 = warpgroup_mma_init(total), warpgroup_mma_init(total)
     wide = gl.zeros([TILE, GROUP_K], gl.bfloat16, A)
     wide_2 = wide
-    behind, behind_2 = scale, scale_2
+    # Triton takes a name for unchanged in a loop that gets the value which another name had before, if it had the same.
+    behind, behind_2 = gl.zeros_like(scale), gl.zeros_like(scale_2)
     first = start
     slot, before, phase = 0, 0, 0
     for place in range(start, stop):
