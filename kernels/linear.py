@@ -10,19 +10,17 @@ from kernels.linear_configs import (
     MAX_CUT_SIZE,
     MAX_ROWS,
     MAX_SIZE,
-    RING_PIECE,
     GemmConfig,
     RingConfig,
     RowConfig,
     choose_config,
     choose_ring,
-    fits_ring,
     fits_row_kernel,
     max_rows,
     qkv_config,
     row_config,
 )
-from kernels.quant_weight import QuantWeight
+from kernels.quant_weight import MAX_PIECE, QuantWeight
 from kernels.reference import linear as reference
 
 
@@ -90,15 +88,18 @@ def stream_linear(
 
 def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = False) -> GemmConfig | RingConfig:
     """How `stream_linear` cuts its work where it is not told."""
-    (num_weight_rows, size), itemsize, processors = _weight_shape(weight), rows.element_size(), num_processors(rows)
-    num_out = num_weight_rows // (2 if gated else 1)
-    kind, piece, group, bits = None, 0, 0, 16
+    num_out, size = _weight_shape(weight)[0] // (2 if gated else 1), rows.shape[1]
+    processors, kind, piece = num_processors(rows), None, 0
+    # Whose programs keep a ring: weights of rows' dtype, and fp8 with one scale a row.
+    bits = 16
     if isinstance(weight, QuantWeight):
-        kind, piece, group, bits = weight.kind, weight.piece, weight.group, 16 // weight.per_word
-    has_ring = has_wgmma(rows) and rows.dtype == torch.bfloat16 and kind in (None, "fp8", "int4")
-    if has_ring and fits_ring(num_weight_rows, size, bits, group, piece or RING_PIECE):
-        return choose_ring(num_out, size, rows.shape[0], gated, processors, bits)
-    return choose_config(num_out, size, rows.shape[0], gated, itemsize, processors, kind, piece)
+        kind, piece = weight.kind, weight.piece
+        bits = 8 if kind == "fp8" and weight.group == size and weight.span == 1 and piece == MAX_PIECE else 0
+    if has_wgmma(rows) and rows.dtype == torch.bfloat16:
+        config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits)
+        if config is not None:
+            return config
+    return choose_config(num_out, size, rows.shape[0], gated, rows.element_size(), processors, kind, piece)
 
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:

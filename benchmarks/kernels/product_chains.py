@@ -39,7 +39,7 @@ Shape = tuple[int, int, bool]
 TILES = ((64, 4), (128, 4), (128, 8))
 """Weight rows of a tile, and warps."""
 STAGES = (2, 3, 4, 5, 6, 8)
-DEPTHS = {16: (64, 128), 8: (128, 256), 4: (128, 256)}
+DEPTHS = {16: (64, 128), 8: (128, 256)}
 """Columns of a step, by the bits of a weight."""
 LEAST_BYTES = 40 * 1024
 """Of a processor's shared memory that rings take."""
@@ -121,11 +121,11 @@ class Chain:
         """The engine's cut, and all others that fit a processor."""
         num_out, _, gated = self.shape(name)
         weight, rows, most = self.weight(name), tile_rows(self.num_rows), MAX_WAVES * self._processors
-        bits, group = (16 // weight.per_word, weight.group) if isinstance(weight, QuantWeight) else (16, 0)
+        bits = 8 if isinstance(weight, QuantWeight) else 16
         found = {self.as_chosen(name): None}
         for (tile, warps), depth, stages in itertools.product(TILES, DEPTHS[bits], STAGES):
-            # A half of a tile has steps of 128 bytes, and a group of columns its own step where bits are eight.
-            if (gated and (tile == 64 or depth * bits > 1024)) or (bits == 8 and group == 128 < depth):
+            # A half of a tile has steps of 128 bytes.
+            if gated and (tile == 64 or depth * bits > 1024):
                 continue
             base = RingConfig(tile, depth, stages=stages, warps=warps)
             tiles = ceil_div(num_out, tile // (2 if gated else 1))
