@@ -58,10 +58,12 @@ class CompileJob(NamedTuple):
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
 
         function = getattr(importlib.import_module(self.module), self.name)
         function.hash = self.key
-        source = ASTSource(function, self.signature, self.constexprs, self.attrs)
+        kind = GluonASTSource if function.is_gluon() else ASTSource
+        source = kind(function, self.signature, self.constexprs, self.attrs)
         launcher = threading.Thread(target=_make_launcher, args=(source,))
         launcher.start()
         try:

@@ -40,6 +40,11 @@ def supports_pdl(tensor: Tensor) -> bool:
     return tensor.is_cuda and _capability(tensor.device.index or 0) >= (9, 0)
 
 
+def has_wgmma(tensor: Tensor) -> bool:
+    """Whether this device has Hopper's instructions for the products of four warps, which no other has."""
+    return tensor.is_cuda and _capability(tensor.device.index or 0) == (9, 0)
+
+
 def num_processors(where: Tensor | torch.device) -> int:
     """Streaming multiprocessors of a device, or of a tensor's; a small stand-in for a CPU."""
     device = where.device if isinstance(where, Tensor) else where

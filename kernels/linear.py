@@ -5,20 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import num_processors, supports_pdl, use_triton
+from kernels.launch import has_wgmma, num_processors, supports_pdl, use_triton
 from kernels.linear_configs import (
     MAX_CUT_SIZE,
     MAX_ROWS,
     MAX_SIZE,
     GemmConfig,
+    RingConfig,
     RowConfig,
     choose_config,
+    choose_ring,
     fits_row_kernel,
     max_rows,
     qkv_config,
     row_config,
 )
-from kernels.quant_weight import QuantWeight
+from kernels.quant_weight import MAX_PIECE, QuantWeight
 from kernels.reference import linear as reference
 
 
@@ -31,7 +33,7 @@ def stream_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    config: GemmConfig | None = None,
+    config: GemmConfig | RingConfig | None = None,
 ) -> Tensor:
     """rows @ weight^T for few rows (`max_rows`), with what stands around a product in a transformer layer.
 
@@ -64,8 +66,6 @@ def stream_linear(
     if not use_triton(rows):
         result = reference.stream_linear(rows, weight, bias, residual, gated, dtype)
         return result if out is None else out.copy_(result)
-    from kernels.jit import gemm as jit
-
     if out is None:
         out = torch.empty(rows.shape[0], num_out, dtype=dtype, device=rows.device)
     if rows.shape[0] > MAX_ROWS:
@@ -74,12 +74,32 @@ def stream_linear(
             added = None if residual is None else residual[part]
             stream_linear(rows[part], weight, bias=bias, residual=added, gated=gated, out=out[part], config=config)
         return out
-    if config is None:
-        size, itemsize = rows.shape[1], rows.element_size()
-        kind, piece = (weight.kind, weight.piece) if isinstance(weight, QuantWeight) else (None, 0)
-        config = choose_config(num_out, size, rows.shape[0], gated, itemsize, num_processors(rows), kind, piece)
-    jit.stream_linear(rows, weight, bias, residual, gated, out, config)
+    config = config or stream_config(rows, weight, gated)
+    if isinstance(config, RingConfig):
+        from kernels.jit.ring_gemm import ring_linear
+
+        ring_linear(rows, weight, bias, residual, gated, out, config)
+    else:
+        from kernels.jit import gemm as jit
+
+        jit.stream_linear(rows, weight, bias, residual, gated, out, config)
     return out
+
+
+def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = False) -> GemmConfig | RingConfig:
+    """How `stream_linear` cuts its work where it is not told."""
+    num_out, size = _weight_shape(weight)[0] // (2 if gated else 1), rows.shape[1]
+    processors, kind, piece = num_processors(rows), None, 0
+    # Whose programs keep a ring: weights of rows' dtype, and fp8 with one scale a row.
+    bits = 16
+    if isinstance(weight, QuantWeight):
+        kind, piece = weight.kind, weight.piece
+        bits = 8 if kind == "fp8" and weight.group == size and weight.span == 1 and piece == MAX_PIECE else 0
+    if has_wgmma(rows) and rows.dtype == torch.bfloat16:
+        config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits)
+        if config is not None:
+            return config
+    return choose_config(num_out, size, rows.shape[0], gated, rows.element_size(), processors, kind, piece)
 
 
 def dequantize(weight: QuantWeight, dtype: torch.dtype) -> Tensor:

@@ -74,16 +74,12 @@ def tile_rows(num_rows: int) -> int:
 # for (6144, 4096) and the gated product at up to 32 rows the two are within 3 % of each other. With rows on the left 64
 # rows were up to a tenth faster, but Triton 3.6 cannot compile that for every kind of output.
 _TUNED: dict[tuple[int, int, bool, int], GemmConfig] = {
-    (6144, 4096, False, 16): GemmConfig(64, 128, split_k=0, stages=7, prefetch=4),
     (6144, 4096, False, 32): GemmConfig(64, 128, split_k=0, stages=6, prefetch=4, tma=True),
     (6144, 4096, False, 64): GemmConfig(64, 128, split_k=0, stages=6, prefetch=4),
-    (4096, 4096, False, 16): GemmConfig(64, 128, stages=8, prefetch=4, tma=True),
     (4096, 4096, False, 32): GemmConfig(64, 128, stages=6, prefetch=4, tma=True),
     (4096, 4096, False, 64): GemmConfig(64, 128, split_k=2, stages=6, prefetch=4, tma=True),
-    (14336, 4096, True, 16): GemmConfig(64, 64, stages=7, prefetch=4),
     (14336, 4096, True, 32): GemmConfig(128, 64, stages=4, prefetch=4, tma=True),
     (14336, 4096, True, 64): GemmConfig(128, 64, stages=4, prefetch=2, tma=True),
-    (4096, 14336, False, 16): GemmConfig(64, 128, split_k=2, stages=6, prefetch=2),
     (4096, 14336, False, 32): GemmConfig(64, 128, split_k=2, stages=5, prefetch=2, tma=True),
     (4096, 14336, False, 64): GemmConfig(64, 64, split_k=2, stages=8, prefetch=2),
     (49152, 4096, False, 16): GemmConfig(64, 64, stages=8, prefetch=4, bulk=False),
@@ -181,6 +177,66 @@ def _split(config: GemmConfig, num_out: int, size: int, programs: int) -> int:
     if programs // 2 < tiles < programs and tiles * steps >= 4 * programs:
         return 0
     return max(1, min(programs // tiles, steps // 4))
+
+
+@dataclass(frozen=True, slots=True)
+class RingConfig:
+    """One way to cut a product on a Hopper GPU, where programs keep their next steps in a ring of shared memory."""
+
+    tile: int = 64
+    """Weight rows of a tile: 64 or 128. Where gated, half of them are up rows."""
+    block_k: int = 128
+    """Columns of a step."""
+    split_k: int = 1
+    """Programs that share a tile; 0: per_sm programs a processor share all steps of all tiles evenly."""
+    per_sm: int = 1
+    stages: int = 4
+    """Steps of the ring."""
+    warps: int = 4
+    """Four for every 64 weight rows at most."""
+
+    def num_programs(self, tiles: int, steps: int, processors: int) -> int:
+        """Programs of a launch; never more than there are steps."""
+        return min(tiles * self.split_k if self.split_k else self.per_sm * processors, tiles * steps)
+
+    def shared_bytes(self, rows: int, code_bits: int) -> int:
+        """Shared memory of a program for `rows` as `tile_rows` has them: the ring, and what results are turned in."""
+        return self.stages * self.block_k * (self.tile * code_bits // 8 + 2 * rows) + 4 * self.tile * rows
+
+
+_RING_WEIGHTS = (8_000_000, 128_000_000)
+"""Smaller matrices are bound by latency, not by the reading of weights; larger ones were not measured."""
+_RING_ROWS = {16: 16, 8: 32}
+"""Rows up to which it was measured, by the bits of a weight."""
+_BUSY = 0.7
+"""Share of the programs that run at once that must be there, or all steps are shared evenly."""
+
+
+def choose_ring(
+    num_out: int, size: int, num_rows: int, gated: bool, processors: int, code_bits: int
+) -> RingConfig | None:
+    """A cut for bfloat16 rows on a Hopper GPU, and weights of so many bits, [num_out, size], or [2 num_out, size] if
+    gated. None where there is none, or kernels.jit.gemm may be as fast.
+
+    The fastest within rounds of an 8B model on an H200 (benchmarks/notes/gpu.md). Codes of eight bits become wide in
+    registers: two programs a processor hide that from each other. Others have the memory of a processor for one ring.
+    """
+    rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
+    if not _RING_WEIGHTS[0] <= weights <= _RING_WEIGHTS[1] or rows > _RING_ROWS.get(code_bits, 0) or size % 128:
+        return None
+    if gated:
+        return RingConfig(128, 64, stages=6) if code_bits == 16 else RingConfig(128, 128, stages=4, warps=8)
+    tiles = ceil_div(num_out, 64)
+    if _BUSY * processors <= tiles <= processors:
+        return RingConfig(stages=8) if code_bits == 16 else RingConfig(block_k=256, stages=5)
+    if code_bits == 16:
+        config = RingConfig(stages=8)
+    else:
+        config = RingConfig(block_k=256, per_sm=2, stages=3) if rows <= 16 else RingConfig(per_sm=2, stages=6)
+    steps, at_once = ceil_div(size, config.block_k), config.per_sm * processors
+    parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
+    split = max(part for part in parts if steps % part == 0)
+    return replace(config, split_k=split if _BUSY * at_once <= tiles * split <= at_once else 0)
 
 
 def max_rows(quantized: bool) -> int:

@@ -5,14 +5,14 @@
 A product alone, launch after launch, hides what its start and end cost: how soon the next kernel's weights are asked
 for, how unevenly its programs end, and whether those of the next kernel find room beside them. So the four matrices of
 a layer are cut one after the other, the others as they were found to be best so far, and what is timed is the whole
-round, by the device's clock: of REQUESTSxTOKENS, 1,024 tokens of context each. For dense models.
+round, by the device's clock: of REQUESTSxTOKENS, 1,024 tokens of context each. For dense models on Hopper GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +26,8 @@ from benchmarks.kernels.quantized_products import exact_product
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads, tell_launches
 from kernels.launch import ceil_div
-from kernels.linear import stream_linear
-from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig, choose_config
+from kernels.linear import stream_config, stream_linear
+from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, RingConfig, tile_rows
 from kernels.quant_weight import QuantWeight
 from outrider.layers.linear import Linear
 from outrider.models.decoder import CausalLM, GatedMlp
@@ -38,7 +38,11 @@ Shape = tuple[int, int, bool]
 """num_out, size and gated, as kernels.linear_configs has them."""
 TILES = ((64, 4), (128, 4), (128, 8))
 """Weight rows of a tile, and warps."""
-STAGES = (3, 4, 5, 6, 8, 10)
+STAGES = (2, 3, 4, 5, 6, 8)
+DEPTHS = {16: (64, 128), 8: (128, 256)}
+"""Columns of a step, by the bits of a weight."""
+LEAST_BYTES = 40 * 1024
+"""Of a processor's shared memory that rings take."""
 MAX_WAVES = 2.4
 """Programs, over processors, that tiles are cut into at most."""
 CONTEXT = 1024
@@ -51,7 +55,7 @@ class Chain:
 
     def __init__(self, model: CausalLM, num_requests: int, num_rows: int) -> None:
         self.model, self.num_rows = model, num_rows
-        self.cuts: dict[Shape, GemmConfig] = {}
+        self.cuts: dict[Shape, RingConfig] = {}
         self._exact: dict[str, Tensor] = {}
         layer = model.layers[len(model.layers) // 2]
         if not isinstance(layer.mlp, GatedMlp):
@@ -62,16 +66,17 @@ class Chain:
             "qkv": layer.attention.qkv,
             "o": layer.attention.output.linear,
         }
+        self._chosen = stream_config
         self._processors = torch.cuda.get_device_properties(model.device).multi_processor_count
         sizes = {self.shape(name)[1] for name in self.matrices}
         self._rows = {size: torch.randn(num_rows, size, device=model.device).to(model.dtype) for size in sizes}
-        setattr(kernels.linear, "choose_config", self._choose)  # noqa: B010
+        setattr(kernels.linear, "stream_config", self._choose)  # noqa: B010
         self._rounds = engine_rounds(model, num_requests, CONTEXT, ((num_requests, num_rows),))
         self._rounds.prepare(num_requests, CONTEXT, ROOM, computed=False)
 
-    def _choose(self, num_out: int, size: int, num_rows: int, gated: bool, *rest: object) -> GemmConfig:
-        found = self.cuts.get((num_out, size, gated))
-        return found or choose_config(num_out, size, num_rows, gated, *rest)  # type: ignore[arg-type]
+    def _choose(self, rows: Tensor, weight: Tensor | QuantWeight, gated: bool = False) -> object:
+        found = self.cuts.get(_shape(weight, gated))
+        return found or self._chosen(rows, weight, gated)
 
     def weight(self, name: str) -> Tensor | QuantWeight:
         """A matrix as kernels take it."""
@@ -80,23 +85,22 @@ class Chain:
 
     def shape(self, name: str) -> Shape:
         """Its shape."""
-        weight = self.weight(name)
-        rows, size = (weight.num_out, weight.size) if isinstance(weight, QuantWeight) else weight.shape
-        return rows // (2 if name == "gate_up" else 1), size, name == "gate_up"
+        return _shape(self.weight(name), name == "gate_up")
 
-    def as_chosen(self, name: str) -> GemmConfig:
-        """The cut that the engine takes."""
-        weight, (num_out, size, gated) = self.weight(name), self.shape(name)
-        kind, piece = (weight.kind, weight.piece) if isinstance(weight, QuantWeight) else (None, 0)
-        itemsize = self.model.dtype.itemsize
-        return choose_config(num_out, size, self.num_rows, gated, itemsize, self._processors, kind, piece)
+    def as_chosen(self, name: str) -> RingConfig:
+        """The cut that the engine takes. TypeError where that is none of these."""
+        _, size, gated = self.shape(name)
+        chosen = self._chosen(self._rows[size], self.weight(name), gated)
+        if not isinstance(chosen, RingConfig):
+            raise TypeError(f"{name} is not multiplied by rings")
+        return chosen
 
-    def product(self, name: str, cut: GemmConfig) -> Tensor:
+    def product(self, name: str, cut: RingConfig) -> Tensor:
         """A matrix's product in that cut."""
         _, size, gated = self.shape(name)
         return stream_linear(self._rows[size], self.weight(name), gated=gated, config=cut)
 
-    def is_right(self, name: str, cut: GemmConfig) -> bool:
+    def is_right(self, name: str, cut: RingConfig) -> bool:
         """Whether a cut computes what the matrix made wide does, twice."""
         if name not in self._exact:
             (_, size, gated), weight = self.shape(name), self.weight(name)
@@ -113,37 +117,34 @@ class Chain:
         executor.graphs.capture(executor.graphs.captured(), together=False)
         return self._rounds.measure(self.num_rows, repeats).gpu
 
-    def candidates(self, name: str) -> list[GemmConfig]:
+    def candidates(self, name: str) -> list[RingConfig]:
         """The engine's cut, and all others that fit a processor."""
         num_out, _, gated = self.shape(name)
-        chosen, weight = self.as_chosen(name), self.weight(name)
-        depths = (chosen.block_k,) if isinstance(weight, QuantWeight) else (64, 128)
-        bits = None if not isinstance(weight, QuantWeight) else 16 // weight.per_word
-        found = {chosen: None}
-        for (tile, warps), depth, stages, tma in itertools.product(TILES, depths, STAGES, (False, True)):
-            base = replace(chosen, block_n=tile, block_k=depth, warps=warps, stages=stages, tma=tma, prefetch=2)
-            tiles, most = ceil_div(num_out, tile), MAX_WAVES * self._processors
-            splits = [split for split in (1, 2, 3, 4, 6, 8) if split == 1 or tiles * split <= most]
+        weight, rows, most = self.weight(name), tile_rows(self.num_rows), MAX_WAVES * self._processors
+        bits = 8 if isinstance(weight, QuantWeight) else 16
+        found = {self.as_chosen(name): None}
+        for (tile, warps), depth, stages in itertools.product(TILES, DEPTHS[bits], STAGES):
+            # A half of a tile has steps of 128 bytes.
+            if gated and (tile == 64 or depth * bits > 1024):
+                continue
+            base = RingConfig(tile, depth, stages=stages, warps=warps)
+            tiles = ceil_div(num_out, tile // (2 if gated else 1))
             for cut in (
-                *(replace(base, split_k=0, per_sm=programs) for programs in (1, 2, 3, 4)),
-                *(replace(base, split_k=split) for split in splits),
+                *(replace(base, split_k=0, per_sm=programs) for programs in (1, 2, 3)),
+                *(replace(base, split_k=split) for split in (1, 2, 3, 4, 8) if split == 1 or tiles * split <= most),
             ):
-                used = cut.shared_bytes(self.num_rows, self.model.dtype.itemsize, gated, bits)
-                programs = cut.per_sm if cut.split_k == 0 else 1
-                if used <= SHARED_MEMORY - SHARED_MARGIN and used * programs <= SHARED_MEMORY:
+                used = cut.shared_bytes(rows, bits)
+                programs = cut.per_sm if cut.split_k == 0 else ceil_div(tiles * cut.split_k, self._processors)
+                at_once = min(programs, SHARED_MEMORY // used) if used < SHARED_MEMORY - SHARED_MARGIN else 0
+                if at_once * used >= LEAST_BYTES and (cut.split_k or at_once == cut.per_sm):
                     found[cut] = None
         return list(found)
 
-    def around(self, cut: GemmConfig) -> Iterator[GemmConfig]:
-        """A good cut, a little otherwise."""
-        for prefetch, stages in itertools.product((0, 2, 4), (cut.stages - 1, cut.stages, cut.stages + 1)):
-            yield replace(cut, prefetch=prefetch, stages=stages)
-
-    def usable(self, tried: Iterable[tuple[str, GemmConfig]]) -> dict[str, list[GemmConfig]]:
+    def usable(self, tried: Iterable[tuple[str, RingConfig]]) -> dict[str, list[RingConfig]]:
         """Those that compile and are right."""
         jobs = list(tried)
 
-        def compiled(job: tuple[str, GemmConfig]) -> bool:
+        def compiled(job: tuple[str, RingConfig]) -> bool:
             with torch.inference_mode():
                 try:
                     self.product(*job)
@@ -159,7 +160,7 @@ class Chain:
             # One launch after another: compiling is what takes time. A thread needs the device's context first.
             with ThreadPoolExecutor(16, initializer=torch.cuda.synchronize) as pool:
                 good = list(pool.map(compiled, jobs))
-        found: dict[str, list[GemmConfig]] = {name: [] for name in self.matrices}
+        found: dict[str, list[RingConfig]] = {name: [] for name in self.matrices}
         for (name, cut), fine in zip(jobs, good, strict=True):
             if fine and self.is_right(name, cut):
                 found[name].append(cut)
@@ -167,14 +168,16 @@ class Chain:
                 print(f"  WRONG {name} {brief(cut)}", flush=True)
         return found
 
-    def descend(self, usable: dict[str, list[GemmConfig]]) -> dict[str, list[tuple[float, GemmConfig]]]:
+    def descend(
+        self, usable: dict[str, list[RingConfig]], repeats: int = 5
+    ) -> dict[str, list[tuple[float, RingConfig]]]:
         """Each matrix in each of its cuts, the fastest first; `cuts` holds the fastest afterwards."""
         found = {}
         for name, cuts in usable.items():
             timed = []
             for cut in cuts:
                 self.cuts[self.shape(name)] = cut
-                timed.append((self.ms(), cut))
+                timed.append((self.ms(repeats), cut))
             timed.sort(key=lambda pair: pair[0])
             self.cuts[self.shape(name)] = timed[0][1]
             found[name] = timed
@@ -183,13 +186,15 @@ class Chain:
         return found
 
 
-def brief(cut: GemmConfig) -> str:
+def _shape(weight: Tensor | QuantWeight, gated: bool) -> Shape:
+    rows, size = (weight.num_out, weight.size) if isinstance(weight, QuantWeight) else weight.shape
+    return rows // (2 if gated else 1), size, gated
+
+
+def brief(cut: RingConfig) -> str:
     """A cut in a few letters."""
     programs = f"split {cut.split_k}" if cut.split_k else f"even {cut.per_sm}"
-    return (
-        f"{cut.block_n} x {cut.block_k} {programs} stages {cut.stages} warps {cut.warps}"
-        f"{' tma' if cut.tma else ''} prefetch {cut.prefetch}"
-    )
+    return f"{cut.tile} x {cut.block_k} {programs} stages {cut.stages} warps {cut.warps}"
 
 
 def run(model: CausalLM, label: str, num_requests: int, num_rows: int) -> list[Row]:
@@ -198,8 +203,7 @@ def run(model: CausalLM, label: str, num_requests: int, num_rows: int) -> list[R
     before = chain.ms(31)
     print(f"{case}: {before:.3f} ms as the engine cuts them", flush=True)
     first = chain.descend(chain.usable((name, cut) for name in chain.matrices for cut in chain.candidates(name)))
-    near = {(name, cut): None for name, timed in first.items() for _, best in timed[:3] for cut in chain.around(best)}
-    timed = chain.descend(chain.usable(near))
+    timed = chain.descend({name: [cut for _, cut in cuts[:6]] for name, cuts in first.items()}, repeats=21)
     after = chain.ms(31)
     print(f"{case}: {after:.3f} ms in these cuts", flush=True)
     rows = [Row(case, "chosen_ms", before, "ms"), Row(case, "found_ms", after, "ms")]

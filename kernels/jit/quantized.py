@@ -5,25 +5,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Sign left and the rest right by four, at the tops of lanes, is the value times 2^-120.
+FP8_CODES = tl.constexpr(
+    """{
+.reg .b32 s, t, m;
+mov.b32 m, 0x7b807b80;
+shl.b32 s, $2, 8;
+shl.b32 t, $2, 4;
+and.b32 t, t, 0x07f007f0;
+lop3.b32 s, s, 0x80008000, t, 0xea;
+mul.bf16x2 $0, s, m;
+shr.b32 t, $2, 4;
+and.b32 t, t, 0x07f007f0;
+lop3.b32 s, $2, 0x80008000, t, 0xea;
+mul.bf16x2 $1, s, m;
+}"""
+)
+"""Both codes $0, $1 of words $2, in bfloat16, two words at a time."""
+
 
 @triton.jit
 def _decode_fp8(words):
     """Both codes of words, in bfloat16."""
-    # Sign left and the rest right by four, at the tops of lanes, is the value times 2^-120.
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 s, t, m;
-        mov.b32 m, 0x7b807b80;
-        shl.b32 s, $2, 8;
-        shl.b32 t, $2, 4;
-        and.b32 t, t, 0x07f007f0;
-        lop3.b32 s, s, 0x80008000, t, 0xea;
-        mul.bf16x2 $0, s, m;
-        shr.b32 t, $2, 4;
-        and.b32 t, t, 0x07f007f0;
-        lop3.b32 s, $2, 0x80008000, t, 0xea;
-        mul.bf16x2 $1, s, m;
-        }""",
+        FP8_CODES,
         "=&r,=&r,r",
         [words],
         dtype=(tl.bfloat16, tl.bfloat16),

@@ -31,6 +31,7 @@ KERNELS = {
     "compile_frontier": {"_add", "_append", "_begin", "_choose", "_place", "_reroot"},
     # By these names the division of L1 is asked for.
     "compile_layers": set(LAYER_KERNELS),
+    "compile_ring_gemm": {"_ring_gemm"},
     "compile_round_trees": {"_export_nodes", "_lay_out_committed", "_merge_trees", "_plant_roots", "_reopen_pool"},
 }
 """Modules that launch kernels, and which."""

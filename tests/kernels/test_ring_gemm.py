@@ -1,0 +1,146 @@
+"""Products with few rows on Hopper GPUs against products in float64. That they compile: test_compile_for_a_gpu."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from test_quant_gemm import exact_product, made
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.launch import has_wgmma
+from kernels.linear import stream_config, stream_linear
+from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_ring, tile_rows
+from kernels.quant_weight import QuantWeight
+
+SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)]
+CUTS = {
+    "a program a tile": RingConfig(),
+    "two programs a tile": RingConfig(split_k=2, stages=3),
+    "uneven stretches": RingConfig(split_k=3, stages=2),
+    "stretches that cross tiles": RingConfig(split_k=0, per_sm=1),
+    "tiles of two groups of warps": RingConfig(128, split_k=2, warps=8),
+    "tiles of 128": RingConfig(128, stages=3),
+    "long steps": RingConfig(block_k=256, split_k=2, stages=3),
+    "long steps, two groups of warps": RingConfig(128, block_k=256, split_k=0, stages=3, warps=8),
+}
+
+
+@pytest.fixture
+def hopper() -> str:
+    device = torch.zeros(1, device="cuda")
+    if not has_wgmma(device):
+        pytest.skip("for Hopper GPUs alone")
+    return "cuda"
+
+
+def weight_of(bits: int, num_out: int, size: int, device: str) -> Tensor | QuantWeight:
+    if bits == 16:
+        weight: Tensor = torch.randn(num_out, size, device=device).bfloat16() / size**0.5
+        return weight
+    return made("fp8", num_out, size, 0, device).for_streaming()
+
+
+def exact(rows: Tensor, weight: Tensor | QuantWeight, bias: Tensor | None, gated: bool) -> Tensor:
+    if isinstance(weight, QuantWeight):
+        return exact_product(rows, weight, bias, gated)
+    product = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    gate, up = product.chunk(2, 1)
+    return functional.silu(gate) * up if gated else product
+
+
+def cut_for(cut: str, bits: int, gated: bool) -> RingConfig:
+    """Steps are at most 256 bytes wide; 128 where a tile has two halves."""
+    config = dataclasses.replace(CUTS[cut], tile=128) if gated else CUTS[cut]
+    return dataclasses.replace(config, block_k=min(config.block_k, (1024 if gated else 2048) // bits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_cut_is_the_product_and_all_that_stands_around_it(hopper: str, cut: str, bits: int, gated: bool) -> None:
+    # Rows that end in the midst of a tile, and columns that end in the midst of a long step.
+    num_out, size, config = 360, 1664, cut_for(cut, bits, gated)
+    weight = weight_of(bits, num_out * (2 if gated else 1), size, hopper)
+    bias = torch.randn(num_out * (2 if gated else 1), device=hopper)
+    for num_rows in (1, 5, 17, 40):
+        rows = torch.randn(num_rows, size, device=hopper).bfloat16()
+        residual = torch.randn(num_rows, num_out, device=hopper)
+
+        def product(rows: Tensor, residual: Tensor, config: RingConfig = config) -> Tensor:
+            return stream_linear(
+                rows, weight, bias=bias, residual=residual, gated=gated, out_dtype=torch.float32, config=config
+            )
+
+        found = product(rows, residual)
+        expected = exact(rows, weight, bias, gated) + residual.double()
+        torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=2e-3)
+        assert torch.equal(product(rows, residual), found), "sums have one order"
+        if num_rows > 1:
+            moved = product(rows.flip(0)[: num_rows - 1].contiguous(), residual.flip(0)[: num_rows - 1].contiguous())
+            if tile_rows(num_rows) == tile_rows(num_rows - 1):
+                assert torch.equal(moved, found.flip(0)[: num_rows - 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, bits: int, gated: bool) -> None:
+    num_out, size = 3072, 3072
+    weight = weight_of(bits, num_out * (2 if gated else 1), size, hopper)
+    for num_rows in (1, 16, 32, 33, MAX_ROWS):
+        rows = torch.randn(num_rows, size, device=hopper).bfloat16()
+        assert isinstance(stream_config(rows, weight, gated), RingConfig) == (num_rows <= (16 if bits == 16 else 32))
+        found = stream_linear(rows, weight, gated=gated, out_dtype=torch.float32)
+        torch.testing.assert_close(found.double(), exact(rows, weight, None, gated), rtol=2e-4, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None:
+    weights = [weight_of(bits, 3072, 3072, hopper) for bits in (16, 8) * 4]
+    first = torch.randn(7, 3072, device=hopper).bfloat16()
+
+    def chain() -> Tensor:
+        rows = first
+        for weight in weights:
+            rows = stream_linear(rows, weight, residual=rows)
+        return rows
+
+    expected = chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("bits", "num_rows"), [(16, 16), (8, 1), (8, 32)])
+def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
+    for (num_out, size, gated), processors in itertools.product(SHAPES, (114, 132)):
+        config = choose_ring(num_out, size, num_rows, gated, processors, bits)
+        assert config is not None
+        tiles, steps = -(-num_out // (config.tile // (2 if gated else 1))), -(-size // config.block_k)
+        programs = config.num_programs(tiles, steps, processors)
+        at_once = config.per_sm if config.split_k != 1 else 1
+        assert at_once * config.shared_bytes(tile_rows(num_rows), bits) <= SHARED_MEMORY
+        assert programs >= 0.7 * at_once * processors
+        assert config.split_k == 0 or steps % config.split_k == 0
+
+
+def test_what_has_no_ring() -> None:
+    def has_ring(num_out: int, size: int, num_rows: int, bits: int) -> bool:
+        return choose_ring(num_out, size, num_rows, False, 132, bits) is not None
+
+    assert has_ring(4096, 4096, 16, 16) and has_ring(4096, 4096, 32, 8)
+    assert not has_ring(576, 1536, 16, 16), "too small"
+    assert not has_ring(49152, 4096, 16, 16), "not measured"
+    assert not has_ring(4096, 4160, 16, 16), "columns that steps do not fit"
+    assert not has_ring(4096, 4096, 17, 16) and not has_ring(4096, 4096, 33, 8), "more rows than measured"
+    assert not has_ring(4096, 4096, 1, 4), "four bits"
