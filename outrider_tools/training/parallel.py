@@ -114,8 +114,10 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
                 pass
         except ProcessExitedException as error:
             message = f"process {error.error_index} of {count} was ended by {error.signal_name}"
-            failed = Path(folder, f"failed-{error.error_index}")
-            raise ConfigError(failed.read_text("utf-8") if failed.exists() else message) from None
+            # One that fails first takes those with it that it has talked to: what they say is no cause.
+            said = sorted(Path(folder).glob("failed-*"), key=lambda file: file.stat().st_mtime_ns)
+            ended = not Path(folder, f"failed-{error.error_index}").exists()
+            raise ConfigError(message if ended else said[0].read_text("utf-8")) from None
         finally:
             for process in context.processes:
                 process.kill()

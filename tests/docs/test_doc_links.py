@@ -21,7 +21,7 @@ PAGES = tracked("*.md")
 FOLDERS = "|".join(sorted({re.escape(path.relative_to(ROOT).parts[0]) for path in tracked("*/*")}))
 # What has gone is named with a commit, as in: `benchmarks/old.py` at 0123456. The secrets are what users put there.
 FILE = re.compile(rf"(?<![\w./-])(?!docker/secrets)(?:{FOLDERS})/[\w./-]*+(?!`? at [0-9a-f]{{7}})")
-MODULE = re.compile(rf"python3? -m ((?:{FOLDERS})\b(?:\.\w+)*+)(?!\.)")
+MODULE = re.compile(rf"python3? -m ((?:{FOLDERS})(?:\.\w+)*)(?!\w|\.\S)")
 
 
 def prose(page: Path) -> str:
