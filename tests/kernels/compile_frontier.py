@@ -32,14 +32,14 @@ def main() -> None:
     """Call every launcher once; each launch is a compilation."""
     from kernels.jit import frontier
 
-    for width in (8, 128):
-        burst = _burst(width)
-        told = torch.zeros(2, REROOT_WORDS + _REGION, dtype=torch.int32)
-        frontier.begin_burst(burst.header, burst.seeds, burst.pool, burst.rows, burst.plan)
-        frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, told, width * _BRANCHING)
-        frontier.add_seeds(burst.pool, torch.zeros(SEED_HEADER_WORDS + NUM_FIELDS * _MORE, dtype=torch.int32))
-        frontier.choose_entries(burst.header, burst.pool, burst.rows, burst.step, _BRANCHING)
-        frontier.place_entries(burst.pool, burst.rows, burst.step, burst.plan)
-        tokens = torch.zeros(width, _BRANCHING, dtype=torch.int32)
-        scores = torch.zeros(width, _BRANCHING)
-        frontier.append_candidates(burst.header, burst.pool, burst.step, tokens, scores, burst.results)
+    width = 128
+    burst = _burst(width)
+    told = torch.zeros(2, REROOT_WORDS + _REGION, dtype=torch.int32)
+    frontier.begin_burst(burst.header, burst.seeds, burst.pool, burst.rows, burst.plan)
+    frontier.reroot_pool(burst.header, burst.pool, burst.rows, burst.plan, told, width * _BRANCHING)
+    frontier.add_seeds(burst.pool, torch.zeros(SEED_HEADER_WORDS + NUM_FIELDS * _MORE, dtype=torch.int32))
+    frontier.choose_entries(burst.header, burst.pool, burst.rows, burst.step, _BRANCHING)
+    frontier.place_entries(burst.pool, burst.rows, burst.step, burst.plan)
+    tokens = torch.zeros(width, _BRANCHING, dtype=torch.int32)
+    scores = torch.zeros(width, _BRANCHING)
+    frontier.append_candidates(burst.header, burst.pool, burst.step, tokens, scores, burst.results)
