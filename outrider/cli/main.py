@@ -81,26 +81,8 @@ def make_parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    # Only the command's own module is loaded: it is the first word that is no option.
-    wanted = next((word for word in words if not word.startswith("-")), "")
-    if wanted in WITH_SERVICES:
-        from outrider.cli.options import in_our_words
-
-        try:
-            words = in_our_words(words)
-        except ConfigError as error:
-            print(f"outrider: error: {error.message}", file=sys.stderr)
-            return EXIT_CONFIG
-    arguments = make_parser([wanted]).parse_args(words)
-    if arguments.command == "version":
-        print(f"outrider {__version__}")
-        return 0
-    # Whatever asks us to end ends as Ctrl-C does: through the `with` blocks that end the services.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
     try:
-        return int(_module(arguments.command).run(arguments))
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         print(f"outrider: error: {error.message}", file=sys.stderr)
         return EXIT_CONFIG
@@ -110,6 +92,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("outrider: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    # Only the command's own module is loaded: it is the first word that is no option.
+    wanted = next((word for word in words if not word.startswith("-")), "")
+    if wanted in WITH_SERVICES:
+        from outrider.cli.options import in_our_words
+
+        words = in_our_words(words)
+    arguments = make_parser([wanted]).parse_args(words)
+    if arguments.command == "version":
+        print(f"outrider {__version__}")
+        return 0
+    # Whatever asks us to end ends as Ctrl-C does: through the `with` blocks that end the services.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    return int(_module(arguments.command).run(arguments))
 
 
 def _module(command: str) -> ModuleType:

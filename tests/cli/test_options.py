@@ -7,6 +7,7 @@ import socket
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -143,6 +144,18 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         make_parser().parse_args([command, "--help"])
     assert stopped.value.code == 0
     assert COMMANDS[command] in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", ["up", "top", "plan"])
+def test_ctrl_c_while_a_command_loads_is_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.cli.main._module", load)
+    assert main([command]) == 130
+    assert capsys.readouterr().err == "outrider: interrupted\n"
 
 
 def test_an_address_that_cannot_be_bound_is_refused_with_its_option() -> None:
