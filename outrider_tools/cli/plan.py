@@ -38,7 +38,7 @@ from outrider.models.drafters.config import (
     mtp_config,
 )
 from outrider.models.drafters.cuts import cut_head
-from outrider.models.drafters.kinds import BLOCK_ALGORITHMS
+from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, model_algorithm
 from outrider.models.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 from outrider.models.fields import read_configs, read_json
 from outrider.models.shipped import choose_drafters
@@ -107,7 +107,7 @@ class Capacity:
     graphs: int
     num_graphs: int
     budget: float
-    """What --mem-fraction-static allows for weights, KV and scratch."""
+    """What --mem-fraction-static allows for weights, KV, scratch and CUDA itself."""
     outside: float
     """What is left for CUDA, graphs and the work of prompts."""
     kv_tokens: int
@@ -272,6 +272,9 @@ def run(arguments: argparse.Namespace) -> int:
         beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
         features = drafter.features_per_token if drafter is not None else 0
         plan = plan_target(config, elements, dtype, verify, gpu.memory, features, beside)
+    each = arguments.request_tokens
+    if plan.kv_tokens and each is not None and each > plan.context:
+        raise ConfigError(f"--request-tokens: {each} is over {plan.context}, the longest request here; lower it")
     if arguments.json:
         print(json.dumps(_as_json(plan, drafter, dtype, gpu, arguments), indent=1))
     else:
@@ -314,9 +317,10 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path, r
 
     None for n-grams alone. Raises ConfigError.
     """
-    algorithm = next((name for name in options.speculative_algorithm if name not in ("NGRAM", "AUTO")), "")
-    if not algorithm:
+    names = options.speculative_algorithm
+    if set(names) <= {"NGRAM", "AUTO"}:
         return None
+    algorithm = "NAIVE_EAGLE" if "NAIVE_EAGLE" in names else model_algorithm(names)
     name = options.speculative_draft_model_path
     if not name and algorithm != "NEXTN":
         raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; give its folder or hub id")
@@ -433,6 +437,7 @@ def _lines(
         ("KV of a token", _size(plan.kv_per_token), "each token of prompt and answer takes it"),
         ("KV of a page", _size(plan.kv_per_token * plan.page_size), f"{plan.page_size} tokens"),
         ("logits and sampling", _size(plan.scratch), "scratch for every token slot of a round"),
+        ("CUDA itself, about", _size(CONTEXT_BYTES), "context and libraries of a process"),
         ("CUDA graphs, about", _size(plan.graphs), f"{plan.num_graphs} rounds"),
     ]
     if plan.features_per_token:
@@ -442,7 +447,7 @@ def _lines(
     if gpu.memory:
         each = min(arguments.request_tokens or plan.context, plan.context)
         count, most = _requests(plan, each), (plan.max_running, plan.tokens_each)
-        share = f"--mem-fraction-static gives {_size(plan.budget)} to weights, KV and scratch"
+        share = f"--mem-fraction-static gives {_size(plan.budget)} to weights, KV, scratch and CUDA itself"
         lines += [
             ("GPU memory", _size(gpu.memory), share),
             ("KV cache", _size(plan.kv_tokens * plan.kv_per_token), f"{plan.kv_tokens} tokens, {plan.num_pages} pages"),
@@ -459,7 +464,7 @@ def _lines(
         if plan.kv_tokens:
             full = plan.round_seconds(gpu.bandwidth, plan.max_running, plan.tokens_each)
             what = f"{plan.max_running} requests of {plan.tokens_each} tokens"
-            lines.append(("  with the cache full", f"{full * 1e3:.2f} ms", what))
+            lines.append(("  with all requests", f"{full * 1e3:.2f} ms", what))
     if drafter is None:
         return [*lines, ("draft", "", "n-grams: no draft model")]
     inside = arguments.draft_placement == "colocated"

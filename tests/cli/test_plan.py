@@ -360,10 +360,43 @@ def test_what_fits_is_said_once_and_shares_of_a_gpu_s_memory_by_their_option(
     assert main(["plan", f"--model={model_path}", "--gpu=L4"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "requests at once 32 of 8192 tokens" in lines
-    assert "GPU memory 24.00 GiB --mem-fraction-static gives 21.12 GiB to weights, KV and scratch" in lines
+    assert "GPU memory 24.00 GiB --mem-fraction-static gives 21.12 GiB to weights, KV, scratch and CUDA itself" in lines
     assert "KV of a token 22.5 KiB each token of prompt and answer takes it" in lines
     assert main(["plan", f"--model={model_path}", "--gpu=L4", "--request-tokens=100"]) == 0
     assert "of 100 tokens; or 32 of 8192" in capsys.readouterr().out
+
+
+def test_the_parts_of_a_gpu_s_memory_add_up(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    assert main(["plan", f"--model={model_path}", "--gpu=L4"]) == 0
+    words = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()}
+    parts = ("weights", "logits and sampling", "CUDA itself, about", "KV cache")
+    told = sum(float(words[name][0]) * units[words[name][1]] for name in parts)
+    assert told == pytest.approx(0.88 * 24 * GIB, rel=1e-3)
+
+
+def test_a_round_of_all_requests_says_how_many_and_how_long(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"--model={model_path}", "--gpu=L4"]) == 0
+    out = capsys.readouterr().out
+    assert "cache full" not in out, "32 requests of 8192 tokens fill a quarter of this one"
+    assert "32 requests of 8192 tokens" in out
+
+
+def test_requests_longer_than_the_context_are_refused(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--json"]):
+        assert main(["plan", f"--model={model_path}", "--gpu=L4", "--request-tokens=8193", *more]) == 2
+        assert "--request-tokens: 8193 is over 8192, the longest request here; lower it" in capsys.readouterr().err
+    assert main(["plan", f"--model={model_path}", "--gpu=L4", "--request-tokens=8192"]) == 0
+
+
+@pytest.mark.parametrize("names", ["EAGLE9", "EAGLE9,NGRAM", "EAGLE,EAGLE3"])
+def test_a_drafter_that_there_is_not_is_no_missing_draft_model(
+    names: str, model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"--model={model_path}", f"--speculative-algorithm={names}"]) == 2
+    assert f"--speculative-algorithm {names}: needs one of EAGLE, EAGLE3" in capsys.readouterr().err
 
 
 def test_sizes_and_names_that_are_wrong_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
