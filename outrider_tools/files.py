@@ -69,6 +69,16 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; choose another place") from None
 
 
+def check_writable(option: str, path: Path) -> None:
+    """See that `path`, which `option` names, can be written, before work whose result it gets. Raises ConfigError."""
+    with writing(option, path):
+        there = path.exists()
+        if not there or path.is_file() or path.is_dir():  # of a pipe the reader would see the end
+            path.open("ab").close()
+        if not there:
+            path.unlink()
+
+
 @contextmanager
 def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
     """A path beside `out` of the same suffix; what is made there takes its name at the end, or is removed.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -26,7 +27,7 @@ from outrider_tools.bench.figures import errors_of, rows_of
 from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib, write_report
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts, read_prompts
 from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
-from outrider_tools.files import writing
+from outrider_tools.files import check_writable, writing
 
 DEFAULT_PROMPTS = 64
 MAX_CONCURRENCY = 4096
@@ -210,6 +211,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure every point; exit code 1 if a request failed."""
     if arguments.plot is not None:
         require_matplotlib()
+    for option, path in (("--out", arguments.out), ("--plot", arguments.plot)):
+        if path is not None:
+            check_writable(option, path)
     console = make_console(color=not arguments.no_color, stderr=True)
     points = points_of(arguments)
     rows, runs = asyncio.run(_measure(arguments, points, console))
@@ -270,7 +274,18 @@ def _client(arguments: argparse.Namespace, key: str, files: TlsFiles | None, tls
     )
     if arguments.backend == "grpc":
         return GrpcClient(arguments.connect, ask, key, TlsSource(files) if files else None)
+    _check_url("--base-url", arguments.base_url)
     return RestClient(arguments.base_url, ask, key, tls or True, arguments.timeout)
+
+
+def _check_url(option: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        found = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        found = False
+    if not found:
+        raise ConfigError(f"{option}: {url!r} is no URL; write it like http://127.0.0.1:8000")
 
 
 def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Prompt]:

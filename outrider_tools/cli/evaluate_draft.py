@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.cli.options import number, whole_number
 from outrider.models.store import DEFAULT_MODEL, resolve_model
-from outrider_tools.files import writing
+from outrider_tools.files import check_writable, writing
 from outrider_tools.training.options import ALGORITHMS, TreeShape
 
 # Characters of a system message in the report.
@@ -73,8 +73,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
     if arguments.json is not None:
-        with writing("--json", arguments.json):
-            pass  # where its folder cannot be made, that is told before anything is measured
+        check_writable("--json", arguments.json)
     # By name: the command line imports without torch.
     torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluate")
     prompts, tables = import_module("outrider_tools.training.prompts"), import_module("outrider_tools.training.figures")

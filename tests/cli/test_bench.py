@@ -246,6 +246,30 @@ def test_a_missing_matplotlib_is_told_before_anything_runs(monkeypatch: pytest.M
         draw([], Path("x.png"), "")
 
 
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+def test_a_report_that_cannot_be_written_is_told_before_anything_runs(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("outrider_tools.cli.bench.require_matplotlib", lambda: None)
+    assert main(["bench", "--connect=127.0.0.1:1", option, str(tmp_path)]) == 2
+    assert f"{option}: {tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_leaves_no_report(tmp_path: Path) -> None:
+    assert main(["bench", "--connect=127.0.0.1:1", f"--out={tmp_path}/bench.json"]) == 1
+    assert not list(tmp_path.iterdir())
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text("kept")
+    assert main(["bench", "--connect=127.0.0.1:1", f"--out={earlier}"]) == 1
+    assert earlier.read_text() == "kept"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost", "ftp://localhost", "http://", "http://[", "http://a:b"])
+def test_a_base_url_that_is_none_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--backend=openai", f"--base-url={url}"]) == 2
+    assert f"--base-url: {url!r} is no URL; write it like http://127.0.0.1:8000" in capsys.readouterr().err
+
+
 def test_the_table_fits_80_columns_and_a_pipe() -> None:
     names = ("requests_per_second", "tokens_per_second", "ttft_ms_p50", "ttft_ms_p99", "itl_ms_p99", "e2e_ms_p99")
     rows = [Row("llama-8b eagle3 split b64 greedy", name, 12345.678, "") for name in names]

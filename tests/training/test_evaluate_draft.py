@@ -215,9 +215,9 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    words = ["evaluate-draft", "--draft", "none", "--prompts", "none", "--json", str(tmp_path / "file" / "x.json")]
-    assert main(words) == 2
-    assert "--json: " in capsys.readouterr().err
+    for path in (tmp_path / "file" / "x.json", tmp_path):
+        assert main(["evaluate-draft", "--draft", "none", "--prompts", "none", "--json", str(path)]) == 2
+        assert f"--json: {path} cannot be written" in capsys.readouterr().err
 
 
 def test_other_beginnings_stand_in_the_same_table(
