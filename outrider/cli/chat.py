@@ -22,6 +22,7 @@ from outrider.cli.options import (
     add_service_options,
     given_service_flags,
     make_cluster,
+    number,
     whole_number,
 )
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
@@ -44,8 +45,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     tokens = whole_number(1, MAX_TOKENS_LIMIT)
     parser.add_argument("--max-tokens", type=tokens, default=512, help="Most tokens of an answer. Default: 512.")
     # Small models lose the thread at the API's default of 1.
-    parser.add_argument("--temperature", type=float, default=0.2, help="0 for the likeliest tokens. Default: 0.2.")
-    parser.add_argument("--top-p", type=float, help="Keep the most likely tokens up to this probability.")
+    parser.add_argument(
+        "--temperature", type=number(0, 2), default=0.2, help="0 for the likeliest tokens. Default: 0.2."
+    )
+    parser.add_argument("--top-p", type=number(1e-6, 1), help="Keep the most likely tokens up to this probability.")
     parser.add_argument("--seed", type=whole_number(0, MAX_SEED), help="Makes sampling repeatable.")
     parser.add_argument("--plain", action="store_true", help="Ask for plain decoding, without speculation.")
     add_service_options(parser)
@@ -54,8 +57,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the user has had enough; 1 where an answer failed, unless a person at a terminal was told so."""
     # Not as Ctrl-C, which ends no more than a line or an answer here; through the `with` blocks all the same.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(EXIT_INTERRUPTED))
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: sys.exit(EXIT_INTERRUPTED))
     in_terminal = sys.stdin.isatty()
     console = make_console(color=not arguments.no_color)
     # What reads answers from a pipe finds nothing else there.

@@ -150,7 +150,17 @@ async def test_bytes_that_are_no_text_are_asked_as_question_marks(
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--seed", "-3"), ("--seed", str(2**64)), ("--max-tokens", "0"), ("--max-tokens", str(2**32))]
+    ("option", "value"),
+    [
+        ("--seed", "-3"),
+        ("--seed", str(2**64)),
+        ("--max-tokens", "0"),
+        ("--max-tokens", str(2**32)),
+        ("--temperature", "9"),
+        ("--temperature", "nan"),
+        ("--top-p", "0"),
+        ("--top-p", "1.5"),
+    ],
 )
 def test_numbers_that_no_request_can_hold_are_refused_by_name(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
@@ -158,7 +168,8 @@ def test_numbers_that_no_request_can_hold_are_refused_by_name(
     with pytest.raises(SystemExit) as ended:
         main(["chat", "--connect", "127.0.0.1:1", f"{option}={value}"])
     assert ended.value.code == 2
-    assert f"argument {option}: '{value}' is not a whole number from" in capsys.readouterr().err
+    kind = "number" if option in ("--temperature", "--top-p") else "whole number"
+    assert f"argument {option}: '{value}' is not a {kind} from" in capsys.readouterr().err
 
 
 async def test_options_of_services_are_refused_where_none_is_started() -> None:
