@@ -29,7 +29,8 @@ _MAX_CAUSES = 4
 _SECRET = re.compile(
     r"""(?ix)
     ( \b bearer \s+
-    | (?<! [a-z0-9] ) (?: authorization | api[_-]?key | (?: auth | access | api | hf ) [_-]? token | password | secret )
+    | (?<! [a-z0-9] ) (?<! invalid_ )
+      (?: authorization | api[_-]?key | (?: auth | access | api | hf ) [_-]? token | password | secret )
       ['"]? \s* [=:] \s* (?: b? ['"] )? (?: bearer \s+ )?
     )
     [^\s'",;)}\]]+

@@ -114,7 +114,15 @@ def test_secrets_are_hidden(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["token ids outside the vocabulary", "bonus_token=5", "token: 5", "3 tokens: 1, 2", "tokenizer: x"]
+    "text",
+    [
+        "token ids outside the vocabulary",
+        "bonus_token=5",
+        "token: 5",
+        "3 tokens: 1, 2",
+        "tokenizer: x",
+        "invalid_api_key: missing or wrong",
+    ],
 )
 def test_tokens_of_text_are_not_secrets(text: str) -> None:
     assert redact(text) == text
