@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from outrider.errors import UnavailableError
+from outrider.errors import OutriderError, UnavailableError
 from outrider.protocol.generation import TokenOrigin, Usage
 from outrider.protocol.generation_codec import ORIGINS, USAGE
 from outrider.rpc.status import error_from_rpc
@@ -48,7 +48,7 @@ async def generate(channel: grpc.aio.Channel, messages: Sequence[Message], sampl
         async for response in call:
             yield _decode(response)
     except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error, "the gateway") from error
+        raise _told(error) from error
     finally:
         call.cancel()
 
@@ -64,8 +64,15 @@ async def list_models(channel: grpc.aio.Channel) -> list[tuple[str, int]]:
                 "no gateway answers at this address; give the gRPC door's (`outrider up` prints it, 127.0.0.1:50051 by "
                 f"default): {error.details()}"
             ) from error
-        raise error_from_rpc(error, "the gateway") from error
+        raise _told(error) from error
     return [(model.id, model.context_length) for model in response.models]
+
+
+def _told(error: grpc.aio.AioRpcError) -> OutriderError:
+    told = error_from_rpc(error, "the gateway")
+    if told.code == "peer_refused_credentials":
+        return OutriderError(f"{told.message}; set OUTRIDER_API_KEY", code=told.code)
+    return told
 
 
 def valid_text(text: str) -> str:

@@ -211,4 +211,6 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float) -> None:
     except TimeoutError:
         raise OutriderError(f"the first answer was not complete after {seconds:g} s", code="client_timeout") from None
     if record.error:
-        raise OutriderError(f"the first request failed: {record.error}: {record.detail}", code=record.error)
+        wants_key = record.error in ("peer_refused_credentials", "invalid_api_key")
+        fix = "; set OUTRIDER_API_KEY or --api-key-file" if wants_key else ""
+        raise OutriderError(f"the first request failed: {record.error}: {record.detail}{fix}", code=record.error)

@@ -288,7 +288,8 @@ class Watch:
             page = self._page(url)
         except UnavailableError as error:
             self._former.pop(url, None)
-            return PageView("unknown", source, (), error.message)
+            fix = "; set OUTRIDER_API_KEY or --api-key-file" if error.code == WANTS_KEY else ""
+            return PageView("unknown", source, (), error.message + fix)
         at = time.monotonic()
         before_at, before = self._former.get(url, (at, page))
         self._former[url] = at, page

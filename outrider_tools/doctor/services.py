@@ -104,7 +104,10 @@ async def _info(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: f
         return await _INFO[endpoint.service](channel, said, timeout)
     except grpc.aio.AioRpcError as error:
         told: OutriderError = error_from_rpc(error, endpoint.service)
-        fix = "set the token that its door asks for" if "credentials" in told.code else "see its log"
+        fix = "see its log"
+        if "credentials" in told.code:
+            key = "OUTRIDER_API_KEY or --api-key-file"
+            fix = f"set {key if endpoint.service == 'gateway' else 'the token that its door asks for'}"
         return problem(endpoint.service, f"{said}: {told.message}", fix)
 
 
@@ -171,7 +174,6 @@ async def _echo(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: f
     text = f"{endpoint.service} {endpoint.address}: median {median:.2f} ms, longest {worst:.2f} ms of {ECHOES}"
     limit = SLOW_LOCAL_MS if is_local(endpoint.address) else SLOW_MS
     if median > limit:
-        return warning(
-            "round trip", f"{text}; over {limit:g} ms", "a miss costs a round trip: look at load and network"
-        )
+        cost = "a miss costs a round trip: " if endpoint.service == "draft" else ""
+        return warning("round trip", f"{text}; over {limit:g} ms", f"{cost}look at load and network")
     return ok("round trip", text)

@@ -11,9 +11,9 @@ import pytest
 
 from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import MetricsPage
-from outrider_tools.bench.clients import GrpcClient, RequestOptions, RestClient
+from outrider_tools.bench.clients import Clock, GrpcClient, RequestOptions, RestClient, first_answer
 from outrider_tools.bench.figures import acceptance, errors_of, rows_of, spread_of
 from outrider_tools.bench.report import Row, draw, load_text, points_of
 from outrider_tools.bench.requests import (
@@ -187,6 +187,18 @@ async def test_failures_are_counted_by_code(live: Cluster, door: str) -> None:
     assert sum(errors_of(run.records).values()) == 2
     rows = rows_of(run, "case")
     assert values(rows, "failed") == [2] and values(rows, "failed_invalid_value") == [2]
+
+
+@pytest.mark.parametrize("code", ["peer_refused_credentials", "invalid_api_key"])
+async def test_a_key_that_is_missing_is_told_by_its_name(code: str) -> None:
+    class Refused:
+        async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
+            record.finish(clock(), code, "missing or wrong")
+
+        async def close(self) -> None: ...
+
+    with pytest.raises(OutriderError, match="missing or wrong; set OUTRIDER_API_KEY or --api-key-file"):
+        await first_answer(Refused(), Prompt(4, token_ids=(9,)), 5)
 
 
 async def test_a_gateway_that_is_gone_is_an_error_of_each_request() -> None:

@@ -29,6 +29,8 @@ class EchoGateway(gateway_pb2_grpc.GatewayServiceServicer):
     async def Generate(self, request, context):
         self.requests.append(request)
         messages = request.chat.messages
+        if messages[-1].content == "key":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
         if messages[-1].content == "fail":
             await context.abort(grpc.StatusCode.UNAVAILABLE, "verify is away")
         if messages[-1].content == "wait":
@@ -114,6 +116,12 @@ async def test_a_failed_answer_is_told_and_not_remembered(gateway: tuple[EchoGat
     code, out, err = await chat(gateway[1], "fail\nnext\n")
     assert (code, out) == (1, "\n1 next\n")
     assert "error: " in err and "verify is away" in err
+
+
+async def test_a_key_that_is_missing_is_told_by_its_name(gateway: tuple[EchoGateway, str]) -> None:
+    code, _, err = await chat(gateway[1], "key\n")
+    assert code == 1
+    assert "missing or wrong bearer token; set OUTRIDER_API_KEY" in " ".join(err.split())
 
 
 async def test_in_a_terminal_everything_is_on_stdout_and_a_failed_answer_is_no_failure(

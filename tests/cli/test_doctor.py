@@ -6,8 +6,11 @@ import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
 
 from outrider.cli import placement
 from outrider.cli.cluster import Cluster
@@ -16,12 +19,14 @@ from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
 from outrider.models.shipped import shipped_head
+from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.cli.doctor import _place, running_cluster
 from outrider_tools.doctor import machine
 from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.finding import Finding, Level
 from outrider_tools.doctor.machine import check_disk
 from outrider_tools.doctor.models import check_devices, check_models
+from outrider_tools.doctor.services import ServiceEndpoint, check_services
 
 pytestmark = pytest.mark.xdist_group("live")
 
@@ -58,6 +63,36 @@ def test_running_services_are_asked_and_measured(live: Cluster, capsys: pytest.C
     rest_taken = ("ok", f"{rest.replace('=', ' ')}: taken by a running gateway, process {live.gateway.pid}")
     assert rest_taken in of(found, "port"), "the REST door has no gRPC health"
     assert sum("taken by a running" in text for _, text in of(found, "port")) == 4
+
+
+def test_a_slow_round_trip_costs_a_miss_at_the_draft_alone(
+    live: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("outrider_tools.doctor.services.SLOW_LOCAL_MS", 0.0)
+    addresses = [f"--{name}-address={live.address(name)}" for name in ("gateway", "verify", "draft")]
+    _, found = doctor(capsys, "--skip-models", "--running", *ELSEWHERE, *addresses)
+    fixes = {one["text"].split()[0]: one["fix"] for one in found if one["check"] == "round trip"}
+    assert fixes == {
+        "gateway": "look at load and network",
+        "verify": "look at load and network",
+        "draft": "a miss costs a round trip: look at load and network",
+    }
+
+
+async def test_a_gateway_s_missing_key_is_told_by_its_name() -> None:
+    class Refusing(gateway_pb2_grpc.GatewayServiceServicer):
+        async def ListModels(self, request: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
+
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(Refusing(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    found, _ = await check_services([ServiceEndpoint("gateway", address)], True, 3.0)
+    await server.stop(None)
+    (finding,) = (one for one in found if one.check == "gateway")
+    assert finding.fix == "set OUTRIDER_API_KEY or --api-key-file"
 
 
 def test_ports_that_a_running_service_has_are_not_free_for_another_one(

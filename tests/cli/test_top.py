@@ -181,7 +181,9 @@ def test_the_key_goes_to_pages_alone_that_ask_for_one(door: tuple[str, type[Aski
     assert [watch.read()[0].kind for _ in range(2)] == ["verify", "verify"]
     assert handler.sent == ([None, "Bearer k1", "Bearer k1"] if handler.key else [None, None])
     if handler.key:
-        assert "401" in Watch([address]).read()[0].error
+        for token in ("", "wrong"):
+            error = Watch([address], token).read()[0].error
+            assert "401" in error and error.endswith("; set OUTRIDER_API_KEY or --api-key-file")
 
 
 def test_pages_are_read_without_a_proxy(door: tuple[str, type[Asking]], monkeypatch: pytest.MonkeyPatch) -> None:
