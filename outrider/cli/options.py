@@ -213,7 +213,7 @@ def make_cluster(
     """
     options = parse_service_options(arguments)
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
-    gpus = num_gpus()
+    gateway, gpus = cast(GatewayOptions, options["gateway"]), num_gpus()
 
     def say(text: str) -> None:
         console.print(f"outrider: {text}", soft_wrap=True)
@@ -227,6 +227,7 @@ def make_cluster(
         partial(_check_device, "--draft-device", draft.device),
         partial(_check_target, verify),
         partial(_check_draft_model, draft.speculative_draft_model_path),
+        gateway.read_api_keys,
     )
     target = resolve_model(verify.model, impl=verify.model_impl)
     check_config(target, verify.model_impl)
@@ -238,7 +239,7 @@ def make_cluster(
     if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
         verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
     return Cluster(
-        gateway=cast(GatewayOptions, options["gateway"]),
+        gateway=gateway,
         verify=verify,
         draft=told,
         services=SERVICES if told is not None else [name for name in SERVICES if name != "draft"],

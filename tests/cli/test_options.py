@@ -105,6 +105,14 @@ def test_addresses_models_and_devices_that_are_wrong_are_told_at_once_and_togeth
         assert len(lines) == 3 and "there is no model 'none'" in lines[1], "a head inside rounds, n-grams beside"
 
 
+def test_a_key_file_that_cannot_be_read_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["up", "--ephemeral", f"--api-key-file={tmp_path}/none", "--model=nosuch"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert f"--api-key-file: {tmp_path}/none cannot be read" in lines[-1], lines
+
+
 def test_a_draft_model_is_told_of_its_target_and_gets_a_gpu_of_its_own(tmp_path: Path) -> None:
     draft = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path="X")
     placed = place_draft_model(draft, VerifyOptions(), tmp_path, gpus=2)
