@@ -14,6 +14,7 @@ import numpy as np
 
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
+from outrider_tools.files import reading
 from outrider_tools.training.beginnings import SYSTEM_OPENINGS, Beginnings, endings
 from outrider_tools.training.generate import GenerationJob, Generator
 from outrider_tools.training.options import CorpusOptions, RunOptions
@@ -257,8 +258,10 @@ def run_texts(
     Raises:
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
     """
-    given = read_questions(options.prompts) if options.prompts else []
-    asked = read_questions(options.eval_prompts) if options.eval_prompts else []
+    with reading("--prompts"):
+        given = read_questions(options.prompts) if options.prompts else []
+    with reading("--eval-prompts"):
+        asked = read_questions(options.eval_prompts) if options.eval_prompts else []
     both = {question.text for question in given} & {question.text for question in asked}
     if both:
         raise ConfigError(f"{len(both)} prompts are both trained on and evaluated with, {min(both)[:60]!r} for one")

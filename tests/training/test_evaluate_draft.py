@@ -220,6 +220,19 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
         assert f"--json: {path} cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--model", "--draft", "--prompts"])
+def test_what_cannot_be_read_is_named(
+    option: str, target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}')
+    given = {"--model": str(target.folder), "--draft": str(target.folder), "--prompts": str(prompts)}
+    given[option] = str(tmp_path / "none")
+    words = [word for pair in given.items() for word in pair]
+    assert main(["evaluate-draft", *words]) == 2
+    assert f"{option}: " in capsys.readouterr().err
+
+
 def test_other_beginnings_stand_in_the_same_table(
     target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

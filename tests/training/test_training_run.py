@@ -226,6 +226,16 @@ def test_questions_that_are_evaluated_with_are_not_trained_on(tiny_folder: Path,
         train(tiny_folder, tmp_path / "head", torch.device("cpu"), options, Report(StringIO()))
 
 
+def test_questions_that_cannot_be_read_are_told_by_their_option(tiny_folder: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    for option, options in (
+        ("--prompts", RunOptions(prompts=nowhere)),
+        ("--eval-prompts", RunOptions(eval_prompts=nowhere)),
+    ):
+        with pytest.raises(ConfigError, match=f"^{option}: {nowhere} cannot be read"):
+            train(tiny_folder, tmp_path / "head", torch.device("cpu"), options, Report(StringIO()))
+
+
 def test_a_chat_is_cut_where_the_users_words_stand(tiny_folder: Path) -> None:
     form = ChatForm(tiny_folder)
     words = form.tokenizer.encode("Hello?", add_special_tokens=False).ids
