@@ -447,6 +447,7 @@ def _lines(
     if gpu.memory:
         each = min(arguments.request_tokens or plan.context, plan.context)
         count, most = _requests(plan, each), (plan.max_running, plan.tokens_each)
+        other = "; or {} of {}".format(*most) if plan.tokens_each and (count, each) != most else ""
         share = f"--mem-fraction-static gives {_size(plan.budget)} to weights, KV, scratch and CUDA itself"
         lines += [
             ("GPU memory", _size(gpu.memory), share),
@@ -455,7 +456,7 @@ def _lines(
             (
                 "requests at once",
                 str(count),
-                f"of {each} tokens" + ("" if (count, each) == most else "; or {} of {}".format(*most)),
+                f"of {each} tokens{other}",
             ),
         ]
     if gpu.bandwidth:

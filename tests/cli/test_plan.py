@@ -384,6 +384,12 @@ def test_a_round_of_all_requests_says_how_many_and_how_long(
     assert "32 requests of 8192 tokens" in out
 
 
+def test_what_does_not_fit_has_no_requests_at_all(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"--model={model_path}", "--gpu-memory=100MiB"]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "requests at once 0 of 8192 tokens" in lines
+
+
 def test_requests_longer_than_the_context_are_refused(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["--json"]):
         assert main(["plan", f"--model={model_path}", "--gpu=L4", "--request-tokens=8193", *more]) == 2
