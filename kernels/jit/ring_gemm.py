@@ -27,6 +27,9 @@ from kernels.launch import num_processors
 from kernels.linear_configs import RingConfig, tile_rows
 from kernels.quant_weight import QuantWeight
 
+# Triton 3.7 has another name for it than 3.6.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
 
 @gluon.jit
 def _wait_for_grid():
@@ -127,7 +130,7 @@ def _end(
             slot = program * 2 + (tile != start // steps).to(gl.int32)
             gl.store(partials + slot.to(gl.int64) * (TILE * BLOCK_M) + index, total)
             # The barrier lets one thread announce the stores of all.
-            gl.thread_barrier()
+            _barrier()
             mine = gl.atomic_add(counters + tile, 1, sem="acq_rel") == last_program - first_program
             if mine:
                 total = gl.zeros_like(total)
@@ -214,7 +217,7 @@ def _ring_gemm(
             pending = warpgroup_mma(new, factors, total, use_acc=begun, is_async=True)
             wide = new
         # What the step before read is free now.
-        gl.thread_barrier()
+        _barrier()
         if (place > start) & (place - 1 + STAGES < stop):
             _ask_weights(weight, halves, ready, ask_tile, ask_step, before, num_out, GATED, BYTES)
             _ask_rows(rows, row_ring, ready, ask_step, before)
