@@ -2,8 +2,8 @@
 
 The steps of all tiles stand in one line and programs take equal stretches of it, as in kernels.jit.gemm. Here a program
 keeps its next steps in a ring of shared memory: weights by the copy engine as soon as it begins, while the launch in
-front still runs, and what they are multiplied with as soon as that has ended. Codes of step n become bfloat16 in
-registers while the tensor cores multiply those of step n - 1, whose place in the ring is filled anew then.
+front still runs, and what they are multiplied with as soon as that has ended. Codes become bfloat16 in registers. While
+the tensor cores multiply step n, the place of step n - 1 in the ring is filled anew.
 """
 
 from __future__ import annotations
