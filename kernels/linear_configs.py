@@ -186,7 +186,7 @@ class RingConfig:
     tile: int = 64
     """Weight rows of a tile: 64 or 128. Where gated, half of them are up rows."""
     block_k: int = 128
-    """Columns of a step."""
+    """Columns of a step: of a weight row at most 256 bytes, 128 where gated."""
     split_k: int = 1
     """Programs that share a tile; 0: per_sm programs a processor share all steps of all tiles evenly."""
     per_sm: int = 1
@@ -224,9 +224,12 @@ def choose_ring(
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     if not _RING_WEIGHTS[0] <= weights <= _RING_WEIGHTS[1] or rows > _RING_ROWS.get(code_bits, 0) or size % 128:
         return None
-    if gated:
-        return RingConfig(128, 64, stages=6) if code_bits == 16 else RingConfig(128, 128, stages=4, warps=8)
     tiles = ceil_div(num_out, 64)
+    if gated:
+        # Not measured shared by programs: kernels.jit.gemm splits what is too little for all processors.
+        if tiles < _BUSY * processors:
+            return None
+        return RingConfig(128, 64, stages=6) if code_bits == 16 else RingConfig(128, 128, stages=4, warps=8)
     if _BUSY * processors <= tiles <= processors:
         return RingConfig(stages=8) if code_bits == 16 else RingConfig(block_k=256, stages=5)
     if code_bits == 16:
