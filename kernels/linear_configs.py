@@ -204,8 +204,8 @@ class RingConfig:
         return self.stages * self.block_k * (self.tile * code_bits // 8 + 2 * rows) + 4 * self.tile * rows
 
 
-_RING_WEIGHTS = (8_000_000, 128_000_000)
-"""Smaller matrices are bound by latency, not by the reading of weights; larger ones were not measured."""
+_RING_WEIGHTS = (16_000_000, 128_000_000)
+"""Smaller matrices, those of ranks included, and larger ones were not measured."""
 _RING_ROWS = {16: 16, 8: 32}
 """Rows up to which it was measured, by the bits of a weight."""
 _BUSY = 0.7
@@ -226,10 +226,8 @@ def choose_ring(
         return None
     tiles = ceil_div(num_out, 64)
     if gated:
-        # Not measured shared by programs: kernels.jit.gemm splits what is too little for all processors.
-        if tiles < _BUSY * processors:
-            return None
-        return RingConfig(128, 64, stages=6) if code_bits == 16 else RingConfig(128, 128, stages=4, warps=8)
+        config = RingConfig(128, 64, stages=6) if code_bits == 16 else RingConfig(128, 128, stages=4, warps=8)
+        return config if tiles >= processors else None
     if _BUSY * processors <= tiles <= processors:
         return RingConfig(stages=8) if code_bits == 16 else RingConfig(block_k=256, stages=5)
     if code_bits == 16:
