@@ -101,8 +101,9 @@ def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, 
 
 @pytest.mark.gpu
 def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None:
-    weights = [weight_of(bits, 3072, 3072, hopper) for bits in (16, 8) * 4]
-    first = torch.randn(7, 3072, device=hopper).bfloat16()
+    weights = [weight_of(bits, 4096, 4096, hopper) for bits in (16, 8) * 4]
+    first = torch.randn(7, 4096, device=hopper).bfloat16()
+    assert all(isinstance(stream_config(first, weight), RingConfig) for weight in weights)
 
     def chain() -> Tensor:
         rows = first
