@@ -235,6 +235,8 @@ def choose_ring(
     else:
         config = RingConfig(block_k=256, per_sm=2, stages=3) if rows <= 16 else RingConfig(per_sm=2, stages=6)
     steps, at_once = ceil_div(size, config.block_k), config.per_sm * processors
+    if tiles > at_once:
+        return None
     parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
     split = max(part for part in parts if steps % part == 0)
     return replace(config, split_k=split if _BUSY * at_once <= tiles * split <= at_once else 0)
