@@ -45,6 +45,7 @@ def stream_linear(
     are multiplied by so many at a time: a launch for more of them has no registers left.
     On one device, calls must follow each other in stream order: programs that share a tile meet in one scratch buffer.
     That buffer grows outside of CUDA graph capture only, so run each shape once before it is captured.
+    Weights may be read before the launch in front has ended: it must not write them.
 
     Args:
         rows: [M, K], contiguous, 1 <= M <= max_rows; bfloat16, float16 or float32.

@@ -186,7 +186,7 @@ class RingConfig:
     tile: int = 64
     """Weight rows of a tile: 64 or 128. Where gated, half of them are up rows."""
     block_k: int = 128
-    """Columns of a step."""
+    """Columns of a step: of a weight row at most 256 bytes, 128 where gated."""
     split_k: int = 1
     """Programs that share a tile; 0: per_sm programs a processor share all steps of all tiles evenly."""
     per_sm: int = 1
@@ -204,8 +204,8 @@ class RingConfig:
         return self.stages * self.block_k * (self.tile * code_bits // 8 + 2 * rows) + 4 * self.tile * rows
 
 
-_RING_WEIGHTS = (8_000_000, 128_000_000)
-"""Smaller matrices are bound by latency, not by the reading of weights; larger ones were not measured."""
+_RING_WEIGHTS = (16_000_000, 128_000_000)
+"""Smaller matrices, those of ranks included, and larger ones were not measured."""
 _RING_ROWS = {16: 16, 8: 32}
 """Rows up to which it was measured, by the bits of a weight."""
 _BUSY = 0.7
@@ -224,9 +224,10 @@ def choose_ring(
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     if not _RING_WEIGHTS[0] <= weights <= _RING_WEIGHTS[1] or rows > _RING_ROWS.get(code_bits, 0) or size % 128:
         return None
-    if gated:
-        return RingConfig(128, 64, stages=6) if code_bits == 16 else RingConfig(128, 128, stages=4, warps=8)
     tiles = ceil_div(num_out, 64)
+    if gated:
+        config = RingConfig(128, 64, stages=6) if code_bits == 16 else RingConfig(128, 128, stages=4, warps=8)
+        return config if tiles >= processors else None
     if _BUSY * processors <= tiles <= processors:
         return RingConfig(stages=8) if code_bits == 16 else RingConfig(block_k=256, stages=5)
     if code_bits == 16:
@@ -234,6 +235,8 @@ def choose_ring(
     else:
         config = RingConfig(block_k=256, per_sm=2, stages=3) if rows <= 16 else RingConfig(per_sm=2, stages=6)
     steps, at_once = ceil_div(size, config.block_k), config.per_sm * processors
+    if tiles > at_once:
+        return None
     parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
     split = max(part for part in parts if steps % part == 0)
     return replace(config, split_k=split if _BUSY * at_once <= tiles * split <= at_once else 0)

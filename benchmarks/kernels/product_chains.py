@@ -87,14 +87,6 @@ class Chain:
         """Its shape."""
         return _shape(self.weight(name), name == "gate_up")
 
-    def as_chosen(self, name: str) -> RingConfig:
-        """The cut that the engine takes. TypeError where that is none of these."""
-        _, size, gated = self.shape(name)
-        chosen = self._chosen(self._rows[size], self.weight(name), gated)
-        if not isinstance(chosen, RingConfig):
-            raise TypeError(f"{name} is not multiplied by rings")
-        return chosen
-
     def product(self, name: str, cut: RingConfig) -> Tensor:
         """A matrix's product in that cut."""
         _, size, gated = self.shape(name)
@@ -118,11 +110,16 @@ class Chain:
         return self._rounds.measure(self.num_rows, repeats).gpu
 
     def candidates(self, name: str) -> list[RingConfig]:
-        """The engine's cut, and all others that fit a processor."""
-        num_out, _, gated = self.shape(name)
+        """The engine's cut, if it is a ring, and all others that fit a processor. TypeError for weights of no ring."""
+        num_out, size, gated = self.shape(name)
         weight, rows, most = self.weight(name), tile_rows(self.num_rows), MAX_WAVES * self._processors
-        bits = 8 if isinstance(weight, QuantWeight) else 16
-        found = {self.as_chosen(name): None}
+        bits = 16
+        if isinstance(weight, QuantWeight):
+            bits = 8
+            if (weight.kind, weight.group, weight.span) != ("fp8", size, 1):
+                raise TypeError(f"{name} is not multiplied by rings: bfloat16 is, and fp8 with one scale a row")
+        chosen = self._chosen(self._rows[size], weight, gated)
+        found = {chosen: None} if isinstance(chosen, RingConfig) else {}
         for (tile, warps), depth, stages in itertools.product(TILES, DEPTHS[bits], STAGES):
             # A half of a tile has steps of 128 bytes.
             if gated and (tile == 64 or depth * bits > 1024):

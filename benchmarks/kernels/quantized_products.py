@@ -20,14 +20,8 @@ from torch import Tensor
 
 from kernels.elementwise import gate_mul
 from kernels.fp8_linear import fits_fp8_linear, fp8_linear
-from kernels.launch import num_processors
 from kernels.linear import dequantize, stream_linear
-from kernels.linear_configs import (
-    MAX_QUANTIZED_ROWS,
-    MAX_ROWS,
-    GemmConfig,
-    choose_config,
-)
+from kernels.linear_configs import MAX_QUANTIZED_ROWS
 from kernels.quant_weight import QuantWeight, packed, piece_of
 from outrider_tools.bench.report import Row, write_report
 
@@ -60,9 +54,9 @@ class Case:
         """Whether the halves of the product are gate and up."""
         return self.shape == "gate_up"
 
-    def ours(self, config: GemmConfig) -> Product:
-        """Our product in that cut."""
-        return lambda copy: stream_linear(self.rows, self.weights[copy], gated=self.gated, config=config)
+    def ours(self, copy: int) -> Tensor:
+        """Our product, as the engine cuts it."""
+        return stream_linear(self.rows, self.weights[copy], gated=self.gated)
 
     def wide(self, copy: int) -> object:
         """The product of cuBLAS with the weight made wide."""
@@ -73,23 +67,16 @@ class Case:
         """The product of rows in two fp8 parts."""
         return fp8_linear(self.rows, self.weights[copy], gated=self.gated)
 
-    def chosen(self) -> GemmConfig:
-        """The cut that the engine takes for these rows, or for so many of them as a launch takes."""
-        weight = self.weights[0]
-        num_out = weight.num_out // (2 if self.gated else 1)
-        count, processors = min(self.rows.shape[0], MAX_ROWS), num_processors(self.rows)
-        return choose_config(num_out, weight.size, count, self.gated, 2, processors, weight.kind, weight.piece)
-
     @cached_property
     def exact(self) -> Tensor:
         """The product with the first weight, dequantized, in float32."""
         return exact_product(self.rows, self.weights[0].dequantized(torch.float32), self.gated)
 
-    def error(self, config: GemmConfig) -> float:
+    def error(self) -> float:
         """Largest difference to the product with the dequantized matrix, over the largest value, in three runs."""
         worst = 0.0
         for _ in range(3):
-            found = stream_linear(self.rows, self.weights[0], gated=self.gated, out_dtype=torch.float32, config=config)
+            found = stream_linear(self.rows, self.weights[0], gated=self.gated, out_dtype=torch.float32)
             worst = max(worst, self.off(found))
         return worst
 
@@ -177,7 +164,7 @@ def own_times(case: Case, copies: int) -> dict[str, float]:
     """Of what the engine has for so many rows."""
     times = {"wide": graph_us(case.wide, copies)}
     if case.rows.shape[0] <= MAX_QUANTIZED_ROWS:
-        times["chosen"] = graph_us(case.ours(case.chosen()), copies)
+        times["chosen"] = graph_us(case.ours, copies)
     if fits_fp8_linear(case.weights[0], torch.bfloat16):
         times["fp8"] = graph_us(case.fp8, copies)
     return times
@@ -198,7 +185,7 @@ def run(options: argparse.Namespace) -> list[Row]:
             line = f"{kind:6s}{shape:8s} m{count:<4d}{bound:7.1f} us at 4.2 TB/s"
             times = {"bf16": graph_us(lambda copy, r=case.rows, w=wide: r @ w[copy].T, len(wide))}  # type: ignore[misc]
             times |= own_times(case, copies)
-            worst = case.error(case.chosen()) if "chosen" in times else 0.0
+            worst = case.error() if "chosen" in times else 0.0
             if "fp8" in times:
                 found.append(Row(f"{kind} {shape} m{count} fp8", "relative_error", case.off(case.fp8(0)), ""))
             for name, make in {"humming": humming, "scaled_mm": scaled_mm}.items():

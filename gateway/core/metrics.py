@@ -115,7 +115,7 @@ class GatewayMetrics:
         )
         self.rounds = counter("outrider_gateway_rounds", "Verify rounds.")
         self.accept_length = histogram(
-            "outrider_gateway_accept_length", "Tokens committed in a round: accepted + 1.", _ACCEPT_BUCKETS
+            "outrider_gateway_accept_length", "Tokens committed in a round.", _ACCEPT_BUCKETS
         )
         self.request_speed = histogram(
             "outrider_gateway_request_tokens_per_second", "Speed of a request after its first token.", _SPEED_BUCKETS
@@ -180,7 +180,12 @@ class AnswerMeter:
         if num_tokens:
             self._time(num_tokens)
             self._metrics.generation_tokens.labels(self._name).inc(num_tokens)
+        left = len(chunk.token_ids)
         for round_ in chunk.rounds:
+            # One that an accepted token ends has no bonus token.
+            length = min(round_.num_accepted_tokens + 1, left)
+            left -= length
+            self._metrics.accept_length.labels(self._name).observe(length)
             self._round(round_.num_draft_tokens, round_.num_accepted_tokens)
 
     def _time(self, num_tokens: int) -> None:
@@ -202,7 +207,6 @@ class AnswerMeter:
     def _round(self, num_draft: int, num_accepted: int) -> None:
         metrics, name = self._metrics, self._name
         metrics.rounds.labels(name).inc()
-        metrics.accept_length.labels(name).observe(num_accepted + 1)
         if not num_draft:
             return
         metrics.drafts.labels(name).inc()

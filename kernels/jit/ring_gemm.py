@@ -2,8 +2,8 @@
 
 The steps of all tiles stand in one line and programs take equal stretches of it, as in kernels.jit.gemm. Here a program
 keeps its next steps in a ring of shared memory: weights by the copy engine as soon as it begins, while the launch in
-front still runs, and what they are multiplied with as soon as that has ended. Codes of step n become bfloat16 in
-registers while the tensor cores multiply those of step n - 1, whose place in the ring is filled anew then.
+front still runs, and what they are multiplied with as soon as that has ended. Codes become bfloat16 in registers. While
+the tensor cores multiply step n, the place of step n - 1 in the ring is filled anew.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from kernels.jit.quantized import FP8_CODES
 from kernels.launch import num_processors
 from kernels.linear_configs import RingConfig, tile_rows
 from kernels.quant_weight import QuantWeight
+
+# Triton 3.7 has another name for it than 3.6.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -127,7 +130,7 @@ def _end(
             slot = program * 2 + (tile != start // steps).to(gl.int32)
             gl.store(partials + slot.to(gl.int64) * (TILE * BLOCK_M) + index, total)
             # The barrier lets one thread announce the stores of all.
-            gl.thread_barrier()
+            _barrier()
             mine = gl.atomic_add(counters + tile, 1, sem="acq_rel") == last_program - first_program
             if mine:
                 total = gl.zeros_like(total)
@@ -214,7 +217,7 @@ def _ring_gemm(
             pending = warpgroup_mma(new, factors, total, use_acc=begun, is_async=True)
             wide = new
         # What the step before read is free now.
-        gl.thread_barrier()
+        _barrier()
         if (place > start) & (place - 1 + STAGES < stop):
             _ask_weights(weight, halves, ready, ask_tile, ask_step, before, num_out, GATED, BYTES)
             _ask_rows(rows, row_ring, ready, ask_step, before)

@@ -18,7 +18,7 @@ MAX_DEPTHS = 16
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _GATEWAY_ROUNDS = "outrider_gateway_rounds"
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+_ACCEPT_LENGTH = "outrider_gateway_accept_length"
 
 
 def spread_of(values: Sequence[tuple[float, int]]) -> dict[str, float]:
@@ -64,8 +64,7 @@ def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Ac
         for labels, value in page.labelled(_PER_POSITION):
             depths[int(labels.rpartition(",")[2]) + 1] += round(value)
         shares = {depth: count / drafts for depth, count in sorted(depths.items()) if drafts}
-        length = length or 1 + page.total(_ACCEPTED) / page.total(_GATEWAY_ROUNDS)
-        return Acceptance(length, shares)
+        return Acceptance(length or page.histogram(_ACCEPT_LENGTH).mean, shares)
     return Acceptance(length, {}) if rounds else None
 
 

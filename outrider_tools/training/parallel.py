@@ -113,11 +113,13 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
             while not context.join():
                 pass
         except ProcessExitedException as error:
-            message = f"process {error.error_index} of {count} was ended by {error.signal_name}"
-            # One that fails first takes those with it that it has talked to: what they say is no cause.
+            # One that ends takes those with it that it talks to: what they say then, or are aborted for, is no cause.
+            for rank, process in enumerate(context.processes):
+                if (number := -(process.exitcode or 0)) > 0 and number not in (signal.SIGTERM, signal.SIGABRT):
+                    raise ConfigError(f"process {rank} of {count} was ended by {signal.Signals(number).name}") from None
             said = sorted(Path(folder).glob("failed-*"), key=lambda file: file.stat().st_mtime_ns)
-            ended = not Path(folder, f"failed-{error.error_index}").exists()
-            raise ConfigError(message if ended else said[0].read_text("utf-8")) from None
+            message = f"process {error.error_index} of {count} was ended by {error.signal_name}"
+            raise ConfigError(said[0].read_text("utf-8") if said else message) from None
         finally:
             for process in context.processes:
                 process.kill()

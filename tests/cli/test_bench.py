@@ -12,7 +12,7 @@ import pytest
 from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.errors import ConfigError, OutriderError
-from outrider.metrics import MetricsPage
+from outrider.metrics import Histogram, MetricsPage
 from outrider_tools.bench.clients import Clock, GrpcClient, RequestOptions, RestClient, first_answer
 from outrider_tools.bench.figures import acceptance, errors_of, rows_of, spread_of
 from outrider_tools.bench.report import Row, draw, load_text, points_of
@@ -161,6 +161,13 @@ async def test_both_doors_count_the_same_tokens_and_the_page_agrees_on_acceptanc
         assert told.at_depth[1] > 0
         tells_origins = acceptance(run.records, None) == told
         assert tells_origins == isinstance(client, GrpcClient)
+
+
+def test_the_page_tells_what_rounds_committed_where_an_accepted_token_ended_one() -> None:
+    counters = {"outrider_gateway_rounds": 2.0, "vllm:spec_decode_num_accepted_tokens": 2.0}
+    lengths = {"outrider_gateway_accept_length": Histogram(total=3, count=2, bounds={})}
+    found = acceptance([], MetricsPage(counters=counters, histograms=lengths))
+    assert found is not None and found.accept_length == 1.5
 
 
 async def test_an_open_loop_sends_when_requests_are_due(live: Cluster) -> None:

@@ -3,11 +3,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gateway_world import World, open_world
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_verify import MODEL, QUEUE_SECONDS, ScriptedVerify
+
+from gateway.core.answer import Delta
+from gateway.core.metrics import AnswerMeter, GatewayMetrics
+from outrider.protocol.generation import GenerationUpdate, RoundCounts
 
 VLLM = {
     "vllm:num_requests_running": "gauge",
@@ -45,6 +51,16 @@ def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def test_a_round_that_an_accepted_token_ends_has_no_bonus_token_in_its_accept_length() -> None:
+    metrics = GatewayMetrics()
+    meter = AnswerMeter(metrics, MODEL, SimpleNamespace(job=SimpleNamespace(arrived=0.0)))  # type: ignore[arg-type]
+    chunk = GenerationUpdate(token_ids=(5, 6, 7), rounds=(RoundCounts(4, 1), RoundCounts(4, 1)))
+    meter.chunk(chunk, Delta(0, "", (), chunk))
+    found = values(generate_latest(metrics.registry).decode())
+    assert found["outrider_gateway_accept_length_sum", ()] == 3
+    assert found["outrider_gateway_accept_length_count", ()] == 2
 
 
 async def test_metrics_tell_what_happened(world: World) -> None:

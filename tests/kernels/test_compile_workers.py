@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kernels import compile_workers
-from kernels.compile_workers import compile_aside, prepare
+from kernels.compile_workers import CompileJob, compile_aside, prepare
 from kernels.compiling import allow_threads, tell_launches
 
 triton = pytest.importorskip("triton")
@@ -186,3 +186,15 @@ def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.Monk
             function[(1,)](tables, tables, tables, 1, 4, 2, SHIFTED=True, BLOCK=128)
             assert told is not None and told() == 0, "Triton's cache has it"
     assert len(list(tmp_path.rglob("_update.cubin"))) == 1 and tables.all()
+
+
+def test_a_kernel_in_gluon_is_compiled_aside_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    ring_gemm = pytest.importorskip("kernels.jit.ring_gemm")
+    sources: list[object] = []
+    monkeypatch.setattr(triton, "compile", lambda source, target, options: sources.append(source))
+    monkeypatch.setattr(compile_workers, "_make_launcher", lambda source: None)
+    monkeypatch.setattr(ring_gemm._ring_gemm, "hash", ring_gemm._ring_gemm.hash)
+    CompileJob(ring_gemm.__name__, "_ring_gemm", "0" * 64, {}, {}, {}, {}, ("cuda", 90, 32)).compile()
+    assert [type(source) for source in sources] == [GluonASTSource]

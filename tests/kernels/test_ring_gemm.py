@@ -90,7 +90,7 @@ def test_every_cut_is_the_product_and_all_that_stands_around_it(hopper: str, cut
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, bits: int, gated: bool) -> None:
-    num_out, size = 3072, 3072
+    num_out, size = 8512, 2048
     weight = weight_of(bits, num_out * (2 if gated else 1), size, hopper)
     for num_rows in (1, 16, 32, 33, MAX_ROWS):
         rows = torch.randn(num_rows, size, device=hopper).bfloat16()
@@ -101,8 +101,9 @@ def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, 
 
 @pytest.mark.gpu
 def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None:
-    weights = [weight_of(bits, 3072, 3072, hopper) for bits in (16, 8) * 4]
-    first = torch.randn(7, 3072, device=hopper).bfloat16()
+    weights = [weight_of(bits, 4096, 4096, hopper) for bits in (16, 8) * 4]
+    first = torch.randn(7, 4096, device=hopper).bfloat16()
+    assert all(isinstance(stream_config(first, weight), RingConfig) for weight in weights)
 
     def chain() -> Tensor:
         rows = first
@@ -139,8 +140,9 @@ def test_what_has_no_ring() -> None:
         return choose_ring(num_out, size, num_rows, False, 132, bits) is not None
 
     assert has_ring(4096, 4096, 16, 16) and has_ring(4096, 4096, 32, 8)
-    assert not has_ring(576, 1536, 16, 16), "too small"
-    assert not has_ring(49152, 4096, 16, 16), "not measured"
+    assert not has_ring(2048, 4096, 16, 16), "too small"
+    assert choose_ring(7168, 4096, 16, True, 132, 8) is None, "half of a gated matrix"
+    assert not has_ring(49152, 4096, 16, 16) and not has_ring(32000, 2048, 16, 8), "output matrices were not measured"
     assert not has_ring(4096, 4160, 16, 16), "columns that steps do not fit"
     assert not has_ring(4096, 4096, 17, 16) and not has_ring(4096, 4096, 33, 8), "more rows than measured"
     assert not has_ring(4096, 4096, 1, 4), "four bits"
