@@ -195,13 +195,21 @@ class RingConfig:
     warps: int = 4
     """Four for every 64 weight rows at most."""
 
-    def num_programs(self, tiles: int, steps: int, processors: int) -> int:
-        """Programs of a launch; never more than there are steps."""
-        return min(tiles * self.split_k if self.split_k else self.per_sm * processors, tiles * steps)
-
     def shared_bytes(self, rows: int, code_bits: int) -> int:
         """Shared memory of a program for `rows` as `tile_rows` has them: the ring, and what results are turned in."""
         return self.stages * self.block_k * (self.tile * code_bits // 8 + 2 * rows) + 4 * self.tile * rows
+
+
+def stretches(config: GemmConfig | RingConfig, tiles: int, steps: int, processors: int) -> tuple[int, int, int, bool]:
+    """How all steps of all tiles, `steps` each, are given to programs.
+
+    Returns:
+        Programs of a launch, never more than there are steps; what each takes of them; how many programs take one
+        more; whether any tile is shared.
+    """
+    programs = min(tiles * config.split_k if config.split_k else config.per_sm * processors, tiles * steps)
+    base, extra = divmod(tiles * steps, programs)
+    return programs, base, extra, extra > 0 or base % steps > 0
 
 
 _RING_WEIGHTS = (16_000_000, 128_000_000)

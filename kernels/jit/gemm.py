@@ -20,18 +20,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.jit.memory import prefetch_rows, scratch
 from kernels.jit.quantized import add_words, code_values, of_group
 from kernels.launch import num_processors, supports_pdl
-from kernels.linear_configs import GemmConfig, tile_rows
+from kernels.linear_configs import GemmConfig, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
 
 
 @triton.jit
-def _start(program, base, extra):
+def first_step_of(program, base, extra):
     """First step of a program. The first `extra` programs take base + 1 steps, the others base."""
     return program * base + tl.minimum(program, extra)
 
 
 @triton.jit
-def _owner(place, base, extra):
+def owner_of(place, base, extra):
     """Program whose stretch holds step `place`."""
     edge = extra * (base + 1)
     return tl.where(place < edge, place // (base + 1), extra + (place - edge) // base)
@@ -140,8 +140,8 @@ def _stream(
     SLOT: tl.constexpr = 2 * BLOCK_M * BLOCK_N
     NUM_WEIGHT_ROWS = num_out * 2 if GATED else num_out
     program = tl.program_id(0)
-    start = _start(program, base, extra)
-    stop = _start(program + 1, base, extra)
+    start = first_step_of(program, base, extra)
+    stop = first_step_of(program + 1, base, extra)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if PREFETCH > 0:
@@ -196,8 +196,8 @@ def _stream(
                 acc_up *= of_group(scales, 0, of_row, num_scales, GROUP)[:, None]
         mine = tile >= 0
         if SHARED:
-            first_program = _owner(tile * steps, base, extra)
-            last_program = _owner(tile * steps + steps - 1, base, extra)
+            first_program = owner_of(tile * steps, base, extra)
+            last_program = owner_of(tile * steps + steps - 1, base, extra)
             if first_program != last_program:
                 # A program shares at most two tiles: its first and its last.
                 slot = program * 2 + (tile != start // steps).to(tl.int32)
@@ -208,7 +208,7 @@ def _stream(
                     acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
                     acc_up = tl.zeros([HEIGHT, WIDTH], tl.float32)
                     for other in range(first_program, last_program + 1):
-                        slot = other * 2 + (tile != _start(other, base, extra) // steps).to(tl.int32)
+                        slot = other * 2 + (tile != first_step_of(other, base, extra) // steps).to(tl.int32)
                         place = partials + slot.to(tl.int64) * SLOT
                         acc, acc_up = _add_saved(acc, acc_up, place, index, GATED)
                     tl.store(counters + tile, 0)
@@ -251,13 +251,6 @@ def dequantize(weight: QuantWeight, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def num_programs(config: GemmConfig, num_out: int, size: int, processors: int) -> int:
-    """Programs of a launch; never more than there are steps."""
-    tiles, steps = -(-num_out // config.block_n), -(-size // config.block_k)
-    wanted = tiles * min(config.split_k, steps) if config.split_k else config.per_sm * processors
-    return min(wanted, tiles * steps)
-
-
 def stream_linear(
     rows: Tensor, weight: Tensor | QuantWeight, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor,
     config: GemmConfig,
@@ -266,13 +259,10 @@ def stream_linear(
     num_rows, size = rows.shape
     num_out = out.shape[1]
     block_m, block_n, block_k = tile_rows(num_rows), config.block_n, config.block_k
-    steps = triton.cdiv(size, block_k)
-    total = triton.cdiv(num_out, block_n) * steps
-    programs = num_programs(config, num_out, size, num_processors(rows))
-    base, extra = divmod(total, programs)
-    shared = extra > 0 or base % steps > 0
+    tiles, steps = triton.cdiv(num_out, block_n), triton.cdiv(size, block_k)
+    programs, base, extra, shared = stretches(config, tiles, steps, num_processors(rows))
     slot = block_m * block_n * 2
-    partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, total // steps)
+    partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, tiles)
     pdl = supports_pdl(rows)
     scales, zeros, kind, group, span, per_word, one = None, None, None, 0, 1, 1, None
     if isinstance(weight, QuantWeight):

@@ -21,10 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.jit.gemm import first_step_of, owner_of
 from kernels.jit.memory import scratch
 from kernels.jit.quantized import FP8_CODES
 from kernels.launch import num_processors
-from kernels.linear_configs import RingConfig, tile_rows
+from kernels.linear_configs import RingConfig, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
 
 # Triton 3.7 has another name for it than 3.6.
@@ -43,19 +44,6 @@ def _release_grid():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def _start(program, base, extra):
-    """First step of a program. The first `extra` programs take base + 1 steps, the others base."""
-    return program * base + gl.minimum(program, extra)
-
-
-@gluon.jit
-def _owner(place, base, extra):
-    """Program whose stretch holds step `place`."""
-    edge = extra * (base + 1)
-    return gl.where(place < edge, place // (base + 1), extra + (place - edge) // base)
 
 
 @gluon.jit
@@ -121,8 +109,8 @@ def _end(
         scale_up = gl.load(scales + (num_out if GATED else 0) + of, mask=inside, other=0.0).to(gl.float32)
     mine = tile >= 0
     if SHARED:
-        first_program = _owner(tile * steps, base, extra)
-        last_program = _owner(tile * steps + steps - 1, base, extra)
+        first_program = owner_of(tile * steps, base, extra)
+        last_program = owner_of(tile * steps + steps - 1, base, extra)
         if first_program != last_program:
             # A program shares at most two tiles: its first and its last.
             index = gl.arange(0, TILE, gl.SliceLayout(1, D))[:, None] * BLOCK_M
@@ -135,7 +123,7 @@ def _end(
             if mine:
                 total = gl.zeros_like(total)
                 for other in range(first_program, last_program + 1):
-                    slot = other * 2 + (tile != _start(other, base, extra) // steps).to(gl.int32)
+                    slot = other * 2 + (tile != first_step_of(other, base, extra) // steps).to(gl.int32)
                     place = partials + slot.to(gl.int64) * (TILE * BLOCK_M)
                     total += gl.load(place + index, cache_modifier=".cg")
                 gl.store(counters + tile, 0)
@@ -176,8 +164,8 @@ def _ring_gemm(
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
     BYTES: gl.constexpr = (TILE * STORED_K + BLOCK_M * BLOCK_K) * 2
     program = gl.program_id(0)
-    start = _start(program, base, extra)
-    stop = _start(program + 1, base, extra)
+    start = first_step_of(program, base, extra)
+    stop = first_step_of(program + 1, base, extra)
     _release_grid()
     halves = gl.allocate_shared_memory(weight.dtype, [STAGES * HALVES, OUTS, STORED_K], weight.layout)
     ring = halves
@@ -250,9 +238,7 @@ def ring_linear(
     num_out = out.shape[1]
     block_m, height = tile_rows(num_rows), config.tile // (2 if gated else 1)
     steps, tiles = triton.cdiv(size, config.block_k), triton.cdiv(num_out, height)
-    programs = config.num_programs(tiles, steps, num_processors(rows))
-    base, extra = divmod(tiles * steps, programs)
-    shared = extra > 0 or base % steps > 0
+    programs, base, extra, shared = stretches(config, tiles, steps, num_processors(rows))
     partials, counters = scratch(rows.device, 2 * programs * block_m * config.tile if shared else 0, tiles)
     quantized = weight if isinstance(weight, QuantWeight) else None
     codes = weight.codes if isinstance(weight, QuantWeight) else weight

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kernels.launch import has_wgmma
 from kernels.linear import stream_config, stream_linear
-from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_ring, tile_rows
+from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_ring, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
 
 SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)]
@@ -128,7 +128,7 @@ def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int,
         config = choose_ring(num_out, size, num_rows, gated, processors, bits)
         assert config is not None
         tiles, steps = -(-num_out // (config.tile // (2 if gated else 1))), -(-size // config.block_k)
-        programs = config.num_programs(tiles, steps, processors)
+        programs, *_ = stretches(config, tiles, steps, processors)
         at_once = config.per_sm if config.split_k != 1 else 1
         assert at_once * config.shared_bytes(tile_rows(num_rows), bits) <= SHARED_MEMORY
         assert programs >= 0.7 * at_once * processors
