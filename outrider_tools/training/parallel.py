@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from outrider.errors import ConfigError, OutriderError
+from outrider.rpc.lifecycle import exit_text
 
 # A rank waits this long for the others, since the making of text ends at different times. A dead one ends all at once.
 MAX_WAIT = timedelta(hours=6)
@@ -114,9 +115,10 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
                 pass
         except ProcessExitedException as error:
             # One that ends takes those with it that it talks to: what they say then, or are aborted for, is no cause.
+            consequences = (-signal.SIGTERM, -signal.SIGABRT)
             for rank, process in enumerate(context.processes):
-                if (number := -(process.exitcode or 0)) > 0 and number not in (signal.SIGTERM, signal.SIGABRT):
-                    raise ConfigError(f"process {rank} of {count} was ended by {signal.Signals(number).name}") from None
+                if (process.exitcode or 0) < 0 and process.exitcode not in consequences:
+                    raise ConfigError(f"process {rank} of {count} was ended by {exit_text(process.exitcode)}") from None
             said = sorted(Path(folder).glob("failed-*"), key=lambda file: file.stat().st_mtime_ns)
             message = f"process {error.error_index} of {count} was ended by {error.signal_name}"
             raise ConfigError(said[0].read_text("utf-8") if said else message) from None
