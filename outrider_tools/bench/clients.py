@@ -17,6 +17,7 @@ from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from outrider_tools.bench.requests import Prompt, RequestRecord
+from outrider_tools.gateway_key import KEY_FIX
 
 Clock = Callable[[], float]
 
@@ -212,5 +213,5 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float) -> None:
         raise OutriderError(f"the first answer was not complete after {seconds:g} s", code="client_timeout") from None
     if record.error:
         wants_key = record.error in ("peer_refused_credentials", "invalid_api_key")
-        fix = "; set OUTRIDER_API_KEY or --api-key-file" if wants_key else ""
+        fix = f"; {KEY_FIX}" if wants_key else ""
         raise OutriderError(f"the first request failed: {record.error}: {record.detail}{fix}", code=record.error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import ssl
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from rich.console import Console
 
 from outrider.cli.options import MAX_SEED, add_connect_tls_options, number, whole_number
 from outrider.cli.terminal import aligned, make_console
-from outrider.config.service import TlsFiles, peer_tls, read_secret
+from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
 from outrider.rpc.tls import TlsSource, client_context
@@ -28,6 +27,7 @@ from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib,
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts, read_prompts
 from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
 from outrider_tools.files import check_writable, writing
+from outrider_tools.gateway_key import gateway_key
 
 DEFAULT_PROMPTS = 64
 MAX_CONCURRENCY = 4096
@@ -233,7 +233,7 @@ async def _measure(
     arguments: argparse.Namespace, points: Sequence[LoadPoint], console: Console
 ) -> tuple[list[Row], list[LoadRun]]:
     """All points, one after the other, on one client."""
-    key = read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
+    key = gateway_key(arguments)
     files = peer_tls(arguments, "connect")
     tls = client_context(files) if files else None
     client = _client(arguments, key, files, tls)

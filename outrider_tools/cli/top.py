@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +20,11 @@ from rich.text import Text
 
 from outrider.cli.options import number, whole_number
 from outrider.cli.terminal import SERVICE_STYLES, make_console, printable
-from outrider.config.service import TlsFiles, read_secret
+from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import WANTS_KEY, Histogram, MetricsPage
 from outrider.rpc.tls import client_context
+from outrider_tools.gateway_key import KEY_FIX, gateway_key
 
 MAX_DEPTHS = 8
 _VERIFY = "outrider_verify_"
@@ -288,7 +288,7 @@ class Watch:
             page = self._page(url)
         except UnavailableError as error:
             self._former.pop(url, None)
-            fix = "; set OUTRIDER_API_KEY or --api-key-file" if error.code == WANTS_KEY else ""
+            fix = f"; {KEY_FIX}" if error.code == WANTS_KEY else ""
             return PageView("unknown", source, (), error.message + fix)
         at = time.monotonic()
         before_at, before = self._former.get(url, (at, page))
@@ -320,7 +320,7 @@ def page_url(page: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Watch until interrupted; with --once, exit code 1 if no page could be read."""
-    token = read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
+    token = gateway_key(arguments)
     tls = client_context(TlsFiles(ca=arguments.tls_ca)) if arguments.tls_ca else None
     pages, optional = (arguments.pages, ()) if arguments.pages else (DEFAULT_PAGES[:-1], DEFAULT_PAGES[-1:])
     watch = Watch(pages, token, tls, optional)

@@ -24,6 +24,7 @@ from outrider.rpc.tls import TlsSource
 from outrider.rpc.transport import is_local
 from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
 from outrider_tools.doctor.finding import Finding, note, ok, problem, warning
+from outrider_tools.gateway_key import KEY_FIX
 
 ECHOES = 50
 SLOW_LOCAL_MS, SLOW_MS = 3.0, 10.0
@@ -106,8 +107,7 @@ async def _info(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: f
         told: OutriderError = error_from_rpc(error, endpoint.service)
         fix = "see its log"
         if "credentials" in told.code:
-            key = "OUTRIDER_API_KEY or --api-key-file"
-            fix = f"set {key if endpoint.service == 'gateway' else 'the token that its door asks for'}"
+            fix = KEY_FIX if endpoint.service == "gateway" else "set the token that its door asks for"
         return problem(endpoint.service, f"{said}: {told.message}", fix)
 
 
