@@ -13,6 +13,9 @@ OutriderError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class OutriderError(Exception):
     """Base of every error raised on purpose.
@@ -135,3 +138,12 @@ def raise_device_failure(error: Exception) -> None:
     """Raise `error` again if it is one, for a handler that gives up a single request must not hide it."""
     if is_device_failure(error):
         raise error
+
+
+@contextmanager
+def under(option: str) -> Iterator[None]:
+    """For what is done with the value of `option`: ConfigErrors of it begin with the option."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error.message}") from error

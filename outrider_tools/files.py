@@ -69,15 +69,6 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; choose another place") from None
 
 
-@contextmanager
-def reading(option: str) -> Iterator[None]:
-    """For reading what `option` names: its errors begin with the option."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error.message}") from error
-
-
 def check_writable(option: str, path: Path) -> None:
     """See that `path`, which `option` names, can be written, before work whose result it gets. Raises ConfigError."""
     with writing(option, path):

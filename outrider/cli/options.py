@@ -28,7 +28,7 @@ from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, under
 from outrider.models.config import check_config
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, resolve_model
@@ -268,20 +268,16 @@ def _check_device(flag: str, name: str) -> None:
 
 
 def _check_target(verify: VerifyOptions) -> None:
-    try:
+    with under("--model"):
         folder = given_folder(verify.model)
         if folder is not None:
             check_config(folder, verify.model_impl)
-    except ConfigError as error:
-        raise ConfigError(f"--model: {error.message}") from error
 
 
 def _check_draft_model(path: str) -> None:
-    try:
+    with under("--speculative-draft-model-path"):
         if path:
             given_folder(path, needs_tokenizer=False)
-    except ConfigError as error:
-        raise ConfigError(f"--speculative-draft-model-path: {error.message}") from error
 
 
 def check_doors(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> None:

@@ -11,8 +11,9 @@ from textwrap import shorten
 from typing import Any
 
 from outrider.cli.options import number, whole_number
+from outrider.errors import under
 from outrider.models.store import DEFAULT_MODEL, resolve_model
-from outrider_tools.files import check_writable, reading, writing
+from outrider_tools.files import check_writable, writing
 from outrider_tools.training.options import ALGORITHMS, TreeShape
 
 # Characters of a system message in the report.
@@ -77,13 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
     # By name: the command line imports without torch.
     torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluate")
     prompts, tables = import_module("outrider_tools.training.prompts"), import_module("outrider_tools.training.figures")
-    with reading("--prompts"):
+    with under("--prompts"):
         questions = prompts.read_questions(arguments.prompts)
     if arguments.limit is not None and arguments.limit < len(questions):
         questions = [questions[i * len(questions) // arguments.limit] for i in range(arguments.limit)]
-    with reading("--model"):
+    with under("--model"):
         target_folder = resolve_model(arguments.model)
-    with reading("--draft"):
+    with under("--draft"):
         draft_folder = resolve_model(arguments.draft, needs_tokenizer=False)
     algorithm = arguments.algorithm or import_module("outrider.models.drafters.kinds").algorithm_of(draft_folder)
     device = import_module("outrider.device").choose_device(arguments.device)

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, under
 from outrider.models.decoder import CausalLM
-from outrider_tools.files import reading
 from outrider_tools.training.beginnings import SYSTEM_OPENINGS, Beginnings, endings
 from outrider_tools.training.generate import GenerationJob, Generator
 from outrider_tools.training.options import CorpusOptions, RunOptions
@@ -258,9 +257,9 @@ def run_texts(
     Raises:
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
     """
-    with reading("--prompts"):
+    with under("--prompts"):
         given = read_questions(options.prompts) if options.prompts else []
-    with reading("--eval-prompts"):
+    with under("--eval-prompts"):
         asked = read_questions(options.eval_prompts) if options.eval_prompts else []
     both = {question.text for question in given} & {question.text for question in asked}
     if both:
