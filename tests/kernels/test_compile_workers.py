@@ -22,6 +22,7 @@ triton = pytest.importorskip("triton")
 # what it was when Triton was imported.
 pytest.importorskip("triton.experimental.gluon")
 kv_cache = pytest.importorskip("kernels.jit.kv_cache")
+ring_gemm = pytest.importorskip("kernels.jit.ring_gemm")
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +192,6 @@ def test_launches_are_told_and_left_out(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_kernel_in_gluon_is_compiled_aside_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    ring_gemm = pytest.importorskip("kernels.jit.ring_gemm")
     sources: list[object] = []
     monkeypatch.setattr(triton, "compile", lambda source, target, options: sources.append(source))
     monkeypatch.setattr(compile_workers, "_make_launcher", lambda source: None)
