@@ -92,12 +92,13 @@ def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = Fals
     num_out, size = _weight_shape(weight)[0] // (2 if gated else 1), rows.shape[1]
     processors, kind, piece = num_processors(rows), None, 0
     # Whose programs keep a ring: weights of rows' dtype, and fp8 with one scale a row.
-    bits = 16
+    bits, group = 16, 0
     if isinstance(weight, QuantWeight):
-        kind, piece = weight.kind, weight.piece
-        bits = 8 if kind == "fp8" and weight.group == size and weight.span == 1 and piece == MAX_PIECE else 0
+        kind, piece, group = weight.kind, weight.piece, weight.group
+        grouped = group in (size, 128) or group % 256 == 0
+        bits = (8 if kind == "fp8" else 4) if kind in ("fp8", "int4") and grouped and piece == MAX_PIECE else 0
     if has_wgmma(rows) and rows.dtype == torch.bfloat16:
-        config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits)
+        config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits, group)
         if config is not None:
             return config
     return choose_config(num_out, size, rows.shape[0], gated, rows.element_size(), processors, kind, piece)

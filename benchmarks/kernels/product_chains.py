@@ -39,7 +39,7 @@ Shape = tuple[int, int, bool]
 TILES = ((64, 4), (128, 4), (128, 8))
 """Weight rows of a tile, and warps."""
 STAGES = (2, 3, 4, 5, 6, 8)
-DEPTHS = {16: (64, 128), 8: (128, 256)}
+DEPTHS = {16: (64, 128), 8: (128, 256), 4: (128, 256)}
 """Columns of a step, by the bits of a weight."""
 LEAST_BYTES = 40 * 1024
 """Of a processor's shared memory that rings take."""
@@ -113,16 +113,12 @@ class Chain:
         """The engine's cut, if it is a ring, and all others that fit a processor. TypeError for weights of no ring."""
         num_out, size, gated = self.shape(name)
         weight, rows, most = self.weight(name), tile_rows(self.num_rows), MAX_WAVES * self._processors
-        bits = 16
-        if isinstance(weight, QuantWeight):
-            bits = 8
-            if (weight.kind, weight.group, weight.span) != ("fp8", size, 1):
-                raise TypeError(f"{name} is not multiplied by rings: bfloat16 is, and fp8 with one scale a row")
+        bits, group = (16 // weight.per_word, weight.group) if isinstance(weight, QuantWeight) else (16, 0)
         chosen = self._chosen(self._rows[size], weight, gated)
         found = {chosen: None} if isinstance(chosen, RingConfig) else {}
         for (tile, warps), depth, stages in itertools.product(TILES, DEPTHS[bits], STAGES):
             # A half of a tile has steps of 128 bytes.
-            if gated and (tile == 64 or depth * bits > 1024):
+            if (gated and (tile == 64 or depth * bits > 1024)) or (bits == 8 and group == 128 < depth):
                 continue
             base = RingConfig(tile, depth, stages=stages, warps=warps)
             tiles = ceil_div(num_out, tile // (2 if gated else 1))

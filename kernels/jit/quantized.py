@@ -22,6 +22,24 @@ mul.bf16x2 $1, s, m;
 }"""
 )
 """Both codes $0, $1 of words $2, in bfloat16, two words at a time."""
+# A nibble in the last bits of 128 is 128 more, exactly.
+INT4_CODES = tl.constexpr(
+    """{
+.reg .b32 a;
+lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $0, a, $5;
+shr.b32 a, $4, 4;
+lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $1, a, $5;
+shr.b32 a, $4, 8;
+lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $2, a, $5;
+shr.b32 a, $4, 12;
+lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $3, a, $5;
+}"""
+)
+"""The four codes $0 to $3 of words $4, less $5 - 128, in bfloat16, two words at a time."""
 
 
 @triton.jit
@@ -40,22 +58,8 @@ def _decode_fp8(words):
 @triton.jit
 def _decode_int4(words, zero):
     """The four codes of words less `zero` [weight rows, 1], in bfloat16."""
-    # A nibble in the last bits of 128 is 128 more, exactly.
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a;
-        lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea;
-        sub.bf16x2 $0, a, $5;
-        shr.b32 a, $4, 4;
-        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-        sub.bf16x2 $1, a, $5;
-        shr.b32 a, $4, 8;
-        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-        sub.bf16x2 $2, a, $5;
-        shr.b32 a, $4, 12;
-        lop3.b32 a, a, 0x000f000f, 0x43004300, 0xea;
-        sub.bf16x2 $3, a, $5;
-        }""",
+        INT4_CODES,
         "=&r,=&r,=&r,=&r,r,r",
         [words, (zero + 128.0).to(tl.bfloat16)],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),

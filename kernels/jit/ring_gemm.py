@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.jit.gemm import first_step_of, owner_of
 from kernels.jit.memory import scratch
-from kernels.jit.quantized import FP8_CODES
+from kernels.jit.quantized import FP8_CODES, INT4_CODES
 from kernels.launch import num_processors
 from kernels.linear_configs import RingConfig, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
@@ -73,22 +73,80 @@ def _ask_rows(rows, ring, ready, step, slot):
 
 
 @gluon.jit
-def _wide(words, PIECE: gl.constexpr, LIKE: gl.constexpr):
-    """Weights [weight rows, columns] in bfloat16 of words of two codes, in pieces of PIECE columns."""
+def _halves(words, A: gl.constexpr):
+    """The words of two groups of columns."""
+    WIDTH: gl.constexpr = words.shape[1] // 2
+    first, second = gl.split(gl.permute(gl.reshape(words, [words.shape[0], 2, WIDTH]), (0, 2, 1)))
+    return gl.convert_layout(first, A), gl.convert_layout(second, A)
+
+
+@gluon.jit
+def _wide(words, zero, KIND: gl.constexpr, PIECE: gl.constexpr, A: gl.constexpr):
+    """Weights [weight rows, columns] in bfloat16 of the words of pieces; int4's less `zero` [weight rows]."""
     HEIGHT: gl.constexpr = words.shape[0]
-    PIECES: gl.constexpr = words.shape[1] * 2 // PIECE
-    first, second = gl.inline_asm_elementwise(
-        FP8_CODES, "=&r,=&r,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
-    )
-    codes = gl.reshape(gl.join(first, second), [HEIGHT, PIECES, PIECE // 2, 2])
+    COUNT: gl.constexpr = 2 if KIND == "fp8" else 4
+    PIECES: gl.constexpr = words.shape[1] * COUNT // PIECE
+    if KIND == "fp8":
+        first, second = gl.inline_asm_elementwise(
+            FP8_CODES, "=&r,=&r,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+        )
+        codes = gl.join(first, second)
+    else:
+        of_row = gl.convert_layout((zero + 128.0).to(gl.bfloat16), gl.SliceLayout(1, A))
+        _, less = gl.broadcast(words, of_row[:, None])
+        kinds: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+        first, second, third, fourth = gl.inline_asm_elementwise(
+            INT4_CODES, "=&r,=&r,=&r,=&r,r,r", [words, less], dtype=kinds, is_pure=True, pack=2
+        )
+        # Halves of halves: a code's number is twice that of the inner pair, and that of the outer.
+        codes = gl.join(gl.join(first, third), gl.join(second, fourth))
+        codes = gl.reshape(codes, [HEIGHT, words.shape[1], 4])
+    codes = gl.reshape(codes, [HEIGHT, PIECES, PIECE // COUNT, COUNT])
     # They stay where they are: what is moved about are names of registers.
-    return gl.convert_layout(gl.reshape(gl.permute(codes, (0, 1, 3, 2)), [HEIGHT, PIECES * PIECE]), LIKE)
+    return gl.convert_layout(gl.reshape(gl.permute(codes, (0, 1, 3, 2)), [HEIGHT, PIECES * PIECE]), A)
+
+
+@gluon.jit
+def _of_group(table, group, of_row, num_scales, LIKE: gl.constexpr):
+    """Scales or zeros of a tile's weight rows, float32; without a table all are LIKE."""
+    if table is None:
+        found = gl.full([of_row.shape[0]], LIKE, gl.float32, of_row.type.layout)
+    else:
+        found = gl.load(table + group.to(gl.int64) * num_scales + of_row).to(gl.float32)
+    return found
+
+
+@gluon.jit
+def _rows_of_tile(tile, num_out, TILE: gl.constexpr, GATED: gl.constexpr, SPAN: gl.constexpr, layout: gl.constexpr):
+    """Where the weight rows of a tile have their scales: [TILE], gate rows before up rows."""
+    row = gl.arange(0, TILE, layout)
+    if GATED:
+        HALF: gl.constexpr = TILE // 2
+        of_row = tile * HALF + row % HALF
+        of_row = gl.minimum(of_row, num_out - 1) + gl.where(row < HALF, 0, num_out)
+    else:
+        of_row = gl.minimum(tile * TILE + row, num_out - 1)
+    return of_row // SPAN
+
+
+@gluon.jit
+def _of_step(
+    scales, zeros, step, of_row, size, num_scales,
+    GROUPED: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Scales and zeros of a step's first group of columns and of its last, for a tile's weight rows."""
+    first = step * BLOCK_K // GROUP
+    last = gl.minimum((step + 1) * BLOCK_K, size) // GROUP - 1 if GROUP < BLOCK_K else first
+    scale = _of_group(scales if GROUPED else None, first, of_row, num_scales, 1.0)
+    scale_2 = _of_group(scales if GROUPED else None, last, of_row, num_scales, 1.0)
+    zero = _of_group(zeros, first, of_row, num_scales, 8.0)
+    return scale, scale_2, zero, _of_group(zeros, last, of_row, num_scales, 8.0)
 
 
 @gluon.jit
 def _end(
     total, tile, program, start, scales, bias, residual, out, partials, counters, num_rows, num_out, steps, base, extra,
-    TILE: gl.constexpr, GATED: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr,
+    TILE: gl.constexpr, GATED: gl.constexpr, SHARED: gl.constexpr, GROUPED: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Add a tile up with the other programs that share it, if there are; the last of them writes it."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -104,7 +162,7 @@ def _end(
     # Asked for before the others are waited for.
     if residual is not None:
         added = gl.load(residual + places, mask=stored, other=0.0)
-    if scales is not None:
+    if scales is not None and not GROUPED:
         scale = gl.load(scales + of, mask=inside, other=0.0).to(gl.float32)
         scale_up = gl.load(scales + (num_out if GATED else 0) + of, mask=inside, other=0.0).to(gl.float32)
     mine = tile >= 0
@@ -135,12 +193,12 @@ def _end(
             sums, up = gl.convert_layout(gate, LIKE_OUT), gl.convert_layout(up, LIKE_OUT)
         else:
             sums = gl.convert_layout(total, LIKE_OUT)
-        if scales is not None:
+        if scales is not None and not GROUPED:
             sums *= scale[:, None]
         if bias is not None:
             sums += gl.load(bias + of, mask=inside, other=0.0).to(gl.float32)[:, None]
         if GATED:
-            if scales is not None:
+            if scales is not None and not GROUPED:
                 up *= scale_up[:, None]
             if bias is not None:
                 up += gl.load(bias + num_out + of, mask=inside, other=0.0).to(gl.float32)[:, None]
@@ -152,16 +210,21 @@ def _end(
 
 @gluon.jit(do_not_specialize=["num_rows", "steps", "base", "extra"])
 def _ring_gemm(
-    rows, weight, scales, bias, residual, out, partials, counters, num_rows, num_out, steps, base, extra,
-    BLOCK_M: gl.constexpr, TILE: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GATED: gl.constexpr, SHARED: gl.constexpr, PIECE: gl.constexpr,
+    rows, weight, scales, zeros, bias, residual, out, partials, counters, num_rows, num_out, num_scales, steps, base,
+    extra, BLOCK_M: gl.constexpr, TILE: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, SHARED: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr,
+    PIECE: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     HALVES: gl.constexpr = 2 if GATED else 1
     STORED_K: gl.constexpr = weight.block_shape[1]
+    # Groups of columns of a step: their products are summed apart.
+    GROUPS: gl.constexpr = BLOCK_K // GROUP if GROUPED and GROUP < BLOCK_K else 1
+    GROUP_K: gl.constexpr = BLOCK_K // GROUPS
     OUTS: gl.constexpr = TILE // HALVES
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, D)
     BYTES: gl.constexpr = (TILE * STORED_K + BLOCK_M * BLOCK_K) * 2
     program = gl.program_id(0)
     start = first_step_of(program, base, extra)
@@ -182,28 +245,72 @@ def _ring_gemm(
         if start + slot < stop:
             _ask_weights(weight, halves, ready, ask_tile, ask_step, slot, num_out, GATED, BYTES)
         ask_tile, ask_step = _next(ask_tile, ask_step, steps)
+    of_row = _rows_of_tile(tile, num_out, TILE, GATED, SPAN, OF_ROW)
+    scale, scale_2, zero, zero_2 = _of_step(
+        scales, zeros, step, of_row, rows.shape[1], num_scales, GROUPED, BLOCK_K, GROUP
+    )
     _wait_for_grid()
     row_tile, row_step = tile, step
     for slot in gl.static_range(STAGES):
         if start + slot < stop:
             _ask_rows(rows, row_ring, ready, row_step, slot)
         row_tile, row_step = _next(row_tile, row_step, steps)
-    pending = warpgroup_mma_init(gl.zeros([TILE, BLOCK_M], gl.float32, D))
-    if PIECE is not None:
-        wide = gl.zeros([TILE, BLOCK_K], gl.bfloat16, A)
+    total = gl.zeros([TILE, BLOCK_M], gl.float32, D)
+    pending, pending_2 = warpgroup_mma_init(total), warpgroup_mma_init(total)
+    WIDE_K: gl.constexpr = 128 if KIND is not None and BLOCK_K > 128 else GROUP_K
+    wide = gl.zeros([TILE, WIDE_K], gl.bfloat16, A)
+    wide_2 = wide
+    # Triton takes a name for unchanged in a loop that gets the value which another name had before, if it had the same.
+    behind, behind_2 = gl.zeros_like(scale), gl.zeros_like(scale_2)
     first = start
     slot, before, phase = 0, 0, 0
     for place in range(start, stop):
+        next_tile, next_step = _next(tile, step, steps)
         mbarrier.wait(ready.index(slot), phase)
-        factors, begun = row_ring.index(slot).permute((1, 0)), place != first
-        if PIECE is None:
-            pending = warpgroup_mma(ring.index(slot), factors, pending, use_acc=begun, is_async=True)
+        factors, begun = row_ring.index(slot), place != first
+        if KIND is None:
+            pending = warpgroup_mma(ring.index(slot), factors.permute((1, 0)), pending, use_acc=begun, is_async=True)
             pending = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[pending]))
+        elif not GROUPED:
+            if BLOCK_K > 128:
+                words, words_2 = _halves(ring.index(slot).load(A), A)
+                HALF_K: gl.constexpr = BLOCK_K // 2
+                new = _wide(words, zero, KIND, PIECE, A)
+                part, wide = warpgroup_mma_wait(0, deps=[pending, wide])
+                factor = factors.slice(0, HALF_K, dim=1).permute((1, 0))
+                pending = warpgroup_mma(new, factor, part, use_acc=begun, is_async=True)
+                wide = _wide(words_2, zero, KIND, PIECE, A)
+                part, new = warpgroup_mma_wait(0, deps=[pending, new])
+                factor_2 = factors.slice(HALF_K, HALF_K, dim=1).permute((1, 0))
+                pending = warpgroup_mma(wide, factor_2, part, is_async=True)
+            else:
+                new = _wide(ring.index(slot).load(A), zero, KIND, PIECE, A)
+                part, wide = warpgroup_mma_wait(0, deps=[pending, wide])
+                pending = warpgroup_mma(new, factors.permute((1, 0)), part, use_acc=begun, is_async=True)
+                wide = new
+        elif GROUPS == 1:
+            new = _wide(ring.index(slot).load(A), zero, KIND, PIECE, A)
+            part, wide = warpgroup_mma_wait(0, deps=[pending, wide])
+            total = gl.where(begun, total + part * behind[:, None], 0.0)
+            pending = warpgroup_mma(new, factors.permute((1, 0)), part, use_acc=False, is_async=True)
+            wide, behind = new, scale
         else:
-            new = _wide(ring.index(slot).load(A), PIECE, A)
-            total, wide = warpgroup_mma_wait(0, deps=[pending, wide])
-            pending = warpgroup_mma(new, factors, total, use_acc=begun, is_async=True)
-            wide = new
+            words, words_2 = _halves(ring.index(slot).load(A), A)
+            new = _wide(words, zero, KIND, PIECE, A)
+            new_2 = _wide(words_2, zero_2, KIND, PIECE, A)
+            part, wide, part_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
+            sums = part * behind[:, None] + part_2 * behind_2[:, None]
+            total = gl.where(begun, total + sums, 0.0)
+            factor = factors.slice(0, GROUP_K, dim=1).permute((1, 0))
+            factor_2 = factors.slice(GROUP_K, GROUP_K, dim=1).permute((1, 0))
+            pending = warpgroup_mma(new, factor, part, use_acc=False, is_async=True)
+            pending_2 = warpgroup_mma(new_2, factor_2, part_2, use_acc=False, is_async=True)
+            wide, wide_2, behind, behind_2 = new, new_2, scale, scale_2
+        if GROUPED:
+            next_rows = _rows_of_tile(next_tile, num_out, TILE, GATED, SPAN, OF_ROW)
+            scale, scale_2, zero, zero_2 = _of_step(
+                scales, zeros, next_step, next_rows, rows.shape[1], num_scales, GROUPED, BLOCK_K, GROUP
+            )
         # What the step before read is free now.
         _barrier()
         if (place > start) & (place - 1 + STAGES < stop):
@@ -215,18 +322,21 @@ def _ring_gemm(
         if slot == STAGES:
             slot = 0
             phase ^= 1
-        if (step + 1 == steps) | (place + 1 == stop):
-            if PIECE is None:
-                total = warpgroup_mma_wait(0, deps=[pending])
+        if (next_step == 0) | (place + 1 == stop):
+            part, wide, part_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
+            pending, pending_2 = warpgroup_mma_init(part), warpgroup_mma_init(part_2)
+            if not GROUPED:
+                total = part
+            elif GROUPS == 1:
+                total += part * behind[:, None]
             else:
-                total, wide = warpgroup_mma_wait(0, deps=[pending, wide])
-            pending = warpgroup_mma_init(total)
+                total += part * behind[:, None] + part_2 * behind_2[:, None]
             _end(
                 total, tile, program, start, scales, bias, residual, out, partials, counters, num_rows, num_out, steps,
-                base, extra, TILE, GATED, SHARED, D,
+                base, extra, TILE, GATED, SHARED, GROUPED, D,
             )  # fmt: skip
             first = place + 1
-        tile, step = _next(tile, step, steps)
+        tile, step = next_tile, next_step
 
 
 def ring_linear(
@@ -240,18 +350,21 @@ def ring_linear(
     steps, tiles = triton.cdiv(size, config.block_k), triton.cdiv(num_out, height)
     programs, base, extra, shared = stretches(config, tiles, steps, num_processors(rows))
     partials, counters = scratch(rows.device, 2 * programs * block_m * config.tile if shared else 0, tiles)
-    quantized = weight if isinstance(weight, QuantWeight) else None
-    codes = weight.codes if isinstance(weight, QuantWeight) else weight
+    if isinstance(weight, QuantWeight):
+        codes, kind, scales, zeros = weight.codes, weight.kind, weight.scales, weight.zeros
+        group, piece, span = weight.group, weight.piece, weight.span
+    else:
+        codes, kind, scales, zeros, group, piece, span = weight, None, None, None, size, config.block_k, 1
     stored, stored_k = codes.shape[1], config.block_k * codes.shape[1] // size
     # With 128 registers a thread there is room for two programs of eight warps.
     _ring_gemm[(programs,)](
         TensorDescriptor(rows, [num_rows, size], [size, 1], [block_m, config.block_k], _layout(config.block_k)),
         TensorDescriptor(codes, list(codes.shape), [stored, 1], [height, stored_k], _layout(stored_k)),
-        None if quantized is None else quantized.scales, bias, residual, out, partials, counters,
-        num_rows, num_out, steps, base, extra,
+        scales, zeros, bias, residual, out, partials, counters, num_rows, num_out,
+        0 if scales is None else scales.shape[1], steps, base, extra,
         BLOCK_M=block_m, TILE=config.tile, BLOCK_K=config.block_k, STAGES=config.stages, GATED=gated, SHARED=shared,
-        PIECE=None if quantized is None else quantized.piece, num_warps=config.warps,
-        maxnreg=128 if config.warps > 4 else None, launch_pdl=True,
+        KIND=kind, GROUPED=kind is not None and (group != size or zeros is not None), GROUP=group, PIECE=piece,
+        SPAN=span, num_warps=config.warps, maxnreg=128 if config.warps > 4 else None, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -14,6 +14,10 @@ def main() -> None:
     half = torch.bfloat16
     rows, residual = torch.zeros(20, 512, dtype=half), torch.zeros(20, 192, dtype=half)
     ring_linear(rows, torch.zeros(384, 512, dtype=half), None, residual, True, residual, RingConfig(128, 64))
-    for config in (RingConfig(64, 256, split_k=2), RingConfig(128, 128, split_k=0, warps=8)):
-        weight = made("fp8", 192, 512, 0).for_streaming()
+    for kind, group, config in (
+        ("fp8", 0, RingConfig(64, 256, split_k=2)),
+        ("fp8", 128, RingConfig(128, 128, split_k=0, warps=8)),
+        ("int4z", 128, RingConfig(64, 256)),
+    ):
+        weight = made(kind, 192, 512, group, span=128 if kind == "fp8" and group else 1).for_streaming()
         ring_linear(rows, weight, torch.zeros(192), None, False, residual, config)

@@ -16,7 +16,7 @@ from kernels.linear import stream_config, stream_linear
 from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_ring, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
 
-SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)]
+SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (49152, 4096, False)]
 CUTS = {
     "a program a tile": RingConfig(),
     "two programs a tile": RingConfig(split_k=2, stages=3),
@@ -26,6 +26,15 @@ CUTS = {
     "tiles of 128": RingConfig(128, stages=3),
     "long steps": RingConfig(block_k=256, split_k=2, stages=3),
     "long steps, two groups of warps": RingConfig(128, block_k=256, split_k=0, stages=3, warps=8),
+}
+WEIGHTS = {
+    "bfloat16": (None, 0, 1),
+    "fp8, a scale a row": ("fp8", 0, 1),
+    "fp8, blocks": ("fp8", 128, 128),
+    "fp8, long groups": ("fp8", 512, 1),
+    "int4": ("int4", 128, 1),
+    "int4 with zeros": ("int4z", 128, 1),
+    "int4 with a zero a row": ("int4z", 0, 1),
 }
 
 
@@ -37,11 +46,11 @@ def hopper() -> str:
     return "cuda"
 
 
-def weight_of(bits: int, num_out: int, size: int, device: str) -> Tensor | QuantWeight:
-    if bits == 16:
-        weight: Tensor = torch.randn(num_out, size, device=device).bfloat16() / size**0.5
-        return weight
-    return made("fp8", num_out, size, 0, device).for_streaming()
+def weight_of(name: str, num_out: int, size: int, device: str) -> Tensor | QuantWeight:
+    kind, group, span = WEIGHTS[name]
+    if kind is None:
+        return (torch.randn(num_out, size, device=device) / size**0.5).bfloat16()
+    return made(kind, num_out, size, group, device, span).for_streaming()
 
 
 def exact(rows: Tensor, weight: Tensor | QuantWeight, bias: Tensor | None, gated: bool) -> Tensor:
@@ -52,20 +61,25 @@ def exact(rows: Tensor, weight: Tensor | QuantWeight, bias: Tensor | None, gated
     return functional.silu(gate) * up if gated else product
 
 
-def cut_for(cut: str, bits: int, gated: bool) -> RingConfig:
-    """Steps are at most 256 bytes wide; 128 where a tile has two halves."""
-    config = dataclasses.replace(CUTS[cut], tile=128) if gated else CUTS[cut]
-    return dataclasses.replace(config, block_k=min(config.block_k, (1024 if gated else 2048) // bits))
+def cut_for(cut: str, name: str, gated: bool) -> RingConfig:
+    """Steps of bfloat16 are at most 128 columns, gated ones and those that are scaled by the group 64 and one."""
+    config, (kind, group, _) = CUTS[cut], WEIGHTS[name]
+    if kind is None:
+        config = dataclasses.replace(config, block_k=64 if gated else 128)
+    elif kind == "fp8" and (gated or group == 128):
+        config = dataclasses.replace(config, block_k=128)
+    return dataclasses.replace(config, tile=128) if gated else config
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_cut_is_the_product_and_all_that_stands_around_it(hopper: str, cut: str, bits: int, gated: bool) -> None:
+def test_every_cut_is_the_product_and_all_that_stands_around_it(hopper: str, cut: str, name: str, gated: bool) -> None:
     # Rows that end in the midst of a tile, and columns that end in the midst of a long step.
-    num_out, size, config = 360, 1664, cut_for(cut, bits, gated)
-    weight = weight_of(bits, num_out * (2 if gated else 1), size, hopper)
+    num_out, size, config = 360, 1664, cut_for(cut, name, gated)
+    size = 1536 if WEIGHTS[name][1] == 512 else size
+    weight = weight_of(name, num_out * (2 if gated else 1), size, hopper)
     bias = torch.randn(num_out * (2 if gated else 1), device=hopper)
     for num_rows in (1, 5, 17, 40):
         rows = torch.randn(num_rows, size, device=hopper).bfloat16()
@@ -87,21 +101,21 @@ def test_every_cut_is_the_product_and_all_that_stands_around_it(hopper: str, cut
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, bits: int, gated: bool) -> None:
+def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, name: str, gated: bool) -> None:
     num_out, size = 8512, 2048
-    weight = weight_of(bits, num_out * (2 if gated else 1), size, hopper)
-    for num_rows in (1, 16, 32, 33, MAX_ROWS):
+    weight = weight_of(name, num_out * (2 if gated else 1), size, hopper)
+    for num_rows in (1, 16, 33, MAX_ROWS, *((MAX_ROWS + 6,) if isinstance(weight, QuantWeight) else ())):
         rows = torch.randn(num_rows, size, device=hopper).bfloat16()
-        assert isinstance(stream_config(rows, weight, gated), RingConfig) == (num_rows <= (16 if bits == 16 else 32))
+        assert isinstance(stream_config(rows[:MAX_ROWS], weight, gated), RingConfig)
         found = stream_linear(rows, weight, gated=gated, out_dtype=torch.float32)
         torch.testing.assert_close(found.double(), exact(rows, weight, None, gated), rtol=2e-4, atol=2e-3)
 
 
 @pytest.mark.gpu
 def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None:
-    weights = [weight_of(bits, 4096, 4096, hopper) for bits in (16, 8) * 4]
+    weights = [weight_of(name, 4096, 4096, hopper) for name in ("bfloat16", "fp8, a scale a row", "int4") * 3]
     first = torch.randn(7, 4096, device=hopper).bfloat16()
     assert all(isinstance(stream_config(first, weight), RingConfig) for weight in weights)
 
@@ -122,11 +136,13 @@ def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("bits", "num_rows"), [(16, 16), (8, 1), (8, 32)])
-def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("num_rows", [1, 32, MAX_ROWS])
+def test_two_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
     for (num_out, size, gated), processors in itertools.product(SHAPES, (114, 132)):
         config = choose_ring(num_out, size, num_rows, gated, processors, bits)
-        assert config is not None
+        rows = tile_rows(num_rows)
+        assert config.stages >= 2 and 2 * config.shared_bytes(rows, bits) <= SHARED_MEMORY
         tiles, steps = -(-num_out // (config.tile // (2 if gated else 1))), -(-size // config.block_k)
         programs, *_ = stretches(config, tiles, steps, processors)
         at_once = config.per_sm if config.split_k != 1 else 1
