@@ -107,6 +107,12 @@ def _wide(words, zero, KIND: gl.constexpr, PIECE: gl.constexpr, A: gl.constexpr)
 
 
 @gluon.jit
+def _scaled(part, scale, total):
+    """total + part * scale [weight rows], rounded once wherever a row stands."""
+    return gl.fma(part, gl.broadcast(part, scale[:, None])[1], total)
+
+
+@gluon.jit
 def _of_group(table, group, of_row, num_scales, LIKE: gl.constexpr):
     """Scales or zeros of a tile's weight rows, float32; without a table all are LIKE."""
     if table is None:
@@ -117,16 +123,34 @@ def _of_group(table, group, of_row, num_scales, LIKE: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of_tile(tile, num_out, TILE: gl.constexpr, GATED: gl.constexpr, SPAN: gl.constexpr, layout: gl.constexpr):
-    """Where the weight rows of a tile have their scales: [TILE], gate rows before up rows."""
-    row = gl.arange(0, TILE, layout)
+def _scale_row(tile, row, num_out, TILE: gl.constexpr, GATED: gl.constexpr, SPAN: gl.constexpr):
+    """Where a tile's weight rows, gate rows before up rows, have their scales."""
     if GATED:
         HALF: gl.constexpr = TILE // 2
-        of_row = tile * HALF + row % HALF
-        of_row = gl.minimum(of_row, num_out - 1) + gl.where(row < HALF, 0, num_out)
+        of_row = gl.minimum(tile * HALF + row % HALF, num_out - 1) + gl.where(row < HALF, 0, num_out)
     else:
         of_row = gl.minimum(tile * TILE + row, num_out - 1)
     return of_row // SPAN
+
+
+@gluon.jit
+def _ask_scales(
+    table, size, num_scales, start, stop, steps, num_out,
+    TILE: gl.constexpr, GATED: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, SPAN: gl.constexpr,
+):  # fmt: skip
+    """Have what steps take of a table [groups, num_scales] come to the second cache, as early as their weights."""
+    UNIT: gl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
+    UNITS: gl.constexpr = BLOCK_K // UNIT
+    LINES: gl.constexpr = TILE // 32
+    place = gl.arange(0, 128 * gl.num_warps(), gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    unit = gl.minimum(start * UNITS + place // LINES, stop * UNITS - 1)
+    tile = unit // (steps * UNITS)
+    column = gl.minimum((unit - tile * steps * UNITS) * UNIT, size - 1)
+    of_row = _scale_row(tile, place % LINES * 32, num_out, TILE, GATED, SPAN)
+    where = table + (column // GROUP).to(gl.int64) * num_scales + of_row
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [where.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -245,7 +269,12 @@ def _ring_gemm(
         if start + slot < stop:
             _ask_weights(weight, halves, ready, ask_tile, ask_step, slot, num_out, GATED, BYTES)
         ask_tile, ask_step = _next(ask_tile, ask_step, steps)
-    of_row = _rows_of_tile(tile, num_out, TILE, GATED, SPAN, OF_ROW)
+    if GROUPED:
+        _ask_scales(scales, rows.shape[1], num_scales, start, stop, steps, num_out, TILE, GATED, BLOCK_K, GROUP, SPAN)
+    if zeros is not None:
+        _ask_scales(zeros, rows.shape[1], num_scales, start, stop, steps, num_out, TILE, GATED, BLOCK_K, GROUP, SPAN)
+    row = gl.arange(0, TILE, OF_ROW)
+    of_row = _scale_row(tile, row, num_out, TILE, GATED, SPAN)
     scale, scale_2, zero, zero_2 = _of_step(
         scales, zeros, step, of_row, rows.shape[1], num_scales, GROUPED, BLOCK_K, GROUP
     )
@@ -257,7 +286,8 @@ def _ring_gemm(
         row_tile, row_step = _next(row_tile, row_step, steps)
     total = gl.zeros([TILE, BLOCK_M], gl.float32, D)
     pending, pending_2 = warpgroup_mma_init(total), warpgroup_mma_init(total)
-    WIDE_K: gl.constexpr = 128 if KIND is not None and BLOCK_K > 128 else GROUP_K
+    # Steps of more columns than one group are multiplied in halves.
+    WIDE_K: gl.constexpr = BLOCK_K // 2 if KIND is not None and not GROUPED and BLOCK_K > 128 else GROUP_K
     wide = gl.zeros([TILE, WIDE_K], gl.bfloat16, A)
     wide_2 = wide
     # Triton takes a name for unchanged in a loop that gets the value which another name had before, if it had the same.
@@ -291,7 +321,7 @@ def _ring_gemm(
         elif GROUPS == 1:
             new = _wide(ring.index(slot).load(A), zero, KIND, PIECE, A)
             part, wide = warpgroup_mma_wait(0, deps=[pending, wide])
-            total = gl.where(begun, total + part * behind[:, None], 0.0)
+            total = gl.where(begun, _scaled(part, behind, total), 0.0)
             pending = warpgroup_mma(new, factors.permute((1, 0)), part, use_acc=False, is_async=True)
             wide, behind = new, scale
         else:
@@ -299,15 +329,14 @@ def _ring_gemm(
             new = _wide(words, zero, KIND, PIECE, A)
             new_2 = _wide(words_2, zero_2, KIND, PIECE, A)
             part, wide, part_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
-            sums = part * behind[:, None] + part_2 * behind_2[:, None]
-            total = gl.where(begun, total + sums, 0.0)
+            total = gl.where(begun, _scaled(part_2, behind_2, _scaled(part, behind, total)), 0.0)
             factor = factors.slice(0, GROUP_K, dim=1).permute((1, 0))
             factor_2 = factors.slice(GROUP_K, GROUP_K, dim=1).permute((1, 0))
             pending = warpgroup_mma(new, factor, part, use_acc=False, is_async=True)
             pending_2 = warpgroup_mma(new_2, factor_2, part_2, use_acc=False, is_async=True)
             wide, wide_2, behind, behind_2 = new, new_2, scale, scale_2
         if GROUPED:
-            next_rows = _rows_of_tile(next_tile, num_out, TILE, GATED, SPAN, OF_ROW)
+            next_rows = _scale_row(next_tile, row, num_out, TILE, GATED, SPAN)
             scale, scale_2, zero, zero_2 = _of_step(
                 scales, zeros, next_step, next_rows, rows.shape[1], num_scales, GROUPED, BLOCK_K, GROUP
             )
@@ -328,9 +357,9 @@ def _ring_gemm(
             if not GROUPED:
                 total = part
             elif GROUPS == 1:
-                total += part * behind[:, None]
+                total = _scaled(part, behind, total)
             else:
-                total += part * behind[:, None] + part_2 * behind_2[:, None]
+                total = _scaled(part_2, behind_2, _scaled(part, behind, total))
             _end(
                 total, tile, program, start, scales, bias, residual, out, partials, counters, num_rows, num_out, steps,
                 base, extra, TILE, GATED, SHARED, GROUPED, D,
