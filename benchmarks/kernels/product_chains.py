@@ -113,12 +113,12 @@ class Chain:
         """The engine's cut, if it is a ring, and all others that fit a processor. TypeError for weights of no ring."""
         num_out, size, gated = self.shape(name)
         weight, rows, most = self.weight(name), tile_rows(self.num_rows), MAX_WAVES * self._processors
-        bits, group = (16 // weight.per_word, weight.group) if isinstance(weight, QuantWeight) else (16, 0)
+        bits = 16 // weight.per_word if isinstance(weight, QuantWeight) else 16
         chosen = self._chosen(self._rows[size], weight, gated)
         found = {chosen: None} if isinstance(chosen, RingConfig) else {}
         for (tile, warps), depth, stages in itertools.product(TILES, DEPTHS[bits], STAGES):
             # A half of a tile has steps of 128 bytes.
-            if (gated and (tile == 64 or depth * bits > 1024)) or (bits == 8 and group == 128 < depth):
+            if gated and (tile == 64 or depth * bits > 1024):
                 continue
             base = RingConfig(tile, depth, stages=stages, warps=warps)
             tiles = ceil_div(num_out, tile // (2 if gated else 1))

@@ -109,7 +109,11 @@ def _wide(words, zero, KIND: gl.constexpr, PIECE: gl.constexpr, A: gl.constexpr)
 @gluon.jit
 def _scaled(part, scale, total):
     """total + part * scale [weight rows], rounded once wherever a row stands."""
-    return gl.fma(part, gl.broadcast(part, scale[:, None])[1], total)
+    # By name, and in its place: moved behind the next product, it would have that wait for the tensor cores.
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, gl.broadcast(part, scale[:, None])[1], total],
+        dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -242,9 +246,9 @@ def _ring_gemm(
     WARPS: gl.constexpr = gl.num_warps()
     HALVES: gl.constexpr = 2 if GATED else 1
     STORED_K: gl.constexpr = weight.block_shape[1]
-    # Groups of columns of a step: their products are summed apart.
-    GROUPS: gl.constexpr = BLOCK_K // GROUP if GROUPED and GROUP < BLOCK_K else 1
-    GROUP_K: gl.constexpr = BLOCK_K // GROUPS
+    # Codes of so many columns become wide while the tensor cores multiply those before them.
+    PARTS: gl.constexpr = 2 if KIND is not None and BLOCK_K > 128 else 1
+    PART_K: gl.constexpr = BLOCK_K // PARTS
     OUTS: gl.constexpr = TILE // HALVES
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
@@ -285,13 +289,10 @@ def _ring_gemm(
             _ask_rows(rows, row_ring, ready, row_step, slot)
         row_tile, row_step = _next(row_tile, row_step, steps)
     total = gl.zeros([TILE, BLOCK_M], gl.float32, D)
-    pending, pending_2 = warpgroup_mma_init(total), warpgroup_mma_init(total)
-    # Steps of more columns than one group are multiplied in halves.
-    WIDE_K: gl.constexpr = BLOCK_K // 2 if KIND is not None and not GROUPED and BLOCK_K > 128 else GROUP_K
-    wide = gl.zeros([TILE, WIDE_K], gl.bfloat16, A)
-    wide_2 = wide
+    pending = warpgroup_mma_init(total)
+    wide = gl.zeros([TILE, PART_K], gl.bfloat16, A)
     # Triton takes a name for unchanged in a loop that gets the value which another name had before, if it had the same.
-    behind, behind_2 = gl.zeros_like(scale), gl.zeros_like(scale_2)
+    behind = gl.zeros_like(scale)
     first = start
     slot, before, phase = 0, 0, 0
     for place in range(start, stop):
@@ -301,40 +302,25 @@ def _ring_gemm(
         if KIND is None:
             pending = warpgroup_mma(ring.index(slot), factors.permute((1, 0)), pending, use_acc=begun, is_async=True)
             pending = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[pending]))
-        elif not GROUPED:
-            if BLOCK_K > 128:
-                words, words_2 = _halves(ring.index(slot).load(A), A)
-                HALF_K: gl.constexpr = BLOCK_K // 2
-                new = _wide(words, zero, KIND, PIECE, A)
-                part, wide = warpgroup_mma_wait(0, deps=[pending, wide])
-                factor = factors.slice(0, HALF_K, dim=1).permute((1, 0))
-                pending = warpgroup_mma(new, factor, part, use_acc=begun, is_async=True)
-                wide = _wide(words_2, zero, KIND, PIECE, A)
-                part, new = warpgroup_mma_wait(0, deps=[pending, new])
-                factor_2 = factors.slice(HALF_K, HALF_K, dim=1).permute((1, 0))
-                pending = warpgroup_mma(wide, factor_2, part, is_async=True)
-            else:
-                new = _wide(ring.index(slot).load(A), zero, KIND, PIECE, A)
-                part, wide = warpgroup_mma_wait(0, deps=[pending, wide])
-                pending = warpgroup_mma(new, factors.permute((1, 0)), part, use_acc=begun, is_async=True)
-                wide = new
-        elif GROUPS == 1:
-            new = _wide(ring.index(slot).load(A), zero, KIND, PIECE, A)
-            part, wide = warpgroup_mma_wait(0, deps=[pending, wide])
-            total = gl.where(begun, _scaled(part, behind, total), 0.0)
-            pending = warpgroup_mma(new, factors.permute((1, 0)), part, use_acc=False, is_async=True)
-            wide, behind = new, scale
         else:
-            words, words_2 = _halves(ring.index(slot).load(A), A)
+            words = ring.index(slot).load(A)
+            if PARTS == 2:
+                words, words_2 = _halves(words, A)
             new = _wide(words, zero, KIND, PIECE, A)
-            new_2 = _wide(words_2, zero_2, KIND, PIECE, A)
-            part, wide, part_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
-            total = gl.where(begun, _scaled(part_2, behind_2, _scaled(part, behind, total)), 0.0)
-            factor = factors.slice(0, GROUP_K, dim=1).permute((1, 0))
-            factor_2 = factors.slice(GROUP_K, GROUP_K, dim=1).permute((1, 0))
-            pending = warpgroup_mma(new, factor, part, use_acc=False, is_async=True)
-            pending_2 = warpgroup_mma(new_2, factor_2, part_2, use_acc=False, is_async=True)
-            wide, wide_2, behind, behind_2 = new, new_2, scale, scale_2
+            sums, wide = warpgroup_mma_wait(0, deps=[pending, wide])
+            if GROUPED:
+                total = gl.where(begun, _scaled(sums, behind, total), 0.0)
+            factor = factors.slice(0, PART_K, dim=1).permute((1, 0))
+            pending = warpgroup_mma(new, factor, sums, use_acc=begun & (not GROUPED), is_async=True)
+            wide, behind = new, scale
+            if PARTS == 2:
+                new = _wide(words_2, zero_2, KIND, PIECE, A)
+                sums, wide = warpgroup_mma_wait(0, deps=[pending, wide])
+                if GROUPED:
+                    total = _scaled(sums, behind, total)
+                factor = factors.slice(PART_K, PART_K, dim=1).permute((1, 0))
+                pending = warpgroup_mma(new, factor, sums, use_acc=not GROUPED, is_async=True)
+                wide, behind = new, scale_2
         if GROUPED:
             next_rows = _scale_row(next_tile, row, num_out, TILE, GATED, SPAN)
             scale, scale_2, zero, zero_2 = _of_step(
@@ -352,14 +338,9 @@ def _ring_gemm(
             slot = 0
             phase ^= 1
         if (next_step == 0) | (place + 1 == stop):
-            part, wide, part_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
-            pending, pending_2 = warpgroup_mma_init(part), warpgroup_mma_init(part_2)
-            if not GROUPED:
-                total = part
-            elif GROUPS == 1:
-                total = _scaled(part, behind, total)
-            else:
-                total = _scaled(part_2, behind_2, _scaled(part, behind, total))
+            sums, wide = warpgroup_mma_wait(0, deps=[pending, wide])
+            pending = warpgroup_mma_init(sums)
+            total = _scaled(sums, behind, total) if GROUPED else sums
             _end(
                 total, tile, program, start, scales, bias, residual, out, partials, counters, num_rows, num_out, steps,
                 base, extra, TILE, GATED, SHARED, GROUPED, D,
