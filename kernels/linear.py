@@ -98,7 +98,7 @@ def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = Fals
         grouped = group in (size, 128) or group % 256 == 0
         bits = (8 if kind == "fp8" else 4) if kind in ("fp8", "int4") and grouped and piece == MAX_PIECE else 0
     if has_wgmma(rows) and rows.dtype == torch.bfloat16:
-        config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits, group)
+        config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits)
         if config is not None:
             return config
     return choose_config(num_out, size, rows.shape[0], gated, rows.element_size(), processors, kind, piece)

@@ -214,54 +214,53 @@ def stretches(config: GemmConfig | RingConfig, tiles: int, steps: int, processor
 
 _RING_WEIGHTS = (16_000_000, 128_000_000)
 """Smaller matrices, those of ranks included, and larger ones were not measured."""
-_RING_ROWS = {16: 64, 8: 64, 4: 64}
+_RING_ROWS = {16: 64, 8: 32, 4: 32}
 """Rows up to which it was measured, by the bits of a weight."""
 _BUSY = 0.7
 """Share of the programs that run at once that must be there, or all steps are shared evenly."""
 
 
 def choose_ring(
-    num_out: int, size: int, num_rows: int, gated: bool, processors: int, code_bits: int, group: int = 0
+    num_out: int, size: int, num_rows: int, gated: bool, processors: int, code_bits: int
 ) -> RingConfig | None:
     """A cut for bfloat16 rows on a Hopper GPU, and weights of so many bits, [num_out, size], or [2 num_out, size] if
     gated. None where there is none, or kernels.jit.gemm may be as fast.
 
-    The fastest within rounds of an 8B model on an H200 (benchmarks/notes/gpu.md). Codes of eight bits become wide in
-    registers: two programs a processor hide that from each other. Others have the memory of a processor for one ring.
+    The fastest within rounds of an 8B model on an H200 (benchmarks/notes/gpu.md). Codes become wide in registers: two
+    programs a processor hide that from each other. Others have the memory of a processor for one ring.
     """
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     if not _RING_WEIGHTS[0] <= weights <= _RING_WEIGHTS[1] or rows > _RING_ROWS.get(code_bits, 0) or size % 128:
         return None
     tiles = ceil_div(num_out, 64)
     if gated:
-        if code_bits == 4:
-            config = RingConfig(128, 256, stages=4 if rows <= 16 else 2, warps=8)
-        else:
-            config = RingConfig(128, 64, stages=6) if code_bits == 16 else RingConfig(128, 128, stages=4, warps=8)
-        return _fits(config, rows, code_bits) if tiles >= processors else None
-    if _BUSY * processors <= tiles <= processors:
-        wide = 128 if code_bits == 16 or (group == 128 and code_bits == 8) else 256
-        return _fits(RingConfig(block_k=wide, stages=8 if code_bits == 16 else 5), rows, code_bits)
+        gated_config = {16: RingConfig(128, 64, stages=6), 8: RingConfig(128, stages=4, warps=8)}
+        config = gated_config.get(code_bits, RingConfig(128, 256, stages=3, warps=8))
+        return config if tiles >= processors else None
+    if code_bits != 4 and _BUSY * processors <= tiles <= processors:
+        return _holding(RingConfig(stages=8) if code_bits == 16 else RingConfig(block_k=256, stages=5), rows, code_bits)
     if code_bits == 16:
         config = RingConfig(stages=8)
+    elif code_bits == 4:
+        config = RingConfig(block_k=256, per_sm=2, stages=6 if rows <= 16 else 3)
     else:
-        wide = code_bits == 4 or (rows <= 16 and group != 128)
-        config = (
-            RingConfig(block_k=256, per_sm=2, stages=3 if code_bits == 8 else 6)
-            if wide
-            else RingConfig(per_sm=2, stages=6)
-        )
+        config = RingConfig(block_k=256, per_sm=2, stages=3) if rows <= 16 else RingConfig(per_sm=2, stages=6)
     steps, at_once = ceil_div(size, config.block_k), config.per_sm * processors
     if tiles > at_once:
         return None
+    config = _holding(config, rows, code_bits)
     parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
     split = max(part for part in parts if steps % part == 0)
-    config = _fits(config, rows, code_bits)
-    return replace(config, split_k=split if _BUSY * at_once <= tiles * split <= at_once else 0)
+    if code_bits == 4 and split * tiles < 0.9 * at_once:
+        return replace(config, split_k=0, per_sm=3, stages=3) if rows <= 16 else replace(config, split_k=0)
+    if _BUSY * at_once <= tiles * split <= at_once:
+        return replace(config, split_k=split, stages=min(config.stages, steps // split))
+    return replace(config, split_k=0)
 
 
-def _fits(config: RingConfig, rows: int, code_bits: int) -> RingConfig:
-    while config.stages > 2 and config.shared_bytes(rows, code_bits) * config.per_sm > SHARED_MEMORY - SHARED_MARGIN:
+def _holding(config: RingConfig, rows: int, code_bits: int) -> RingConfig:
+    """With as many steps as a processor has memory for, if all its programs run at once."""
+    while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > SHARED_MEMORY - SHARED_MARGIN:
         config = replace(config, stages=config.stages - 1)
     return config
 

@@ -109,11 +109,7 @@ def _wide(words, zero, KIND: gl.constexpr, PIECE: gl.constexpr, A: gl.constexpr)
 @gluon.jit
 def _scaled(part, scale, total):
     """total + part * scale [weight rows], rounded once wherever a row stands."""
-    # By name, and in its place: moved behind the next product, it would have that wait for the tensor cores.
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, gl.broadcast(part, scale[:, None])[1], total],
-        dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
+    return gl.fma(part, gl.broadcast(part, scale[:, None])[1], total)
 
 
 @gluon.jit
@@ -246,8 +242,8 @@ def _ring_gemm(
     WARPS: gl.constexpr = gl.num_warps()
     HALVES: gl.constexpr = 2 if GATED else 1
     STORED_K: gl.constexpr = weight.block_shape[1]
-    # Codes of so many columns become wide while the tensor cores multiply those before them.
-    PARTS: gl.constexpr = 2 if KIND is not None and BLOCK_K > 128 else 1
+    # Two groups of columns of a step are summed apart.
+    PARTS: gl.constexpr = 2 if GROUPED and GROUP < BLOCK_K else 1
     PART_K: gl.constexpr = BLOCK_K // PARTS
     OUTS: gl.constexpr = TILE // HALVES
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
@@ -289,10 +285,11 @@ def _ring_gemm(
             _ask_rows(rows, row_ring, ready, row_step, slot)
         row_tile, row_step = _next(row_tile, row_step, steps)
     total = gl.zeros([TILE, BLOCK_M], gl.float32, D)
-    pending = warpgroup_mma_init(total)
+    pending, pending_2 = warpgroup_mma_init(total), warpgroup_mma_init(total)
     wide = gl.zeros([TILE, PART_K], gl.bfloat16, A)
+    wide_2 = wide
     # Triton takes a name for unchanged in a loop that gets the value which another name had before, if it had the same.
-    behind = gl.zeros_like(scale)
+    behind, behind_2 = gl.zeros_like(scale), gl.zeros_like(scale_2)
     first = start
     slot, before, phase = 0, 0, 0
     for place in range(start, stop):
@@ -302,25 +299,24 @@ def _ring_gemm(
         if KIND is None:
             pending = warpgroup_mma(ring.index(slot), factors.permute((1, 0)), pending, use_acc=begun, is_async=True)
             pending = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[pending]))
-        else:
-            words = ring.index(slot).load(A)
-            if PARTS == 2:
-                words, words_2 = _halves(words, A)
-            new = _wide(words, zero, KIND, PIECE, A)
+        elif PARTS == 1:
+            new = _wide(ring.index(slot).load(A), zero, KIND, PIECE, A)
             sums, wide = warpgroup_mma_wait(0, deps=[pending, wide])
             if GROUPED:
                 total = gl.where(begun, _scaled(sums, behind, total), 0.0)
-            factor = factors.slice(0, PART_K, dim=1).permute((1, 0))
-            pending = warpgroup_mma(new, factor, sums, use_acc=begun & (not GROUPED), is_async=True)
+            begun = begun & (not GROUPED)
+            pending = warpgroup_mma(new, factors.permute((1, 0)), sums, use_acc=begun, is_async=True)
             wide, behind = new, scale
-            if PARTS == 2:
-                new = _wide(words_2, zero_2, KIND, PIECE, A)
-                sums, wide = warpgroup_mma_wait(0, deps=[pending, wide])
-                if GROUPED:
-                    total = _scaled(sums, behind, total)
-                factor = factors.slice(PART_K, PART_K, dim=1).permute((1, 0))
-                pending = warpgroup_mma(new, factor, sums, use_acc=not GROUPED, is_async=True)
-                wide, behind = new, scale_2
+        else:
+            words, words_2 = _halves(ring.index(slot).load(A), A)
+            new, new_2 = _wide(words, zero, KIND, PIECE, A), _wide(words_2, zero_2, KIND, PIECE, A)
+            sums, wide, sums_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
+            total = gl.where(begun, _scaled(sums_2, behind_2, _scaled(sums, behind, total)), 0.0)
+            factor = factors.slice(0, PART_K, dim=1).permute((1, 0))
+            factor_2 = factors.slice(PART_K, PART_K, dim=1).permute((1, 0))
+            pending = warpgroup_mma(new, factor, sums, use_acc=False, is_async=True)
+            pending_2 = warpgroup_mma(new_2, factor_2, sums_2, use_acc=False, is_async=True)
+            wide, wide_2, behind, behind_2 = new, new_2, scale, scale_2
         if GROUPED:
             next_rows = _scale_row(next_tile, row, num_out, TILE, GATED, SPAN)
             scale, scale_2, zero, zero_2 = _of_step(
@@ -338,9 +334,11 @@ def _ring_gemm(
             slot = 0
             phase ^= 1
         if (next_step == 0) | (place + 1 == stop):
-            sums, wide = warpgroup_mma_wait(0, deps=[pending, wide])
-            pending = warpgroup_mma_init(sums)
+            sums, wide, sums_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
+            pending, pending_2 = warpgroup_mma_init(sums), warpgroup_mma_init(sums_2)
             total = _scaled(sums, behind, total) if GROUPED else sums
+            if PARTS == 2:
+                total = _scaled(sums_2, behind_2, total)
             _end(
                 total, tile, program, start, scales, bias, residual, out, partials, counters, num_rows, num_out, steps,
                 base, extra, TILE, GATED, SHARED, GROUPED, D,
