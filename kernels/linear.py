@@ -87,18 +87,25 @@ def stream_linear(
     return out
 
 
+def fits_ring(weight: Tensor | QuantWeight) -> bool:
+    """Whether there is a RingConfig for weights of this layout."""
+    if not isinstance(weight, QuantWeight):
+        return True
+    # Steps of 128 or 256 columns are of one group, or of two.
+    groups_fit = weight.group in (128, weight.size) or weight.group % 256 == 0
+    return weight.kind in ("fp8", "int4") and weight.piece == MAX_PIECE and groups_fit
+
+
 def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = False) -> GemmConfig | RingConfig:
     """How `stream_linear` cuts its work where it is not told."""
     num_out, size = _weight_shape(weight)[0] // (2 if gated else 1), rows.shape[1]
     processors, kind, piece = num_processors(rows), None, 0
-    # Whose programs keep a ring: weights of rows' dtype, and fp8 with one scale a row.
-    bits, group = 16, 0
+    bits, grouped = 16, False
     if isinstance(weight, QuantWeight):
-        kind, piece, group = weight.kind, weight.piece, weight.group
-        grouped = group in (size, 128) or group % 256 == 0
-        bits = (8 if kind == "fp8" else 4) if kind in ("fp8", "int4") and grouped and piece == MAX_PIECE else 0
-    if has_wgmma(rows) and rows.dtype == torch.bfloat16:
-        config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits)
+        kind, piece = weight.kind, weight.piece
+        bits, grouped = 16 // weight.per_word, weight.group != size or weight.zeros is not None
+    if rows.dtype == torch.bfloat16 and has_wgmma(rows) and fits_ring(weight):
+        config = choose_ring(num_out, size, rows.shape[0], gated, processors, bits, grouped)
         if config is not None:
             return config
     return choose_config(num_out, size, rows.shape[0], gated, rows.element_size(), processors, kind, piece)

@@ -214,52 +214,56 @@ def stretches(config: GemmConfig | RingConfig, tiles: int, steps: int, processor
 
 _RING_WEIGHTS = (16_000_000, 128_000_000)
 """Smaller matrices, those of ranks included, and larger ones were not measured."""
-_RING_ROWS = {16: 64, 8: 32, 4: 32}
-"""Rows up to which it was measured, by the bits of a weight."""
+_RING_ROWS = {16: 64, 8: 32, 4: 16}
+"""Rows up to which they were faster than kernels.jit.gemm, by the bits of a weight."""
+_RING_ROWS_OF_GROUPS = 16
+"""The same for weights with scales of groups of columns."""
 _BUSY = 0.7
 """Share of the programs that run at once that must be there, or all steps are shared evenly."""
 
 
 def choose_ring(
-    num_out: int, size: int, num_rows: int, gated: bool, processors: int, code_bits: int
+    num_out: int, size: int, num_rows: int, gated: bool, processors: int, code_bits: int, grouped: bool = False
 ) -> RingConfig | None:
     """A cut for bfloat16 rows on a Hopper GPU, and weights of so many bits, [num_out, size], or [2 num_out, size] if
     gated. None where there is none, or kernels.jit.gemm may be as fast.
 
-    The fastest within rounds of an 8B model on an H200 (benchmarks/notes/gpu.md). Codes become wide in registers: two
-    programs a processor hide that from each other. Others have the memory of a processor for one ring.
+    The fastest within rounds of an 8B model (benchmarks/notes/gpu.md). Codes become wide in registers: two programs a
+    processor or more hide that from each other. Others have the memory of a processor for one ring.
     """
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
-    if not _RING_WEIGHTS[0] <= weights <= _RING_WEIGHTS[1] or rows > _RING_ROWS.get(code_bits, 0) or size % 128:
+    most = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
+    if not _RING_WEIGHTS[0] <= weights <= _RING_WEIGHTS[1] or rows > most or size % 128:
         return None
     tiles = ceil_div(num_out, 64)
     if gated:
-        gated_config = {16: RingConfig(128, 64, stages=6), 8: RingConfig(128, stages=4, warps=8)}
-        config = gated_config.get(code_bits, RingConfig(128, 256, stages=3, warps=8))
-        return config if tiles >= processors else None
-    if code_bits != 4 and _BUSY * processors <= tiles <= processors:
-        return _holding(RingConfig(stages=8) if code_bits == 16 else RingConfig(block_k=256, stages=5), rows, code_bits)
+        configs = {
+            16: RingConfig(128, 64, stages=6),
+            8: RingConfig(128, 128, stages=4, warps=8),
+            4: RingConfig(128, 256, stages=3, warps=8),
+        }
+        return configs[code_bits] if tiles >= processors else None
     if code_bits == 16:
         config = RingConfig(stages=8)
-    elif code_bits == 4:
-        config = RingConfig(block_k=256, per_sm=2, stages=6 if rows <= 16 else 3)
+    elif code_bits == 8:
+        one_each = tiles >= _BUSY * processors
+        config = RingConfig(block_k=256, stages=5) if one_each else RingConfig(block_k=256, per_sm=2, stages=3)
+        if rows > 16 and not one_each:
+            config = RingConfig(per_sm=2, stages=6)
     else:
-        config = RingConfig(block_k=256, per_sm=2, stages=3) if rows <= 16 else RingConfig(per_sm=2, stages=6)
+        config = RingConfig(block_k=256, per_sm=2, stages=6)
     steps, at_once = ceil_div(size, config.block_k), config.per_sm * processors
     if tiles > at_once:
         return None
-    config = _holding(config, rows, code_bits)
     parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
     split = max(part for part in parts if steps % part == 0)
-    if code_bits == 4 and split * tiles < 0.9 * at_once:
-        return replace(config, split_k=0, per_sm=3, stages=3) if rows <= 16 else replace(config, split_k=0)
-    if _BUSY * at_once <= tiles * split <= at_once:
-        return replace(config, split_k=split, stages=min(config.stages, steps // split))
-    return replace(config, split_k=0)
-
-
-def _holding(config: RingConfig, rows: int, code_bits: int) -> RingConfig:
-    """With as many steps as a processor has memory for, if all its programs run at once."""
+    # Codes of four bits are read so fast that programs must not be missed.
+    if tiles * split >= (0.9 if code_bits == 4 else _BUSY) * at_once:
+        config = replace(config, split_k=split, stages=min(config.stages, steps // split))
+    else:
+        config = (
+            RingConfig(block_k=256, split_k=0, per_sm=3, stages=3) if code_bits == 4 else replace(config, split_k=0)
+        )
     while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > SHARED_MEMORY - SHARED_MARGIN:
         config = replace(config, stages=config.stages - 1)
     return config

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.launch import has_wgmma
-from kernels.linear import stream_config, stream_linear
+from kernels.linear import fits_ring, stream_config, stream_linear
 from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_ring, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
 
-SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False), (49152, 4096, False)]
+SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)]
 CUTS = {
     "a program a tile": RingConfig(),
     "two programs a tile": RingConfig(split_k=2, stages=3),
@@ -36,6 +36,7 @@ WEIGHTS = {
     "int4 with zeros": ("int4z", 128, 1),
     "int4 with a zero a row": ("int4z", 0, 1),
 }
+MOST_ROWS = {"bfloat16": MAX_ROWS, "fp8, a scale a row": 32}
 
 
 @pytest.fixture
@@ -106,9 +107,10 @@ def test_every_cut_is_the_product_and_all_that_stands_around_it(hopper: str, cut
 def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, name: str, gated: bool) -> None:
     num_out, size = 8448, 2048
     weight = weight_of(name, num_out * (2 if gated else 1), size, hopper)
-    for num_rows in (1, 16, 33, MAX_ROWS, *((MAX_ROWS + 6,) if isinstance(weight, QuantWeight) else ())):
+    for num_rows in (1, 16, 32, 33, MAX_ROWS):
         rows = torch.randn(num_rows, size, device=hopper).bfloat16()
-        assert isinstance(stream_config(rows[:MAX_ROWS], weight, gated), RingConfig)
+        most = MOST_ROWS.get(name, 16)
+        assert isinstance(stream_config(rows[:MAX_ROWS], weight, gated), RingConfig) == (num_rows <= most)
         found = stream_linear(rows, weight, gated=gated, out_dtype=torch.float32)
         torch.testing.assert_close(found.double(), exact(rows, weight, None, gated), rtol=2e-4, atol=2e-3)
 
@@ -136,13 +138,11 @@ def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("num_rows", [1, 32, MAX_ROWS])
-def test_two_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
+@pytest.mark.parametrize(("bits", "num_rows"), [(16, 16), (16, MAX_ROWS), (8, 1), (8, 32), (4, 16)])
+def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
     for (num_out, size, gated), processors in itertools.product(SHAPES, (114, 132)):
         config = choose_ring(num_out, size, num_rows, gated, processors, bits)
-        rows = tile_rows(num_rows)
-        assert config.stages >= 2 and 2 * config.shared_bytes(rows, bits) <= SHARED_MEMORY
+        assert config is not None
         tiles, steps = -(-num_out // (config.tile // (2 if gated else 1))), -(-size // config.block_k)
         programs, *_ = stretches(config, tiles, steps, processors)
         at_once = config.per_sm if config.split_k != 1 else 1
@@ -152,13 +152,20 @@ def test_two_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: 
 
 
 def test_what_has_no_ring() -> None:
-    def has_ring(num_out: int, size: int, num_rows: int, bits: int) -> bool:
-        return choose_ring(num_out, size, num_rows, False, 132, bits) is not None
+    def has_ring(num_out: int, size: int, num_rows: int, bits: int, grouped: bool = False) -> bool:
+        return choose_ring(num_out, size, num_rows, False, 132, bits, grouped) is not None
 
-    assert has_ring(4096, 4096, 16, 16) and has_ring(4096, 4096, 32, 8)
+    assert has_ring(4096, 4096, MAX_ROWS, 16) and has_ring(4096, 4096, 32, 8) and has_ring(4096, 4096, 16, 4, True)
     assert not has_ring(2048, 4096, 16, 16), "too small"
     assert choose_ring(7168, 4096, 16, True, 132, 8) is None, "half of a gated matrix"
     assert not has_ring(49152, 4096, 16, 16) and not has_ring(32000, 2048, 16, 8), "output matrices were not measured"
     assert not has_ring(4096, 4160, 16, 16), "columns that steps do not fit"
-    assert not has_ring(4096, 4096, 17, 16) and not has_ring(4096, 4096, 33, 8), "more rows than measured"
-    assert not has_ring(4096, 4096, 1, 4), "four bits"
+    assert not has_ring(4096, 4096, 33, 8) and not has_ring(4096, 4096, 17, 8, True), "slower than without"
+    assert not has_ring(4096, 4096, 17, 4), "slower than without"
+
+
+def test_weights_that_steps_do_not_fit_have_no_ring() -> None:
+    assert all(fits_ring(weight_of(name, 64, 1536, "cpu")) for name in WEIGHTS)
+    assert not fits_ring(made("fp8", 64, 1536, 384).for_streaming()), "groups that end within a step"
+    assert not fits_ring(made("int4", 64, 1536, 32).for_streaming()), "short pieces"
+    assert not fits_ring(made("mxfp4", 64, 1536, 32).for_streaming()), "codes that are not made wide here"
