@@ -212,7 +212,7 @@ def stretches(config: GemmConfig | RingConfig, tiles: int, steps: int, processor
     return programs, base, extra, extra > 0 or base % steps > 0
 
 
-_RING_WEIGHTS = (16_000_000, 128_000_000)
+RING_WEIGHTS = (16_000_000, 128_000_000)
 """Smaller matrices, those of ranks included, and larger ones were not measured."""
 _RING_ROWS = {16: 64, 8: 32, 4: 16}
 """Rows up to which they were faster than kernels.jit.gemm, by the bits of a weight."""
@@ -233,7 +233,7 @@ def choose_ring(
     """
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     most = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
-    if not _RING_WEIGHTS[0] <= weights <= _RING_WEIGHTS[1] or rows > most or size % 128:
+    if not RING_WEIGHTS[0] <= weights <= RING_WEIGHTS[1] or rows > most or size % 128:
         return None
     tiles = ceil_div(num_out, 64)
     if gated:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from kernels.elementwise import add_rms_norm, gate_mul
 from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear
 from kernels.launch import use_triton
-from kernels.linear import dequantize, norm_linear, stream_linear
+from kernels.linear import dequantize, norm_linear, ring_pays, stream_linear
 from kernels.linear_configs import MAX_ROWS as MAX_STREAM_ROWS
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
 from kernels.quant_weight import QuantWeight, joined, reordered
@@ -101,7 +101,7 @@ class Linear:
             quantized = quantized if order is None else reordered(quantized, order)
             self._stored = []
             if self.weight.is_cuda and self.weight.dtype != torch.float32 and quantized.streams:
-                if self._scheme.library:
+                if self._scheme.library and not ring_pays(quantized):
                     self.library = humming_weight(quantized, self.bias, self.weight.dtype)
                 self.quantized = None if self.library is not None else quantized.for_streaming()
                 self._in_fp8 = self._scheme.library and fits_fp8_linear(quantized, self.weight.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.launch import has_wgmma
-from kernels.linear import fits_ring, stream_config, stream_linear
+from kernels.linear import fits_ring, ring_pays, stream_config, stream_linear
 from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_ring, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
 
@@ -116,6 +116,11 @@ def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, 
 
 
 @pytest.mark.gpu
+def test_large_matrices_are_ours_where_a_library_takes_small_ones(hopper: str) -> None:
+    assert ring_pays(weight_of("int4", 4096, 4096, hopper)) and not ring_pays(weight_of("int4", 1024, 1024, hopper))
+
+
+@pytest.mark.gpu
 def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None:
     weights = [weight_of(name, 4096, 4096, hopper) for name in ("bfloat16", "fp8, a scale a row", "int4") * 3]
     first = torch.randn(7, 4096, device=hopper).bfloat16()
@@ -168,4 +173,5 @@ def test_weights_that_steps_do_not_fit_have_no_ring() -> None:
     assert all(fits_ring(weight_of(name, 64, 1536, "cpu")) for name in WEIGHTS)
     assert not fits_ring(made("fp8", 64, 1536, 384).for_streaming()), "groups that end within a step"
     assert not fits_ring(made("int4", 64, 1536, 32).for_streaming()), "short pieces"
+    assert not ring_pays(weight_of("int4", 4096, 4096, "cpu")), "no GPU"
     assert not fits_ring(made("mxfp4", 64, 1536, 32).for_streaming()), "codes that are not made wide here"
