@@ -98,10 +98,10 @@ def fits_ring(weight: Tensor | QuantWeight) -> bool:
 
 
 def ring_pays(weight: QuantWeight) -> bool:
-    """Whether few rows are multiplied in rings here, and so, up to 64, faster than by a library that was measured.
+    """Whether few rows are multiplied in rings here, and so up to 64 faster than by humming-kernels 0.1.19.
 
-    Rounds of up to 64 tokens of an 8B model take an H100 0.86 to 0.95 of what they take with humming-kernels 0.1.19 in
-    int4, 0.87 to 0.93 in fp8 blocks (benchmarks/results/engine_quantized_rings_h100.json).
+    Rounds of up to 64 tokens of an 8B model take an H100 0.86 to 0.94 of its time, in int4 and in fp8 blocks
+    (benchmarks/results/engine_quantized_rings_library_h100.json).
     """
     return has_wgmma(weight.codes) and fits_ring(weight) and weight.num_out * weight.size >= RING_WEIGHTS[0]
 

@@ -8,9 +8,10 @@ from kernels.launch import ceil_div, power_of_two
 
 MAX_ROWS = 64
 """Rows that a launch takes at most."""
-MAX_QUANTIZED_ROWS = 128
+MAX_QUANTIZED_ROWS = 256
 """Rows up to which quantized weights are best read anew for every 64: beyond, made wide once and multiplied by cuBLAS.
-Of 192 rows a layer's products at 8B shape take an H200 384 us so and 354 made wide in fp8, 348 and 333 in int4."""
+Of 192 and 256 rows all products of an 8B model take an H100 8.5 and 11.3 ms so and 13.8 and 14.4 made wide in int4,
+11.5 and 15.3, and 14.8 and 15.4, in fp8 blocks (benchmarks/results/engine_quantized_passes_h100.json)."""
 MAX_MEASURED_WEIGHTS = 40_000_000
 """Not measured above; at 64 rows cuBLAS already reads some weights faster."""
 SMALL_WEIGHTS = 1_500_000

@@ -26,7 +26,7 @@ from benchmarks.kernels.quantized_products import exact_product
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads, tell_launches
 from kernels.launch import ceil_div
-from kernels.linear import stream_config, stream_linear
+from kernels.linear import fits_ring, stream_config, stream_linear
 from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, RingConfig, tile_rows
 from kernels.quant_weight import QuantWeight
 from outrider.layers.linear import Linear
@@ -113,6 +113,10 @@ class Chain:
         """The engine's cut, if it is a ring, and all others that fit a processor. TypeError for weights of no ring."""
         num_out, size, gated = self.shape(name)
         weight, rows, most = self.weight(name), tile_rows(self.num_rows), MAX_WAVES * self._processors
+        if not fits_ring(weight):
+            raise TypeError(
+                f"{name} is not multiplied by rings: bfloat16 is, and fp8 and int4 in groups that steps fit"
+            )
         bits = 16 // weight.per_word if isinstance(weight, QuantWeight) else 16
         chosen = self._chosen(self._rows[size], weight, gated)
         found = {chosen: None} if isinstance(chosen, RingConfig) else {}
