@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.quantized_text import ROOT, STEP, TEXTS, losses
+from kernels.amx import MAX_ROWS
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.layers.four_bits import MAX_ROWS
 from outrider.models.loader import load_model
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.bench.report import Row, cpu_name, write_report

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.layers.four_bits import GROUP, FourBitProduct
+from kernels.amx import GROUP
+from outrider.layers.four_bits import FourBitProduct
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig
 from outrider.models.store import DEFAULT_MODEL, resolve_model

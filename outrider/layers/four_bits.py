@@ -5,15 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.amx import GROUP, TILE, four_bit_product, has_amx, packed_blocks
 from kernels.quant_weight import QuantWeight, unpacked
 
-GROUP = 32
-"""Neighbouring columns of a row that share their levels, as in GGUF's Q4_1."""
-_GROUPS = (32, 64, 128, 256)
-"""What torch's product takes."""
-MAX_ROWS = 4
-"""The product makes its weights wide once for every four rows. SmolLM2-135M's layers on one core of a Xeon with AMX, ms
-for 1, 2, 4, 5 and 8 rows: 9.5, 11.5, 14.8, 22.6 and 28, where oneDNN's product in bfloat16 took 21 to 34 for any."""
 _STEPS = 15
 _ROUNDING = 2.0**-7
 """Of bfloat16, twice: by so much of its largest weight may a group's weights lie off its levels."""
@@ -22,19 +16,19 @@ _SAMPLE = 16
 
 
 class FourBitProduct:
-    """x W^T for rows x [M, in] in bfloat16, with the weights as codes: a quarter of the bytes to read.
+    """x W^T for up to MAX_ROWS rows x [M, in] in bfloat16, with the weights as codes: a third of the bytes to read.
 
-    Codes and scales say what the wide weights say, up to the rounding of both to bfloat16; neither product is nearer to
-    the checkpoint's.
+    Codes and scales say what the wide weights say, up to the rounding of these to bfloat16 and of those to float16. A
+    row's result does not depend on the rows beside it.
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, middles: Tensor) -> None:
-        """W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], of each group g of columns as many as are in
-        _GROUPS; codes are int32, 0 to 15.
+        """W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], of each group g of as many columns, a multiple of
+        GROUP; codes are int32, 0 to 15.
         """
-        self._group = codes.shape[1] // scales.shape[1]
-        self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        self._scales = torch.stack((scales.t(), middles.t()), 2).to(torch.bfloat16).contiguous()
+        groups = codes.shape[1] // GROUP // scales.shape[1]
+        scales, middles = scales.repeat_interleave(groups, 1), middles.repeat_interleave(groups, 1)
+        self._num_out, self._blocks = codes.shape[0], packed_blocks(codes, scales, middles)
 
     @classmethod
     def of(cls, weight: Tensor) -> FourBitProduct | None:
@@ -47,7 +41,7 @@ class FourBitProduct:
     @classmethod
     def of_quantized(cls, quantized: QuantWeight, weight: Tensor) -> FourBitProduct | None:
         """For int4 codes of a checkpoint, of which `weight` is the wide matrix."""
-        if quantized.kind != "int4" or quantized.group not in _GROUPS or quantized.span > 1 or not _is_served(weight):
+        if quantized.kind != "int4" or quantized.group % GROUP or quantized.span > 1 or not _is_served(weight):
             return None
         codes = unpacked(quantized.codes, quantized.kind, quantized.piece).to(torch.int32)
         scales = quantized.scales.float().t()
@@ -55,17 +49,14 @@ class FourBitProduct:
         return cls(codes, scales, scales * (8.0 - zeros))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[M, in] to [M, out], M at most MAX_ROWS where it is to be the fastest."""
-        rows = rows.contiguous()
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._codes, self._group, self._scales)
-        return product
+        """[M, in] to [M, out]."""
+        return four_bit_product(rows if rows.stride(1) == 1 else rows.contiguous(), self._blocks, self._num_out)
 
 
 def _is_served(weight: Tensor) -> bool:
-    """Whether torch has the product here. Without AMX products in bfloat16 round alike for any number of rows."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or weight.shape[0] % 16 or weight.shape[1] % GROUP:
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
-    return hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and torch.cpu._is_amx_tile_supported()
+    return weight.shape[0] % TILE == 0 and weight.shape[1] % GROUP == 0 and has_amx()
 
 
 def _levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.amx import MAX_ROWS
 from kernels.elementwise import add_rms_norm, gate_mul
 from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear
 from kernels.launch import use_triton
@@ -16,7 +17,7 @@ from kernels.linear_configs import MAX_ROWS as MAX_STREAM_ROWS
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
 from kernels.quant_weight import QuantWeight, joined, reordered
 from outrider.layers.formats import decode, weight_tensors
-from outrider.layers.four_bits import MAX_ROWS, FourBitProduct
+from outrider.layers.four_bits import FourBitProduct
 from outrider.layers.humming_weight import HummingWeight, humming_weight
 from outrider.layers.norm import RMSNorm
 from outrider.models.quantization import Scheme
@@ -38,7 +39,7 @@ class Linear:
     On a CPU, `pack` puts the weight in oneDNN's own layout. Measured for all layers of SmolLM2-135M on 2 Zen 4 cores,
     packed against functional.linear: 17 against 35 ms at M = 1 and 24 against 47 ms at M = 16 in float32, 8 against
     15 ms and 13 against 22 ms in bfloat16. Weights that were stored in four bits, the default model's, are kept as such
-    for up to four rows, too (outrider.layers.four_bits).
+    for up to 16 rows, too (outrider.layers.four_bits).
 
     On a GPU few rows go through our weight-streaming kernel, which takes gate and residual along;
     cuBLAS does the rest.
