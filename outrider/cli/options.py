@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar, cast
 
 from rich.console import Console
@@ -31,7 +32,9 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, under
 from outrider.models.config import check_config
 from outrider.models.drafters.kinds import check_drafter
-from outrider.models.store import given_folder, resolve_model
+from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
+from outrider.models.store_folder import CONFIG_FILE
+from outrider.paths import expand
 from outrider.rpc.server import check_free
 from outrider.rpc.transport import check_address
 
@@ -230,7 +233,8 @@ def make_cluster(
         gateway.read_api_keys,
     )
     target = resolve_model(verify.model, impl=verify.model_impl)
-    check_config(target, verify.model_impl)
+    if not expand(verify.model).is_dir():  # one that is has been checked
+        _check_config(target, verify)
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
         check_drafter(told, target)
@@ -270,8 +274,16 @@ def _check_device(flag: str, name: str) -> None:
 def _check_target(verify: VerifyOptions) -> None:
     with under("--model"):
         folder = given_folder(verify.model)
-        if folder is not None:
-            check_config(folder, verify.model_impl)
+        if folder is None and not is_hub_id(verify.model):
+            folder = local_folder(verify.model)
+    if folder is not None and (folder / CONFIG_FILE).is_file():
+        _check_config(folder, verify)
+
+
+def _check_config(folder: Path, verify: VerifyOptions) -> None:
+    with under("--model"):
+        positions = check_config(folder, verify.model_impl)
+    verify.check_context_length(positions)
 
 
 def _check_draft_model(path: str) -> None:
