@@ -14,6 +14,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles, read_secret
 from outrider.errors import ConfigError
 from outrider.rpc.channel import open_channel
+from outrider.rpc.status import details_of
 from outrider.rpc.tls import TlsSource
 from outrider.rpc.transport import check_address, split_host_port, unix_path
 
@@ -81,7 +82,7 @@ async def ask(address: str, service: str, timeout: float, token: str, tls: TlsFi
         try:
             response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
-            return error.code().name, " ".join((error.details() or "").split())
+            return error.code().name, " ".join(details_of(error).split())
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)), ""
 
 
