@@ -11,8 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import TlsFiles, read_secret
-from outrider.errors import ConfigError
+from outrider.config.service import TlsFiles, peer_tls, read_secret
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import details_of
 from outrider.rpc.tls import TlsSource
@@ -45,19 +44,16 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, help="File with a bearer token; our own doors answer without.")
     for word, text in _TLS_WORDS.items():
         name = f"{_ENV}TLS_{word.upper()}"
-        parser.add_argument(f"--tls-{word}", default=os.environ.get(name, ""), help=f"{text} Environment: {name}.")
+        flags = f"--connect-tls-{word}", f"--tls-{word}"
+        parser.add_argument(*flags, default=os.environ.get(name, ""), help=f"{text} Environment: {name}.")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask once and print the answer: exit code 0 if it is SERVING, 1 if it is not or none comes."""
     address = reachable(arguments.address)
-    files = TlsFiles(**{word: getattr(arguments, f"tls_{word}") for word in _TLS_WORDS})
-    if not files.ca and (given := [word for word in _TLS_WORDS if getattr(files, word)]):
-        raise ConfigError(
-            f"--tls-{given[0]}: --tls-ca is not set; name the certificates that the service is trusted by"
-        )
+    files = peer_tls(arguments, "connect")
     token = read_secret("", arguments.token_file, "--token")
-    answer, detail = asyncio.run(ask(address, arguments.service, arguments.timeout, token, files if files.ca else None))
+    answer, detail = asyncio.run(ask(address, arguments.service, arguments.timeout, token, files))
     print(f"{address}: {answer}" + (f" ({detail})" if detail else ""))
     return SERVES if answer == "SERVING" else SERVES_NOT
 

@@ -90,8 +90,11 @@ def _within(kind: type[NumberT], minimum: float, maximum: float, what: str) -> C
     return parse
 
 
-def add_connect_tls_options(group: argparse._ActionsContainer) -> None:
-    """Declare the options of TLS to a gateway that runs already; `peer_tls(arguments, "connect")` reads them."""
+def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> None:
+    """Declare the options of TLS to a gateway that runs already; `peer_tls(arguments, "connect")` reads them.
+
+    `former`: what else they begin with.
+    """
     for word, text in (
         ("ca", "certificates that the gateway's must be signed with; without it there is no TLS"),
         ("cert", "certificate to show the gateway"),
@@ -99,7 +102,8 @@ def add_connect_tls_options(group: argparse._ActionsContainer) -> None:
         ("name", "name in the gateway's certificate, if it is not the address"),
     ):
         metavar = "NAME" if word == "name" else "FILE"
-        group.add_argument(f"--connect-tls-{word}", metavar=metavar, default="", help=f"To the gateway: {text}.")
+        names = [f"{prefix}-{word}" for prefix in ("--connect-tls", *former)]
+        group.add_argument(*names, metavar=metavar, default="", help=f"To the gateway: {text}.")
 
 
 def given_service_flags(given: argparse.Namespace) -> list[str]:

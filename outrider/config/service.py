@@ -89,11 +89,14 @@ def door_tls(options: object) -> TlsFiles | None:
 
 
 def peer_tls(options: object, peer: str) -> TlsFiles | None:
-    """The files for channels to `peer` ("verify", "draft"); None where they are plain. Raises ConfigError."""
+    """The files for channels to `peer`: "verify", "draft", or "connect" for a tool's way to a gateway.
+
+    None where they are plain. Raises ConfigError.
+    """
     files = _read(options, f"{peer}_tls_", f"--{peer}-tls")
     if not files.ca and (files.cert or files.name):
         given = files.flag("cert" if files.cert else "name")
-        raise ConfigError(f"{given}: {files.flag('ca')} is not set; name the certificates that {peer} is trusted by")
+        raise ConfigError(f"{given}: {files.flag('ca')} is not set; name what the other end's must be signed with")
     return files if files.ca else None
 
 

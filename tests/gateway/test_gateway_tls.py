@@ -20,7 +20,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError, OutriderError
 from outrider.v1 import gateway_pb2
-from outrider_tools.cli import bench
+from outrider_tools.cli import bench, top
 
 TEXT = "/v1/completions"
 
@@ -90,6 +90,10 @@ async def test_a_load_over_rest_comes_in_with_its_certificate_and_to_the_name_th
         arguments.connect_tls_name = "gateway.example"
         assert await asyncio.to_thread(bench.run, arguments) == 0
         assert "no acceptance by depth" not in capsys.readouterr().err
+        watch = make_parser(["top"]).parse_args(
+            ["top", "--once", "--interval=0.05", world.rest, *words, "--connect-tls-name=gateway.example"]
+        )
+        assert await asyncio.to_thread(top.run, watch) == 0
 
 
 async def test_replaced_files_serve_the_next_connection_of_the_rest_door(
