@@ -129,7 +129,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs", "set logprobs to true or leave it out")
         return self
 

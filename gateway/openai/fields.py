@@ -77,6 +77,8 @@ class HarmlessFields(StrictModel):
     )
     safety_identifier: Text | None = Field(None, description="Taken and not used.")
     prompt_cache_key: Text | None = Field(None, description="Taken and not used.")
+    prompt_cache_retention: Text | None = Field(None, description="Taken and not used.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Taken and not used.")
     metadata: dict[str, Any] | None = Field(None, description="Taken and not used.")
     store: Annotated[Any, Only(False, why="answers are not stored here")] = None
     service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
