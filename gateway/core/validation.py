@@ -139,7 +139,8 @@ def _out_of_range(field: str, value: Any, context: Mapping[str, Any]) -> Invalid
 
 
 def _suggestion(field: str, model: type[BaseModel]) -> str:
-    close = difflib.get_close_matches(field.rpartition(".")[2], list(model.model_fields), n=1)
+    # Those of an object within are not the model's.
+    close = difflib.get_close_matches(field, list(model.model_fields), n=1) if "." not in field else ()
     return f"remove it, or did you mean {close[0]}?" if close else "remove it"
 
 

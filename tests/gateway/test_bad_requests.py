@@ -199,6 +199,13 @@ async def test_http_mistakes_have_the_same_shape(world: World, verify: ScriptedV
     assert (await world.http.get(TEXT)).headers["allow"] == "POST"
 
 
+async def test_no_field_of_the_body_is_suggested_for_one_within(world: World) -> None:
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    response = await world.http.post(CHAT, json={"messages": [{"role": "user", "content": [part]}]})
+    field = "messages[0].content[0].cache_control"
+    assert response.json()["error"]["message"] == f"{field}: unknown field; remove it"
+
+
 async def test_a_request_that_states_its_end_in_two_ways_is_refused_and_nothing_behind_it_is_read(world: World) -> None:
     reader, writer = await asyncio.open_connection(*world.rest.removeprefix("http://").split(":"))
     head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 5\r\n"
