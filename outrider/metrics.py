@@ -148,7 +148,8 @@ class MetricsPage:
             raise UnavailableError(f"{url} answers {error.code} {error.reason}", code=code) from None
         except BadStatusLine:
             raise UnavailableError(
-                f"{url} does not speak HTTP; give the REST door of a gateway or a --metrics-address, not a gRPC door"
+                f"{url} does not speak HTTP; give the REST door of a gateway or a --metrics-address, not a gRPC door, "
+                "and begin it with https:// where the door has TLS"
             ) from None
         except (OSError, HTTPException, ValueError) as error:
             raise UnavailableError(f"{url} cannot be read: {getattr(error, 'reason', error)}") from None

@@ -77,9 +77,12 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str = "the service") -> Ou
 
 
 def details_of(error: grpc.aio.AioRpcError) -> str:
-    """What gRPC says of a failed call; in plain words where the other end speaks HTTP/1."""
+    """What gRPC says of a failed call; with what it means where the other end speaks HTTP/1 or TLS."""
     text = error.details() or ""
-    return _NO_GRPC if "Expected SETTINGS frame" in text else text
+    if "Expected SETTINGS frame" in text or "missing selected ALPN" in text:
+        return _NO_GRPC
+    is_shut = text.startswith("failed to connect") and text.endswith("Socket closed")
+    return f"{text}; perhaps it wants TLS, or a certificate of the caller" if is_shut else text
 
 
 def _from_details(code: grpc.StatusCode, status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> OutriderError:

@@ -217,4 +217,6 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float, option: s
             fix = f"; {KEY_FIX}"
         elif record.error in ("service_unavailable", "http_ConnectError", "http_RemoteProtocolError"):
             fix = f"; {option} names the gateway (`outrider up` prints its doors)"
-        raise OutriderError(f"the first request failed: {record.error}: {record.detail}{fix}", code=record.error)
+        raise OutriderError(
+            f"the first request failed: {record.error}: {record.detail.rstrip('.')}{fix}", code=record.error
+        )

@@ -323,7 +323,10 @@ def run(arguments: argparse.Namespace) -> int:
     token = gateway_key(arguments)
     files = peer_tls(arguments, "connect")
     tls = client_context(files) if files else None
-    pages, optional = (arguments.pages, ()) if arguments.pages else (DEFAULT_PAGES[:-1], DEFAULT_PAGES[-1:])
+    pages, optional = arguments.pages, []
+    if not pages:
+        gateway, *pages, draft = DEFAULT_PAGES
+        pages, optional = [f"https://{gateway}" if tls else gateway, *pages], [draft]
     watch = Watch(pages, token, tls, optional)
     console = make_console(color=not arguments.no_color)
     count = 1 if arguments.once else arguments.count
