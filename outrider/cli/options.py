@@ -27,7 +27,7 @@ from outrider.config.base import Option, add_option, describe_options, read_opti
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import ServiceOptions
+from outrider.config.service import ServiceOptions, door_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, under
 from outrider.models.config import check_config
@@ -36,6 +36,7 @@ from outrider.models.store import given_folder, is_hub_id, local_folder, resolve
 from outrider.models.store_folder import CONFIG_FILE
 from outrider.paths import expand
 from outrider.rpc.server import check_free
+from outrider.rpc.tls import load_material
 from outrider.rpc.transport import check_address
 
 SHARED = ("log_level", "drain_seconds", "lockstep")
@@ -234,7 +235,8 @@ def make_cluster(
         partial(_check_device, "--draft-device", draft.device),
         partial(_check_target, verify),
         partial(_check_draft_model, draft.speculative_draft_model_path),
-        gateway.read_api_keys,
+        partial(_check_gateway, gateway),
+        *(partial(_check_tls, one, f"--{name}-tls") for name, one in bound.items()),
     )
     target = resolve_model(verify.model, impl=verify.model_impl)
     if not expand(verify.model).is_dir():  # one that is has been checked
@@ -273,6 +275,16 @@ def _check_all(*checks: Callable[[], object]) -> None:
 def _check_device(flag: str, name: str) -> None:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ConfigError(f'{flag}: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"')
+
+
+def _check_gateway(options: GatewayOptions) -> None:
+    options.check()
+    options.read_api_keys()
+
+
+def _check_tls(options: ServiceOptions, prefix: str) -> None:
+    if files := door_tls(options, prefix):
+        load_material(files)
 
 
 def _check_target(verify: VerifyOptions) -> None:

@@ -172,6 +172,10 @@ class VerifyOptions(PeerServiceOptions):
 
     def check_context_length(self, positions: int, room: int = 0) -> None:
         """Raise ConfigError for a context over the model's `positions`, 0 for unknown, or over what has room."""
+        if self.context_length == 1:
+            raise ConfigError(
+                "--context-length: 1 is no room for a prompt and an answer; use 2 or more, or leave it out"
+            )
         if 0 < positions < self.context_length:
             raise ConfigError(
                 f"--context-length: {self.context_length} is over the {positions} positions of the model "

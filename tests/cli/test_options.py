@@ -140,6 +140,29 @@ def test_a_context_that_the_model_has_not_is_told_with_the_other_mistakes(
     assert "--context-length: 512 is over the 256 tokens that the KV cache has room for" in capsys.readouterr().err
 
 
+def test_what_the_gateway_and_tls_would_refuse_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for wrong, said in (
+        (["--cors-origins=foo"], "--cors-origins: 'foo' is no origin"),
+        (["--api-key-file=none"], "--api-key-file: none cannot be read"),
+        (["--proxies=10.0.0.1/8"], "--proxies: 10.0.0.1/8 has host bits set"),
+        (["--gateway-tls-cert=none", "--gateway-tls-key=none"], "--gateway-tls-cert: none cannot be read"),
+        (["--verify-tls-cert=x"], "--verify-tls-cert: --verify-tls-key is not set"),
+        (["--draft-tls-ca=x"], "--draft-tls-ca: clients can show a certificate over TLS only; set --draft-tls-cert"),
+    ):
+        assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *wrong]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2 and lines[1].startswith(said), lines
+
+
+def test_a_context_without_room_for_an_answer_is_refused_as_such(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    assert main(["up", "--ephemeral", f"--model={model_path}", "--context-length=1"]) == 2
+    assert "--context-length: 1 is no room for a prompt and an answer; use 2 or more" in capsys.readouterr().err
+
+
 def test_a_local_model_s_config_is_checked_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Path] = []
     monkeypatch.setattr(options_module, "check_config", lambda folder, wanted: checked.append(folder) or 0)
