@@ -220,7 +220,7 @@ class JsonSchema(StrictModel):
 def check_goes_with(kind: str, wanted: str, value: object, field: str, what: str) -> None:
     """Raises InvalidRequestError unless a form of type `wanted`, and no other, has a value in the field."""
     if kind == wanted and value is None:
-        raise InvalidRequestError(field, "is missing", f"send the {what}")
+        raise InvalidRequestError(field, "is missing", f"send the {what}", code="missing_required_parameter")
     if kind != wanted and value is not None:
         raise InvalidRequestError(field, f"does not go with type {kind}", f"leave it out, or set type to {wanted}")
 

@@ -139,6 +139,8 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, {"messages": HELLO, "functions": [{}]}, "functions", "unsupported_parameter", "use tools"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "yaml"}}, "response_format.type", "invalid_value",
      "'json_schema'"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema",
+     "missing_required_parameter", "send the schema"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "invalid_value", "logprobs"),
     (CHAT, {"messages": HELLO, "stream_options": {}}, "stream_options", "invalid_value", "stream"),
     (CHAT, {"messages": HELLO, "store": True}, "store", "unsupported_parameter", "false"),
@@ -235,8 +237,10 @@ async def test_a_slow_body_gets_408(verify: ScriptedVerify, tmp_path: Any) -> No
 
 async def test_harmless_fields_are_taken(world: World) -> None:
     world.verify.say("ok")
+    part = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}
     body = {
-        "messages": HELLO,
+        "messages": [{"role": "user", "content": [part]}],
+        "reasoning_effort": "max",
         "user": "me",
         "store": False,
         "metadata": {"a": "b"},
@@ -260,6 +264,9 @@ async def test_harmless_fields_are_taken(world: World) -> None:
         "prompt_cache_options": {"ttl": "30m"},
     }
     response = await world.http.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    items = [{"role": "user", "content": [part | {"type": "input_text"}]}]
+    response = await world.http.post("/v1/responses", json={"input": items, "reasoning": {"effort": "max"}})
     assert response.status_code == 200, response.text
 
 
