@@ -171,7 +171,9 @@ def plan_target(
         tokens = 0  # the service takes the number as it is, whatever --mem-fraction-static says
     pages = tokens // options.page_size
     tokens = pages * options.page_size
-    longest = max(0, min(config.max_positions, tokens - options.max_draft_tokens - options.page_size))
+    longest = min(config.max_positions, tokens - options.max_draft_tokens - options.page_size)
+    if longest < 2:  # the service refuses to start
+        tokens = pages = longest = 0
     return Capacity(
         memory=memory,
         elements=elements,
@@ -397,7 +399,8 @@ def _warnings(plan: Capacity, drafter: DraftPlan | None) -> list[str]:
     found = []
     if plan.memory and not plan.kv_tokens:
         found.append(
-            "weights and KV do not fit; choose a larger GPU, a smaller model, a half format or fewer --max-total-tokens"
+            "weights and KV do not fit; choose a larger GPU, a smaller model, a half format, or another "
+            "--max-total-tokens"
         )
         return found
     if not plan.memory:

@@ -320,6 +320,12 @@ def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
     assert "longest request" not in text and "131072" not in text
 
 
+def test_a_cache_too_small_for_any_request_does_not_fit(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = plan(capsys, f"--model={llama_8b}", "--gpu=L4", "--max-total-tokens=64")
+    assert (code, told["fits"], told["context"], told["requests"]) == (1, False, 0, 0)
+    assert "or another --max-total-tokens" in told["warnings"][0]
+
+
 def test_cuda_itself_is_counted_once_with_what_the_share_is_for(
     model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
