@@ -163,6 +163,17 @@ def test_a_context_without_room_for_an_answer_is_refused_as_such(
     assert "--context-length: 1 is no room for a prompt and an answer; use 2 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("placement", ["remote", "colocated"])
+def test_a_token_map_that_is_not_there_is_told_before_anything_starts(
+    placement: str, capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = [f"--draft-placement={placement}", "--speculative-algorithm=STANDALONE", f"--model={model_path}"]
+    words += [f"--speculative-draft-model-path={model_path}", "--speculative-token-map=none.json"]
+    assert main(["up", "--ephemeral", *words]) == 2
+    assert "--speculative-token-map none.json: no such file" in capsys.readouterr().err
+
+
 def test_a_local_model_s_config_is_checked_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Path] = []
     monkeypatch.setattr(options_module, "check_config", lambda folder, wanted: checked.append(folder) or 0)
