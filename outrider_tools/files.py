@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 from outrider.paths import expand
 
 COPIED_FILES = (
@@ -44,7 +44,7 @@ def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         lines = expand(path).read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{said} cannot be read: {error}; give a JSONL file") from None
+        raise ConfigError(f"{said} cannot be read: {reason_of(error)}; give a JSONL file") from None
     if not any(map(str.strip, lines)):
         raise ConfigError(f"{said} holds no prompt; write a JSON object a line")
     for number, line in enumerate(lines, 1):
@@ -98,7 +98,7 @@ def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
         yield work
         work.rename(out)
     except OSError as error:
-        raise ConfigError(f"{said}: cannot be written: {error}") from error
+        raise ConfigError(f"{said}: cannot be written: {reason_of(error)}") from error
     finally:
         _remove(work)
 
@@ -106,5 +106,5 @@ def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    elif path.exists():
+        path.unlink()

@@ -129,7 +129,7 @@ LogitBias = Annotated[
 
 
 TemplateValues = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_template_values)]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class SamplingFields(StrictModel):

@@ -49,6 +49,7 @@ class TextPart(StrictModel):
 
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
 
 
 Content = Annotated[
@@ -129,7 +130,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs", "set logprobs to true or leave it out")
         return self
 

@@ -241,7 +241,9 @@ async def _measure(
     runs: list[LoadRun] = []
     try:
         warm = _prompts(arguments, max(1, arguments.num_warmups), "warm-up")
-        await first_answer(client, replace(warm[0], max_tokens=min(4, warm[0].max_tokens)), arguments.timeout)
+        option = "--connect" if arguments.backend == "grpc" else "--base-url"
+        first = replace(warm[0], max_tokens=min(4, warm[0].max_tokens))
+        await first_answer(client, first, arguments.timeout, option)
         if arguments.num_warmups:
             console.print(f"warming up with {arguments.num_warmups} requests, which are in no figure")
             most = max(1, min(arguments.num_warmups, max(point.concurrency for point in points) or 8))

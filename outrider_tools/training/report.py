@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from outrider_tools.training.figures import LENGTHS, RATES, Evaluation, length_table, rate_table
 from outrider_tools.training.trainer import CurvePoint
 
 # Lines of one kind come no more often, where no bar can be drawn.
@@ -99,6 +100,12 @@ class Report:
         console = Console(file=sys.stdout, highlight=False)
         console.width = max(console.width, TABLE_WIDTH)
         console.print(table, soft_wrap=True)
+
+    def evaluations(self, found: Sequence[Evaluation]) -> None:
+        """Both tables of the evaluations, each with a line on its words."""
+        for rows, meaning in ((length_table(found), LENGTHS), (rate_table(found), RATES)):
+            self.table(rows)
+            print(meaning)
 
     def _due(self, what: str) -> bool:
         now = time.monotonic()

@@ -38,7 +38,7 @@ from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.lossy import AcceptRule
 from outrider.tree.handshake import HandshakeError, agree
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
-from verify_service.engine.loading import RoundDraft, check_context_length, load, load_draft
+from verify_service.engine.loading import RoundDraft, load, load_draft
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth
@@ -383,7 +383,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Me
             f"--max-total-tokens: {memory.num_pages * memory.page_size} leave no room beside "
             f"{options.max_draft_tokens} draft tokens; raise it or lower --max-draft-tokens"
         )
-    check_context_length(options, most)
+    options.check_context_length(model.config.max_positions, most)
     if most < model.config.max_positions and not options.context_length:
         log.info(
             "context of %d tokens, not the model's %d: a KV cache of %d has to hold %d draft tokens, too; "

@@ -101,6 +101,8 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
         name_of = mtp_name if algorithm == "NEXTN" else head_name
         names = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
         head_config(algorithm, folder, {name for name in names if name}, target)
+    if (token_map := options.speculative_token_map) and not Path(token_map).is_file():
+        raise ConfigError(f"--speculative-token-map {token_map}: no such file")
     own, wanted = hash_tokenizer(folder), hash_tokenizer(target)
     if own and own != wanted:
         raise ConfigError(
