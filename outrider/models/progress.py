@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -21,10 +20,6 @@ Progress = Callable[[str, int, int], None]
 
 # Lines, where no bar can be drawn, come at these steps of a stage.
 LINE_STEP_PERCENT = 25
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """A progress callback that shows nothing."""
 
 
 class ConsoleProgress:
@@ -52,9 +47,7 @@ class ConsoleProgress:
     def __enter__(self) -> ConsoleProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bars is not None:
             self._bars.stop()
 

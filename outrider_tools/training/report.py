@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -45,9 +44,7 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bars is not None:
             self._bars.stop()
 
