@@ -80,6 +80,14 @@ def check_writable(option: str, path: Path) -> None:
 
 
 @contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path`; what is written there takes its place at the end, in one step."""
+    part = path.with_name(f"{path.name}.part")
+    yield part
+    part.replace(path)
+
+
+@contextmanager
 def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
     """A path beside `out` of the same suffix; what is made there takes its name at the end, or is removed.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
-from outrider_tools.files import copy_files
+from outrider_tools.files import copy_files, replacing
 from outrider_tools.training.block import TrainableBlockHead
 from outrider_tools.training.eagle import TrainableEagleHead
 from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head, default_feature_layers
@@ -166,8 +165,8 @@ def export_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(module, TrainableLM):
         copy_files(target_folder, folder)
-    path, part = folder / "model.safetensors", folder / "model.safetensors.part"
-    save_tensors(tensors, part)
-    os.replace(part, path)
+    path = folder / "model.safetensors"
+    with replacing(path) as part:
+        save_tensors(tensors, part)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
     return path.stat().st_size

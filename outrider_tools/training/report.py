@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from outrider.cli.terminal import aligned
 from outrider_tools.training.trainer import CurvePoint
 
 # Lines of one kind come no more often, where no bar can be drawn.
 EVERY_SECONDS = 5.0
-# Columns of a table, which is as wide in a file.
-TABLE_WIDTH = 160
 # From so many tokens on they are told in millions.
 MANY = 100_000
 
@@ -88,14 +85,7 @@ class Report:
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Rows of as many columns each, on standard output; the first column is names."""
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for column in range(len(rows[0])):
-            table.add_column(no_wrap=True, justify="right" if column and len(rows[0]) > 2 else "left")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console = Console(file=sys.stdout, highlight=False)
-        console.width = max(console.width, TABLE_WIDTH)
-        console.print(table, soft_wrap=True)
+        print(aligned(rows, right=range(1, len(rows[0])) if len(rows[0]) > 2 else ()))
 
     def _due(self, what: str) -> bool:
         now = time.monotonic()
