@@ -33,11 +33,11 @@ from outrider.models.drafters.config import (
     MARKOV_INPUT,
     HeadConfig,
     block_config,
+    cut_head,
     eagle3_config,
     eagle_config,
     mtp_config,
 )
-from outrider.models.drafters.cuts import cut_head
 from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, model_algorithm
 from outrider.models.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 from outrider.models.fields import read_configs, read_json

@@ -7,8 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from outrider.drafting.base import Grower, Refusal, Tree
-from outrider.drafting.model.context import DraftContext
-from outrider.drafting.model.context_cut import WHOLE, cut_context
+from outrider.drafting.model.context import WHOLE, DraftContext, cut_context
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.features import PendingFeatures
 from outrider.drafting.model.forest import DraftForest, RerootStep, reaches, reroot

@@ -18,8 +18,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.cuts import spans
 from outrider.models.drafters.base import DraftHead, DraftModel
 from outrider.models.drafters.block import BlockHead
-from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig
-from outrider.models.drafters.cuts import cut_head
+from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig, cut_head
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
     BLOCK_ALGORITHMS,
