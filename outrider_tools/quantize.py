@@ -32,7 +32,7 @@ from outrider_tools.files import whole_output
 
 BLOCK = 128
 FOUR_BITS = ("int4", "awq", "gptq", "mxfp4")
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
+E4M3_MAX = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)

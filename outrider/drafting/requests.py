@@ -60,7 +60,6 @@ class Requests:
         self.declines: Counter[DeclineReason] = Counter()
         self.dropped: Counter[str] = Counter()
         self.grammars = DraftGrammars(options)
-        self._drafter = drafter
         self._options = options
         self._max_positions = longest_sequence(drafter.needs.max_positions, options)
         self._handles = itertools.count(1)

@@ -200,12 +200,6 @@ class RoundDrafter:
         self.choices.capture(sorted(choices, reverse=True), True)
         self._contexts.capture()
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of KV, features and graphs."""
-        pools = (self.extensions, self.steps, self.choices, self._contexts)
-        return self.memory.num_bytes + sum(pool.num_bytes for pool in pools)
-
     def _extend(self, shape: RoundShape) -> None:
         """Run the drafter over what the round committed, and begin a tree below each new root; may be captured."""
         results, out = self._rounds.results(shape), self._committed.head(*shape)
