@@ -36,10 +36,7 @@ _WANTED: Mapping[str, str] = {
     "model_attributes_type": "an object",
 }
 
-_EITHER: Mapping[tuple[int | str, ...], str] = {
-    ("@object",): "an object or a string",
-    ("@text",): "a string or a list",
-}
+_EITHER: Mapping[tuple[int | str, ...], str] = {("@object",): "an object or a string", ("@text",): "a string or a list"}
 """What fields of several types take, by the tag at the end of a place that stands for what is of none of them."""
 
 _OWN_PARTS = frozenset(

@@ -172,10 +172,7 @@ class InfoRoutes:
             model = self._gateway.model
             job = await admit(ClientRequest(prompt_token_ids=[0], max_tokens=1), model, f"health-{uuid.uuid4().hex}")
             try:
-                async with (
-                    asyncio.timeout(_PROBE_SECONDS),
-                    aclosing(self._gateway.generate([job], model)) as deltas,
-                ):
+                async with asyncio.timeout(_PROBE_SECONDS), aclosing(self._gateway.generate([job], model)) as deltas:
                     async for _ in deltas:
                         pass
             except TimeoutError:

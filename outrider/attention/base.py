@@ -131,13 +131,7 @@ class AttentionPlan(ABC):
         """
 
     def attend_stream(
-        self,
-        layer: int,
-        stream: Tensor,
-        norm: RMSNorm,
-        qkv: Linear,
-        qk_norm: RMSNorm | None,
-        rules: LayerRules = PLAIN,
+        self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN
     ) -> Tensor | None:
         """As `attend`, for the heads that `qkv` makes of the normed residual stream [M, hidden], in fewer launches.
 

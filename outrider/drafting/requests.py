@@ -29,12 +29,7 @@ from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.author import Outcome, TreeAuthor
 
 _MAX_NODES_PER_GROW = 256
-_RETRYABLE = {
-    DeclineReason.GAP,
-    DeclineReason.UNKNOWN_REQUEST,
-    DeclineReason.OVERLOADED,
-    DeclineReason.DRAINING,
-}
+_RETRYABLE = {DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST, DeclineReason.OVERLOADED, DeclineReason.DRAINING}
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -80,13 +80,7 @@ class PeerExchange(Exchange):
     """By our kernels (kernels.exchange); may be captured."""
 
     def __init__(
-        self,
-        memory: RankMemory,
-        width: int,
-        num_columns: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        seconds: float,
+        self, memory: RankMemory, width: int, num_columns: int, dtype: torch.dtype, device: torch.device, seconds: float
     ) -> None:
         """For a residual stream of `width`, and `num_columns` of logits of each rank; all ranks at the same time.
 

@@ -203,12 +203,7 @@ class Linear:
         return rows.is_cuda and rows.dtype != torch.float32 and worth_streaming(rows.shape[0], self.weight.numel())
 
     def _streamed(
-        self,
-        rows: Tensor,
-        *,
-        residual: Tensor | None = None,
-        gated: bool = False,
-        out_dtype: torch.dtype | None = None,
+        self, rows: Tensor, *, residual: Tensor | None = None, gated: bool = False, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         """The product where `_streams`: the weights are read as they are."""
         weight = self.quantized or self.weight

@@ -97,11 +97,7 @@ def check_tensors(
         raise ConfigError(f"{folder}: tensor {missing[0]}{more} missing from the checkpoint")
 
 
-def fill(
-    targets: Mapping[str, Tensor],
-    read: Callable[[str], Tensor],
-    progress: Progress | None,
-) -> None:
+def fill(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], progress: Progress | None) -> None:
     """Copy what `read` gives for each name into `targets`; `progress(done_bytes, total_bytes)` counts those of targets.
 
     `progress` is called from this thread.

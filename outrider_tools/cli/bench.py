@@ -150,10 +150,7 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     tokens = whole_number(1, 1 << 20)
     group.add_argument("--random-input-len", type=tokens, default=128, help="Tokens of a random prompt. Default: 128.")
     group.add_argument(
-        "--random-output-len",
-        type=tokens,
-        default=128,
-        help="Most tokens of an answer, with a file too. Default: 128.",
+        "--random-output-len", type=tokens, default=128, help="Most tokens of an answer, with a file too. Default: 128."
     )
     group.add_argument(
         "--random-range-ratio",

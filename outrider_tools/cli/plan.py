@@ -453,11 +453,7 @@ def _lines(
             ("GPU memory", _size(gpu.memory), share),
             ("KV cache", _size(plan.kv_tokens * plan.kv_per_token), f"{plan.kv_tokens} tokens, {plan.num_pages} pages"),
             ("longest request", str(plan.context), "tokens of prompt and output"),
-            (
-                "requests at once",
-                str(count),
-                f"of {each} tokens{other}",
-            ),
+            ("requests at once", str(count), f"of {each} tokens{other}"),
         ]
     if gpu.bandwidth:
         floor = plan.round_seconds(gpu.bandwidth)

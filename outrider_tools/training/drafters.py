@@ -137,11 +137,7 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
 
 
 def export_drafter(
-    module: TrainableDrafter,
-    target_folder: Path,
-    folder: Path,
-    dtype: torch.dtype = torch.bfloat16,
-    window: int = 0,
+    module: TrainableDrafter, target_folder: Path, folder: Path, dtype: torch.dtype = torch.bfloat16, window: int = 0
 ) -> int:
     """Write a drafter to `folder`, made if need be; returns the bytes of its weights.
 

@@ -64,9 +64,7 @@ class VerifyMetrics:
         self._rounds = counter("rounds", "Rounds run.")
         self._round_seconds = histogram("round_seconds", "Wall time of a round.", _SECONDS_BUCKETS)
         self._gap_seconds = histogram(
-            "host_gap_seconds",
-            "Time between two rounds with the device idle, waits for drafts aside.",
-            _GAP_BUCKETS,
+            "host_gap_seconds", "Time between two rounds with the device idle, waits for drafts aside.", _GAP_BUCKETS
         )
         self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _GPU_BUCKETS)
         self._drafting_seconds = histogram(

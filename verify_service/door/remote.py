@@ -13,13 +13,7 @@ from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, Session
 from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
-from outrider.protocol.speculation import (
-    Decline,
-    DraftMessage,
-    Grow,
-    Hello,
-    ProjectionPart,
-)
+from outrider.protocol.speculation import Decline, DraftMessage, Grow, Hello, ProjectionPart
 from outrider.tree.handshake import Terms
 from verify_service.frames import (
     Cancel,

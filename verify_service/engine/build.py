@@ -293,11 +293,7 @@ def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool = False) -
 
 
 def round_growth(
-    executor: CudaExecutor,
-    memory: Memory,
-    cost: CostModel,
-    fixed: Growth | None = None,
-    is_chain: bool = False,
+    executor: CudaExecutor, memory: Memory, cost: CostModel, fixed: Growth | None = None, is_chain: bool = False
 ) -> RoundGrowth | None:
     """What decides on trees that grow inside rounds, if the executor drafts; `fixed`: it always grows so much."""
     drafts, buckets = executor.drafts, executor.buckets

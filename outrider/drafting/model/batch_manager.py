@@ -33,13 +33,7 @@ class BatchManager:
     forest follow while no burst is under way; while one is, `follow_ahead` does what can be done.
     """
 
-    def __init__(
-        self,
-        runner: BurstRunner,
-        forest: DraftForest,
-        grower: Grower,
-        options: GrowthOptions,
-    ) -> None:
+    def __init__(self, runner: BurstRunner, forest: DraftForest, grower: Grower, options: GrowthOptions) -> None:
         """`grower`: in whose name trees are refused."""
         self.rows: dict[int, DraftContext] = {}
         """Requests by row of the runner; one that was closed keeps its row until `release_closed`."""
