@@ -29,10 +29,6 @@ class Observation(NamedTuple):
     hit: bool
 
 
-def _as_sent(score: float, source: int) -> float:
-    return score
-
-
 class TreeMirror:
     """The tree of one request as verify knows it.
 
@@ -55,11 +51,11 @@ class TreeMirror:
             to open the request anew.
     """
 
-    def __init__(self, tokens: Sequence[int], vocab_size: int, max_nodes: int, calibrate: Calibrate = _as_sent) -> None:
+    def __init__(self, tokens: Sequence[int], vocab_size: int, max_nodes: int) -> None:
         """`max_nodes`: nodes that are kept; dead ones are among them until they are in the way."""
         self.tokens = tokens
         self.dropped: Counter[str] = Counter()
-        self.calibrate = calibrate
+        self.calibrate: Calibrate = lambda score, source: score
         self._vocab_size = vocab_size
         self._num_slots = max_nodes + 1
         self._observations: list[Observation] = []

@@ -132,7 +132,8 @@ def _load_head(
     if device.type == "cuda":
         config = replace(config, decoder=config.decoder.with_padded_heads())
     stored = _with_shared(stored, config, target, folder)
-    allowed = _token_map(options, config.decoder.vocab_size)
+    path = options.speculative_token_map
+    allowed = read_token_map(Path(path), config.decoder.vocab_size) if path else None
     ids = _own_ids(stored.pop("d2t", None), config, folder)
     build = _HEADS[algorithm]
     # The meta device gives names and shapes without memory.
@@ -194,11 +195,6 @@ def _with_shared(
 def _stated_dtype(folder: Path) -> str:
     fields = read_json(folder / "config.json")
     return str(fields.get("dtype") or fields.get("torch_dtype") or "")
-
-
-def _token_map(options: DraftOptions, vocab_size: int) -> Tensor | None:
-    path = options.speculative_token_map
-    return read_token_map(Path(path), vocab_size) if path else None
 
 
 def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:
