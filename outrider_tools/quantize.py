@@ -77,9 +77,8 @@ def quantize(
     `calibration`: the text by which errors are made up for, a file's path or "own" for what the model writes itself;
     "none" to round to the nearest.
 
-    Raises:
-        ConfigError: the source is quantized already, a shape does not fit the format, `out` cannot be written, or there
-            is no decoder of ours to calibrate.
+    Raises ConfigError: the source is quantized already, a shape does not fit the format, `out` cannot be written, or
+    there is no decoder of ours to calibrate.
     """
     fields = read_json(source / CONFIG_FILE)
     if fields.get("quantization_config"):

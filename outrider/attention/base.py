@@ -126,8 +126,7 @@ class AttentionPlan(ABC):
         `heads` [M, num_heads + 2 * num_kv_heads, head_dim] holds query, key and value heads in that order.
         `qk_norm`, if given, is applied to query and key heads first.
 
-        Returns:
-            [M, num_heads * head_dim] in the dtype of `heads`.
+        Returns [M, num_heads * head_dim] in the dtype of `heads`.
         """
 
     def attend_stream(

@@ -290,8 +290,7 @@ def folded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules
             None where every query sees every key.
         rules: of the layer; the mask has the window.
 
-    Returns:
-        [B * n, H * D].
+    Returns [B * n, H * D].
     """
     rows = _fold_heads(q, k)
     if _is_capped(rules.scores):

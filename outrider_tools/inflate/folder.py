@@ -71,8 +71,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
 
     `out` must not exist; it appears, complete, by one rename. No more than one file is in memory at a time.
 
-    Raises:
-        ConfigError: the shape cannot hold the source, or `out` cannot be written.
+    Raises ConfigError: the shape cannot hold the source, or `out` cannot be written.
     """
     fields = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)

@@ -101,8 +101,7 @@ class Corpus:
     def texts(self, given: Sequence[Question]) -> StoredTexts:
         """Conversations that the target had with the `given` questions and its own.
 
-        Raises:
-            ConfigError: there are no questions at all.
+        Raises ConfigError: there are no questions at all.
         """
         wanted = {**asdict(self._options), "temperatures": list(self._options.temperatures), "given": len(given)}
         origin = {

@@ -33,8 +33,7 @@ def make_learner(target: TargetModel, texts: Texts, options: RunOptions) -> Lear
     """The untrained drafter that `options.algorithm` names, on the target's device; the same for the same options and
     texts.
 
-    Raises:
-        ConfigError: the target or the sizes do not allow it.
+    Raises ConfigError: the target or the sizes do not allow it.
     """
     torch.manual_seed(options.trainer.seed)
     module = MAKERS[options.algorithm](target, texts, options).to(target.device)
@@ -101,8 +100,7 @@ MAKERS: dict[str, Callable[[TargetModel, Texts, RunOptions], TrainableDrafter]] 
 def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
     """Options with sizes in place of those that were not given: the initial head's, or the default.
 
-    Raises:
-        ConfigError: the target or the initial head does not allow a size, or another kind is trained.
+    Raises ConfigError: the target or the initial head does not allow a size, or another kind is trained.
     """
     if options.algorithm != "EAGLE3":
         named = {"--init-from": options.init_from, "--hit-weight": options.trainer.hit_weight}

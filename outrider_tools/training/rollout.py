@@ -160,8 +160,7 @@ class NodeRollout(AttentionBackend, AttentionPlan):
                 left.
             parents: int64 [N], place of each node's parent in the call before; not read in the first.
 
-        Returns:
-            rows for `logits`, and features for the nodes' children.
+        Returns rows for `logits`, and features for the nodes' children.
         """
         model, bases = self._draft.model, self._bases[owners]
         if isinstance(model, BlockHead):

@@ -236,8 +236,7 @@ def choose_vocabulary(
 
     Tokens that do not occur follow in the order of their ids: byte-level vocabularies list the common ones first.
 
-    Raises:
-        ConfigError: more are wanted than there are.
+    Raises ConfigError: more are wanted than there are.
     """
     if not len(set(always)) <= draft_vocab_size <= vocab_size:
         raise ConfigError(f"a draft vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens is impossible")

@@ -58,8 +58,7 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
 def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
     """The runner for the model's device, warmed up, which on a GPU takes from seconds to minutes.
 
-    Raises:
-        ConfigError: names the option that is at fault.
+    Raises ConfigError: names the option that is at fault.
     """
     on_gpu = model.device.type == "cuda"
     _check_options(options, model, on_gpu)

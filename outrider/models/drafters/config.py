@@ -107,8 +107,7 @@ def eagle3_config(
 
     `target_layers` and `target_hidden` are the target's, None where it is not known.
 
-    Raises:
-        ConfigError: names the field or option at fault.
+    Raises ConfigError: names the field or option at fault.
     """
     eagle = get_object(fields, "eagle_config")
     # Speculators' checkpoints keep the decoder's fields in an object of their own.
@@ -181,8 +180,7 @@ def mtp_config(target: ModelConfig, names: Collection[str]) -> HeadConfig:
     It is in MiMo's layout whatever the target's family, and its layer is like the target's layers. A checkpoint may
     hold the head alone, beside the target's config.json.
 
-    Raises:
-        ConfigError: the checkpoint holds no head.
+    Raises ConfigError: the checkpoint holds no head.
     """
     if target.architecture != "MiMoForCausalLM" and "input_proj.weight" not in names:
         raise ConfigError(

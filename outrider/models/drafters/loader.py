@@ -59,8 +59,7 @@ def load_draft_model(
     Names and shapes are checked before memory is taken for weights. A head that lacks embedding or output matrix takes
     them from `options.target_model_path`. `progress(done_bytes, total_bytes)` is called from this thread.
 
-    Raises:
-        ConfigError: names the option, field, file or tensor that is at fault.
+    Raises ConfigError: names the option, field, file or tensor that is at fault.
     """
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
