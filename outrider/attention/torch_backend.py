@@ -73,7 +73,6 @@ class _TorchPlan(AttentionPlan):
         self._order = order
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
-        """See AttentionPlan."""
         q, k, v = self._split(heads, qk_norm, rules.rotary)
         self._kv.write(layer, self._own_slots, k, v)
         all_k, all_v = self._kv.k_layers[layer], self._kv.v_layers[layer]

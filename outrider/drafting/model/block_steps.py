@@ -37,7 +37,6 @@ class BlockSteps(DraftSteps):
         self._injected = torch.zeros(size, dtype=torch.int8, device=head.device)
 
     def _propose(self, bucket: StepBucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:
-        """See DraftSteps."""
         head, memory = self._head, self._memory
         store, size, taken = memory.features, head.state_size, self._shape.feature_size
         if store is None:
