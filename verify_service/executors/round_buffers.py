@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from outrider.sampling.device import DeviceSampler
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.executors.ranks import PAGES, ExecutorLink
-
-if TYPE_CHECKING:
-    from verify_service.executors.round_drafts import RoundDrafts
 
 MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
@@ -255,6 +252,22 @@ class RoundAnswers:
         return begin, end, drafted
 
 
+class RowListener(Protocol):
+    """Is told what becomes of rows."""
+
+    def admitted(self, request: Request, row: int) -> None:
+        """A request got a row. `cached_len` is what the radix cache has of it, in its first pages."""
+
+    def paged(self, pages: Sequence[int]) -> None:
+        """A request in a row got further pages, which hold nothing yet."""
+
+    def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
+        """These pages of a row, from this place on, are to be entered in page tables that the listener keeps."""
+
+    def update(self, updates: Tensor) -> None:
+        """The same of what a round adds; see RequestRows.update."""
+
+
 class RequestRows:
     """Rows of requests that run, from their first round until they end or give up their pages.
 
@@ -272,12 +285,12 @@ class RequestRows:
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[Request, int] = {}
         self._num_known: dict[Request, int] = {}
-        self._listener: RoundDrafts | None = None
+        self._listener: RowListener | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def follow(self, listener: RoundDrafts) -> None:
+    def follow(self, listener: RowListener) -> None:
         """Tell a listener of rows from now on; before any row is taken."""
         self._listener = listener
 
