@@ -147,8 +147,7 @@ class _GroupAttention:
 
     def _mask(self, window: int, fold: bool) -> Tensor:
         """What is added to scores, made once a forward: [B, 1, n, L], if `fold` the n rows once for each head of a
-        group.
-        """
+        group."""
         mask = self._masks.get((window, fold))
         if mask is None:
             _, length, num_kv_heads, _ = self._read_shape
@@ -264,8 +263,7 @@ class HeadSplit:
         self, heads: Tensor, qk_norm: RMSNorm | None, rotary: Rotary | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See AttentionPlan.attend: q [M, num_heads, head_dim], k and v [M, num_kv_heads, head_dim], views of larger
-        tensors; q and k are normed, if there is a norm, and rotated.
-        """
+        tensors; q and k are normed, if there is a norm, and rotated."""
         num_heads, num_kv_heads = self._sizes
         qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
         if qk_norm is not None:

@@ -165,8 +165,7 @@ class Linear:
 
     def normed_gated(self, stream: Tensor, norm: RMSNorm | None, gelu: bool = False) -> Tensor:
         """`gated` of the residual stream [M, in], normed if there is a norm: in one launch where rows are few and not
-        wide.
-        """
+        wide."""
         if norm is not None and not gelu and self.uses_row_kernel(stream, gated=True):
             return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
         return self.gated(stream if norm is None else norm(stream), gelu)

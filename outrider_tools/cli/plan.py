@@ -126,8 +126,7 @@ class Capacity:
 
     def round_seconds(self, bandwidth: float, num_requests: int = 1, context: int = 0) -> float:
         """A round takes at least this long, by the bytes that it reads: weights, of experts those that a token of each
-        request wakes, and the KV of all contexts.
-        """
+        request wakes, and the KV of all contexts."""
         weights = self.elements.read_by(num_requests) * self.item_bytes - self.saved
         read = weights + num_requests * context * self.kv_per_token
         return read / bandwidth
