@@ -72,7 +72,7 @@ def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str 
         chosen = torch.float16 if checkpoint == "float16" else torch.bfloat16
         why = f"the checkpoint is {checkpoint}" if checkpoint else "the checkpoint names no format"
     else:
-        chosen, why = _cpu_dtype(cpu_flags())
+        chosen, why = _cpu_dtype(_cpu_flags())
     log.info("dtype auto: %s (%s); --dtype chooses another", str(chosen).removeprefix("torch."), why)
     return chosen
 
@@ -87,10 +87,9 @@ def _cpu_dtype(flags: set[str]) -> tuple[torch.dtype, str]:
     return torch.bfloat16, f"this CPU has {found}"
 
 
-def cpu_flags() -> set[str]:
-    """Instruction sets that Linux tells of."""
+def _cpu_flags() -> set[str]:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    lines = info.read_text().splitlines() if info.exists() else []
     words = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return set(words.split())
 

@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def flags(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(device, "cpu_flags", lambda: set(names))
+    monkeypatch.setattr(device, "_cpu_flags", lambda: set(names))
 
 
 @pytest.mark.parametrize("flag", ["avx512_bf16", "amx_bf16", "bf16"])
