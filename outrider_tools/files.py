@@ -38,8 +38,7 @@ def copy_files(source: Path, folder: Path) -> None:
 def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with words that say where it stands and begin with `said`; at least one.
 
-    Raises:
-        ConfigError: the file cannot be read, holds nothing, or a line is no object.
+    Raises ConfigError: the file cannot be read, holds nothing, or a line is no object.
     """
     try:
         lines = expand(path).read_text("utf-8").split("\n")
@@ -80,11 +79,18 @@ def check_writable(option: str, path: Path) -> None:
 
 
 @contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path`; what is written there takes its place at the end, in one step."""
+    part = path.with_name(f"{path.name}.part")
+    yield part
+    part.replace(path)
+
+
+@contextmanager
 def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
     """A path beside `out` of the same suffix; what is made there takes its name at the end, or is removed.
 
-    Raises:
-        ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; begins with `said`.
+    Raises ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; begins with `said`.
     """
     if out.exists():
         raise ConfigError(f"{said}: exists; remove it or choose another name")

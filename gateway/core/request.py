@@ -183,8 +183,7 @@ class StopFields(StrictModel):
         None, description="Least tokens per answer: no token or string ends it before. Default 0."
     )
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
-        None,
-        description="Texts whose tokens an answer never has in a row, with or without a space before them.",
+        None, description="Texts whose tokens an answer never has in a row, with or without a space before them."
     )
 
 

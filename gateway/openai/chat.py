@@ -27,15 +27,7 @@ from gateway.http.responses import Body
 from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields, text_or_list
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, chat_logprobs
-from gateway.openai.tools import (
-    CallBody,
-    CallDelta,
-    CallMade,
-    ToolBody,
-    ToolChoice,
-    calls_made,
-    tool_fields,
-)
+from gateway.openai.tools import CallBody, CallDelta, CallMade, ToolBody, ToolChoice, calls_made, tool_fields
 from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason

@@ -44,12 +44,7 @@ TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_to
 """Options of a model that verify and draft have; without a service's name they are verify's."""
 PEOPLES = {
     "model": ("--model", "--served-model-name", "--device", "--dtype", "--context-length", "--deterministic"),
-    "speculation": (
-        "--speculative-algorithm",
-        "--speculative-draft-model-path",
-        "--draft-device",
-        "--no-speculation",
-    ),
+    "speculation": ("--speculative-algorithm", "--speculative-draft-model-path", "--draft-device", "--no-speculation"),
     "memory and load": ("--mem-fraction-static", "--max-total-tokens", "--max-running-requests", "--verify-threads"),
     "clients": ("--rest-address", "--gateway-address", "--api-key-file", "--gateway-tls-cert", "--gateway-tls-key"),
     "log": ("--log-level",),
@@ -207,12 +202,7 @@ def _parse_one(service: str, given: Mapping[str, str], env: Mapping[str, str]) -
 
 
 def make_cluster(
-    arguments: argparse.Namespace,
-    console: Console,
-    on_line: LineSink,
-    *,
-    fixed_ports: bool,
-    supervise: bool,
+    arguments: argparse.Namespace, console: Console, on_line: LineSink, *, fixed_ports: bool, supervise: bool
 ) -> Cluster:
     """A cluster with the options given, not started yet; its model is fetched first, with progress on stderr.
 

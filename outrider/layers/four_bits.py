@@ -30,8 +30,7 @@ class FourBitProduct:
 
     def __init__(self, codes: Tensor, scales: Tensor, middles: Tensor) -> None:
         """W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], of each group g of columns as many as are in
-        _GROUPS; codes are int32, 0 to 15.
-        """
+        _GROUPS; codes are int32, 0 to 15."""
         self._group = codes.shape[1] // scales.shape[1]
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         self._scales = torch.stack((scales.t(), middles.t()), 2).to(torch.bfloat16).contiguous()

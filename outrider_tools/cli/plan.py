@@ -33,11 +33,11 @@ from outrider.models.drafters.config import (
     MARKOV_INPUT,
     HeadConfig,
     block_config,
+    cut_head,
     eagle3_config,
     eagle_config,
     mtp_config,
 )
-from outrider.models.drafters.cuts import cut_head
 from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, model_algorithm
 from outrider.models.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 from outrider.models.fields import read_configs, read_json
@@ -126,8 +126,7 @@ class Capacity:
 
     def round_seconds(self, bandwidth: float, num_requests: int = 1, context: int = 0) -> float:
         """A round takes at least this long, by the bytes that it reads: weights, of experts those that a token of each
-        request wakes, and the KV of all contexts.
-        """
+        request wakes, and the KV of all contexts."""
         weights = self.elements.read_by(num_requests) * self.item_bytes - self.saved
         read = weights + num_requests * context * self.kv_per_token
         return read / bandwidth

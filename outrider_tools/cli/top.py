@@ -128,7 +128,7 @@ def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[T
     known = max(len(list(now.labelled(f"{_VERIFY}draft_connected"))), int(healthy))
     yield TopFigure("drafts", f"{healthy:.0f} of {known}", alarm=healthy < known)
     for address, answer in now.labelled(f"{_VERIFY}draft_answer_seconds"):
-        yield TopFigure(f"answer of {_short(address)}", f"{answer * 1e3:.2f} ms")
+        yield TopFigure(f"answer of {address.rpartition('/')[2]}", f"{answer * 1e3:.2f} ms")
     yield TopFigure("plain rounds", _share(gained.total(f"{_VERIFY}fallback_rounds"), rounds))
     for name in ("preemptions", "failed_requests", "refused_requests", "slow_readers", "declines"):
         count = gained.total(f"{_VERIFY}{name}")
@@ -182,10 +182,6 @@ def _share(part: float, whole: float) -> str:
 
 def _ms(name: str, histogram: Histogram, share: float) -> TopFigure:
     return TopFigure(name, f"{histogram.quantile(share) * 1e3:.2f} ms" if histogram.count else "-")
-
-
-def _short(address: str) -> str:
-    return address.rpartition("/")[2]
 
 
 _MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[TopFigure]]] = {

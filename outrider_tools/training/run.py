@@ -46,8 +46,7 @@ def train(
 
     Of several processes the first one does what follows the training.
 
-    Raises:
-        ConfigError: something given does not fit, or prompts for training are also for the evaluation.
+    Raises ConfigError: something given does not fit, or prompts for training are also for the evaluation.
     """
     ranks = ranks or RankGroup()
     processes = ranks.count

@@ -28,7 +28,7 @@ from outrider.host.rank_memory import RankMemory
 from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
-from outrider.models.capacity import SCRATCH_BYTES
+from outrider.models.capacity import SCRATCH_BYTES, cpu_tokens
 from outrider.models.decoder import CausalLM
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
@@ -159,8 +159,6 @@ DETERMINISTIC_CHUNK = 512
 """Every prompt is padded to it, so that a large one would make short prompts wait."""
 LOCKSTEP_HOLD_MS = 1000.0
 """In lockstep a draft has this long to answer, if it is healthy."""
-_MAX_CPU_KV_TOKENS = 65536
-_CPU_MEMORY_SHARE = 0.25
 _DETERMINISTIC_ROUND_TOKENS = 64
 _FAR_CONTEXT = 16
 """Cached tokens of a round that is timed to tell what they cost, in those of other rounds that are timed."""
@@ -211,7 +209,7 @@ def build(
     """Everything else, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
     tokens = options.max_total_tokens or (
-        gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model, options.tensor_parallel_size)
+        gpu_tokens(options, model, draft) if on_gpu else cpu_tokens(model.kv_bytes, options.tensor_parallel_size)
     )
     tokens = tokens if link is None else link.least(tokens)
     num_pages = tokens // options.page_size
@@ -295,11 +293,7 @@ def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool = False) -
 
 
 def round_growth(
-    executor: CudaExecutor,
-    memory: Memory,
-    cost: CostModel,
-    fixed: Growth | None = None,
-    is_chain: bool = False,
+    executor: CudaExecutor, memory: Memory, cost: CostModel, fixed: Growth | None = None, is_chain: bool = False
 ) -> RoundGrowth | None:
     """What decides on trees that grow inside rounds, if the executor drafts; `fixed`: it always grows so much."""
     drafts, buckets = executor.drafts, executor.buckets
@@ -340,13 +334,6 @@ def attention_backend(name: str, model: LanguageModel, page_size: int, determini
         )
     shape = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, model.dtype)
     return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
-
-
-def _cpu_tokens(model: LanguageModel, num_ranks: int) -> int:
-    """KV tokens that a quarter of the free memory holds, within what one CPU can use."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    share = free * _CPU_MEMORY_SHARE / num_ranks
-    return max(min(int(share) // model.kv_bytes, _MAX_CPU_KV_TOKENS), 1024)
 
 
 def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft | None) -> int:
