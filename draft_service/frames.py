@@ -20,12 +20,7 @@ from outrider.host.frames import (
     Stop,
     decoder,
 )
-from outrider.protocol.speculation import (
-    DraftMessage,
-    FeaturesBegin,
-    Hello,
-    ProjectionPart,
-)
+from outrider.protocol.speculation import DraftMessage, FeaturesBegin, Hello, ProjectionPart
 
 GROWTH_SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0),

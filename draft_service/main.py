@@ -7,7 +7,6 @@ import gc
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from draft_service.door.features import RemoteFeatures
 from draft_service.door.metrics import DraftMetrics
@@ -67,7 +66,9 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
         try:
             address = await server.start()
             with serve_metrics(options.metrics_address, metrics.registry) as metrics_address:
-                _settle_memory()
+                gc.collect()
+                gc.freeze()
+                gc.set_threshold(_GC_THRESHOLD)
                 server.set_serving(True)
                 write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
                 await process.until_stopped(stop)
@@ -111,12 +112,6 @@ def _choose(options: DraftOptions) -> DraftOptions:
         return replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")
 
 
-def _settle_memory() -> None:
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
-
-
 def watch(metrics: DraftMetrics, engine: RemoteDraftEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:
     """Add the gauges of what is open now; `gauges` are the drafter's."""
     metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: engine.state.num_requests)
@@ -124,8 +119,4 @@ def watch(metrics: DraftMetrics, engine: RemoteDraftEngine, servicer: DraftServi
     metrics.watch("outrider_draft_live_nodes", "Live nodes in all trees.", lambda: engine.state.num_nodes)
     for name in gauges:
         help = f"{name.replace('_', ' ').capitalize()} of the drafter."
-        metrics.watch(f"outrider_draft_{name}", help, partial(_gauge, engine, name))
-
-
-def _gauge(engine: RemoteDraftEngine, name: str) -> float:
-    return engine.state.gauges.get(name, 0)
+        metrics.watch(f"outrider_draft_{name}", help, lambda name=name: engine.state.gauges.get(name, 0))  # type: ignore[misc]

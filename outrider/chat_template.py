@@ -16,7 +16,7 @@ import jinja2.parser
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_RENDERED_CHARACTERS = 1 << 24
@@ -128,7 +128,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     return config if isinstance(config, dict) else {}
 
 

@@ -114,6 +114,11 @@ class ConfigError(OutriderError):
     code = "config_error"
 
 
+def reason_of(error: Exception) -> str:
+    """Why a file could not be had, for a message that names the file already."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 _RECOVERABLE = ("out of memory", "ALLOC_FAILED")
 
 

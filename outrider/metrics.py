@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from http.client import HTTPException
+from http.client import BadStatusLine, HTTPException
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector, start_http_server
@@ -146,6 +146,11 @@ class MetricsPage:
         except urllib.error.HTTPError as error:
             code = WANTS_KEY if error.code == 401 else None
             raise UnavailableError(f"{url} answers {error.code} {error.reason}", code=code) from None
+        except BadStatusLine:
+            raise UnavailableError(
+                f"{url} does not speak HTTP; give the REST door of a gateway or a --metrics-address, not a gRPC door, "
+                "and begin it with https:// where the door has TLS"
+            ) from None
         except (OSError, HTTPException, ValueError) as error:
             raise UnavailableError(f"{url} cannot be read: {getattr(error, 'reason', error)}") from None
 

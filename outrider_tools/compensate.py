@@ -15,7 +15,7 @@ from torch import Tensor
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.models.decoder import CausalLM, GatedMlp
@@ -123,7 +123,7 @@ def _read(source: Path, text: str) -> list[int]:
     try:
         content = expand(text).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{said}: cannot be read: {error}; give a text file, own or none") from None
+        raise ConfigError(f"{said}: cannot be read: {reason_of(error)}; give a text file, own or none") from None
     if not content.strip():
         raise ConfigError(f"{said}: holds no text; give a text file, own or none")
     if not (source / "tokenizer.json").is_file():

@@ -35,8 +35,7 @@ def convert(source: Path, out: Path) -> str:
 
     `out` must not exist; it appears, complete, by one rename.
 
-    Raises:
-        ConfigError: names the file that is at fault and why.
+    Raises ConfigError: names the file that is at fault and why.
     """
     with whole_output(out, str(out)) as work:
         if source.is_dir():

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 from outrider.paths import expand
 
 COPIED_FILES = (
@@ -38,13 +38,12 @@ def copy_files(source: Path, folder: Path) -> None:
 def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a JSONL file, each with words that say where it stands and begin with `said`; at least one.
 
-    Raises:
-        ConfigError: the file cannot be read, holds nothing, or a line is no object.
+    Raises ConfigError: the file cannot be read, holds nothing, or a line is no object.
     """
     try:
         lines = expand(path).read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{said} cannot be read: {error}; give a JSONL file") from None
+        raise ConfigError(f"{said} cannot be read: {reason_of(error)}; give a JSONL file") from None
     if not any(map(str.strip, lines)):
         raise ConfigError(f"{said} holds no prompt; write a JSON object a line")
     for number, line in enumerate(lines, 1):
@@ -80,11 +79,18 @@ def check_writable(option: str, path: Path) -> None:
 
 
 @contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path`; what is written there takes its place at the end, in one step."""
+    part = path.with_name(f"{path.name}.part")
+    yield part
+    part.replace(path)
+
+
+@contextmanager
 def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
     """A path beside `out` of the same suffix; what is made there takes its name at the end, or is removed.
 
-    Raises:
-        ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; begins with `said`.
+    Raises ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; begins with `said`.
     """
     if out.exists():
         raise ConfigError(f"{said}: exists; remove it or choose another name")
@@ -98,7 +104,7 @@ def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
         yield work
         work.rename(out)
     except OSError as error:
-        raise ConfigError(f"{said}: cannot be written: {error}") from error
+        raise ConfigError(f"{said}: cannot be written: {reason_of(error)}") from error
     finally:
         _remove(work)
 
@@ -106,5 +112,5 @@ def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    elif path.exists():
+        path.unlink()

@@ -26,13 +26,13 @@ from outrider.errors import ConfigError
 from outrider.layers.formats import AWQ_ORDER, nibble_words
 from outrider.models.fields import read_json
 from outrider.models.store_folder import CONFIG_FILE, INDEX_FILE
-from outrider.models.weights import StoredTensor, save_tensors, stored_tensors
+from outrider.models.weights import StoredTensor, stored_tensors, write_shards
 from outrider_tools.compensate import InputMoments, calibrated, compensated
 from outrider_tools.files import whole_output
 
 BLOCK = 128
 FOUR_BITS = ("int4", "awq", "gptq", "mxfp4")
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
+E4M3_MAX = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
@@ -77,9 +77,8 @@ def quantize(
     `calibration`: the text by which errors are made up for, a file's path or "own" for what the model writes itself;
     "none" to round to the nearest.
 
-    Raises:
-        ConfigError: the source is quantized already, a shape does not fit the format, `out` cannot be written, or there
-            is no decoder of ours to calibrate.
+    Raises ConfigError: the source is quantized already, a shape does not fit the format, `out` cannot be written, or
+    there is no decoder of ours to calibrate.
     """
     fields = read_json(source / CONFIG_FILE)
     if fields.get("quantization_config"):
@@ -103,17 +102,9 @@ def quantize(
         for path in source.iterdir():
             if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in (CONFIG_FILE, INDEX_FILE):
                 shutil.copyfile(path, work / path.name)
-        done = 0
-        weight_map: dict[str, str] = {}
-        for number, shard in enumerate(_shards(stored, rounding, max_shard_bytes), 1):
-            file = f"model-{number:05d}.safetensors"
-            save_tensors(shard, work / file)
-            weight_map |= dict.fromkeys(shard, file)
-            done += sum(tensor.nbytes for tensor in shard.values())
-            progress(f"writing {out.name}", min(done, total), total)
-        index = {"metadata": {"total_size": done}, "weight_map": weight_map}
-        (work / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return done
+        stage = f"writing {out.name}"
+        made = _quantized(stored, rounding)
+        return write_shards(work, made, max_shard_bytes, lambda done: progress(stage, min(done, total), total))
 
 
 def is_quantized(name: str) -> bool:
@@ -150,19 +141,14 @@ def layer_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _shards(stored: Mapping[str, StoredTensor], rounding: _Rounding, max_bytes: int) -> Iterator[Tensors]:
-    shard: Tensors = {}
+def _quantized(stored: Mapping[str, StoredTensor], rounding: _Rounding) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the new checkpoint, by layers."""
     for key in sorted(stored, key=layer_of):
-        made = {key: stored[key].read()}
+        tensor = stored[key].read()
         if is_quantized(key):
-            encoded = rounding(key, made[key])
-            made = {f"{key.removesuffix('weight')}{end}": value.cpu().contiguous() for end, value in encoded.items()}
-        size = sum(value.nbytes for value in (*shard.values(), *made.values()))
-        if shard and size > max_bytes:
-            yield shard
-            shard = {}
-        shard |= made
-    yield shard
+            yield from ((key.removesuffix("weight") + end, value) for end, value in rounding(key, tensor).items())
+        else:
+            yield key, tensor
 
 
 def _check_shape(tensor: StoredTensor, name: str, group: int) -> None:

@@ -211,7 +211,7 @@ class DraftService:
     def _make_engine(self) -> draft_engine.DraftEngine:
         """The real one, without the door's process."""
         engine: Any = draft_engine.DraftEngine.__new__(draft_engine.DraftEngine)
-        engine.requests, engine.drafter, engine.inbox = self.requests, None, SimulatedDraftInbox(self._actor)
+        engine.requests, engine.inbox = self.requests, SimulatedDraftInbox(self._actor)
         reporter: Any = SimpleNamespace(
             flush=self._flush, tell_state=lambda: None, seconds_left=None,
             count_slice=lambda seconds: self.totals.update(slices=1, slice_seconds=seconds),

@@ -96,7 +96,6 @@ class _Counted(Collector):
         self._seconds[value] += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """See Collector."""
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label] if self._label else [])
         for value, counts in self._counts.items():
             buckets = list(zip(self._bounds, itertools.accumulate(counts), strict=True))

@@ -67,7 +67,6 @@ class DraftEngine:
     ) -> None:
         """`mapper`: maps verify's memory where the drafter works, if that can be. `listener`: where verify engines of
         this host call."""
-        self.drafter = drafter
         self.requests = Requests(drafter, options)
         self.inbox = DraftInbox(pipe, features, listener)
         self._reporter = DraftReporter(pipe, drafter, self.requests, self.inbox.lines)

@@ -129,7 +129,7 @@ LogitBias = Annotated[
 
 
 TemplateValues = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_template_values)]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class SamplingFields(StrictModel):
@@ -183,8 +183,7 @@ class StopFields(StrictModel):
         None, description="Least tokens per answer: no token or string ends it before. Default 0."
     )
     bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
-        None,
-        description="Texts whose tokens an answer never has in a row, with or without a space before them.",
+        None, description="Texts whose tokens an answer never has in a row, with or without a space before them."
     )
 
 

@@ -125,8 +125,7 @@ def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
 
 def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
     """A tool's parameters as they stand at a place under `$defs`, or by themselves: references go there, and no further
-    keys are invented.
-    """
+    keys are invented."""
     schema = dict(tool.arguments_schema) | {"type": "object"}
     for key in ("$schema", "$id"):
         schema.pop(key, None)

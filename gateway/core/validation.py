@@ -39,8 +39,9 @@ _WANTED: Mapping[str, str] = {
 _EITHER: Mapping[tuple[int | str, ...], str] = {
     ("@object",): "an object or a string",
     ("@text",): "a string or a list",
+    ("stop",): "a string or a list",
 }
-"""What fields of several types take, by the tag at the end of a place that stands for what is of none of them."""
+"""What fields of several types take, by the end of a place: the field, or a tag for what is of none of the types."""
 
 _OWN_PARTS = frozenset(
     {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@word", "@named"}
@@ -85,6 +86,8 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
         return InvalidRequestError(field, "unknown field", _suggestion(field, model), code="unknown_parameter")
     if kind == "missing":
         return InvalidRequestError(field, "missing", "this field is required", code="missing_required_parameter")
+    if kind == "int_type" and error["loc"][-1:] == ("[key]",):
+        return InvalidRequestError(field, "is no token id", "send whole numbers from 0 on", code="invalid_type")
     if kind in _WANTED:
         got = _KINDS.get(type(value), type(value).__name__)
         wanted = _EITHER.get(error["loc"][-1:], _WANTED[kind])
@@ -136,7 +139,8 @@ def _out_of_range(field: str, value: Any, context: Mapping[str, Any]) -> Invalid
 
 
 def _suggestion(field: str, model: type[BaseModel]) -> str:
-    close = difflib.get_close_matches(field.rpartition(".")[2], list(model.model_fields), n=1)
+    # Those of an object within are not the model's.
+    close = difflib.get_close_matches(field, list(model.model_fields), n=1) if "." not in field else ()
     return f"remove it, or did you mean {close[0]}?" if close else "remove it"
 
 

@@ -35,11 +35,7 @@ class GatewayServicer(GatewayServiceServicer):
         self._max_request_seconds = max_request_seconds
         self._stall_seconds = stall_seconds
 
-    async def Generate(
-        self,
-        request: gateway_pb2.GatewayServiceGenerateRequest,
-        context: _Context,
-    ) -> None:
+    async def Generate(self, request: gateway_pb2.GatewayServiceGenerateRequest, context: _Context) -> None:
         """Streams the answers; cancelling the call ends them at once."""
         request_id = f"gen-{uuid.uuid4().hex}"
         limit_time(context.time_remaining(), self._max_request_seconds)

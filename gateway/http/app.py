@@ -97,6 +97,7 @@ class RestApp:
         scope["app"] = self  # makes the router raise what it does not know
         try:
             with self._gateway.counted(DOOR):
+                _check_framing(headers)
                 if scope["path"] not in _OPEN_PATHS:
                     self._hosts.check(headers)
                 self._authorize(scope["path"], headers)
@@ -133,6 +134,13 @@ class RestApp:
 
     async def _document(self, request: Request) -> Response:
         return Response(self._openapi, media_type="application/json")
+
+
+def _check_framing(headers: Headers) -> None:
+    """Refuse what a proxy may have cut elsewhere, and what came behind it (RFC 9112, 6.1). Raises HttpError."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        problem = "content-length and transfer-encoding are both there; send one of them"
+        raise HttpError(400, problem, "invalid_http", {"connection": "close"})
 
 
 def _client_error(error: Exception, scope: Scope) -> OutriderError:

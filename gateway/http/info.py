@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -172,10 +172,7 @@ class InfoRoutes:
             model = self._gateway.model
             job = await admit(ClientRequest(prompt_token_ids=[0], max_tokens=1), model, f"health-{uuid.uuid4().hex}")
             try:
-                async with (
-                    asyncio.timeout(_PROBE_SECONDS),
-                    aclosing(self._gateway.generate([job], model)) as deltas,
-                ):
+                async with asyncio.timeout(_PROBE_SECONDS), aclosing(self._gateway.generate([job], model)) as deltas:
                     async for _ in deltas:
                         pass
             except TimeoutError:
@@ -309,8 +306,5 @@ def prepare_detokenize(body: Mapping[str, Any], model: GatewayModel) -> Prepared
     model.check_name(request.model)
     # Models pad their vocabulary: an id without a token may be generated, and has no text.
     check_ids(request.tokens, model.vocab_size, "tokens")
-    return len(request.tokens), partial(_detokenize, model, request.tokens)
-
-
-def _detokenize(model: GatewayModel, token_ids: Sequence[int]) -> bytes:
-    return json_bytes(DetokenizeBody(prompt=model.tokenizer.decode(token_ids, skip_special_tokens=False)))
+    decode = partial(model.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    return len(request.tokens), lambda: json_bytes(DetokenizeBody(prompt=decode()))

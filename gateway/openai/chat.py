@@ -27,15 +27,7 @@ from gateway.http.responses import Body
 from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields, text_or_list
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, chat_logprobs
-from gateway.openai.tools import (
-    CallBody,
-    CallDelta,
-    CallMade,
-    ToolBody,
-    ToolChoice,
-    calls_made,
-    tool_fields,
-)
+from gateway.openai.tools import CallBody, CallDelta, CallMade, ToolBody, ToolChoice, calls_made, tool_fields
 from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason
@@ -49,6 +41,7 @@ class TextPart(StrictModel):
 
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
 
 
 Content = Annotated[
@@ -129,7 +122,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs", "set logprobs to true or leave it out")
         return self
 

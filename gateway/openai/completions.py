@@ -58,8 +58,7 @@ class CompletionRequest(OpenAIRequest):
         None, description="Begin the text with the prompt; with logprobs, tell those of the prompt's tokens, too."
     )
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None,
-        description=f"Most tokens per answer. Default {_DEFAULT_TOKENS}. 0 only with echo or prompt_logprobs.",
+        None, description=f"Most tokens per answer. Default {_DEFAULT_TOKENS}. 0 only with echo or prompt_logprobs."
     )
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="Another name of max_tokens."

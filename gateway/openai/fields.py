@@ -77,6 +77,8 @@ class HarmlessFields(StrictModel):
     )
     safety_identifier: Text | None = Field(None, description="Taken and not used.")
     prompt_cache_key: Text | None = Field(None, description="Taken and not used.")
+    prompt_cache_retention: Text | None = Field(None, description="Taken and not used.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Taken and not used.")
     metadata: dict[str, Any] | None = Field(None, description="Taken and not used.")
     store: Annotated[Any, Only(False, why="answers are not stored here")] = None
     service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
@@ -218,7 +220,7 @@ class JsonSchema(StrictModel):
 def check_goes_with(kind: str, wanted: str, value: object, field: str, what: str) -> None:
     """Raises InvalidRequestError unless a form of type `wanted`, and no other, has a value in the field."""
     if kind == wanted and value is None:
-        raise InvalidRequestError(field, "is missing", f"send the {what}")
+        raise InvalidRequestError(field, "is missing", f"send the {what}", code="missing_required_parameter")
     if kind != wanted and value is not None:
         raise InvalidRequestError(field, f"does not go with type {kind}", f"leave it out, or set type to {wanted}")
 

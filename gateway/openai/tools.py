@@ -54,13 +54,9 @@ class CallBody(StrictModel):
         return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
-def _choice_kind(value: Any) -> str:
-    return "@named" if isinstance(value, dict | NamedChoice) else "@word"
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("@word")] | Annotated[NamedChoice, Tag("@named")],
-    Discriminator(_choice_kind),
+    Discriminator(lambda value: "@named" if isinstance(value, dict | NamedChoice) else "@word"),
 ]
 
 

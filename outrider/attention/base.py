@@ -126,18 +126,11 @@ class AttentionPlan(ABC):
         `heads` [M, num_heads + 2 * num_kv_heads, head_dim] holds query, key and value heads in that order.
         `qk_norm`, if given, is applied to query and key heads first.
 
-        Returns:
-            [M, num_heads * head_dim] in the dtype of `heads`.
+        Returns [M, num_heads * head_dim] in the dtype of `heads`.
         """
 
     def attend_stream(
-        self,
-        layer: int,
-        stream: Tensor,
-        norm: RMSNorm,
-        qkv: Linear,
-        qk_norm: RMSNorm | None,
-        rules: LayerRules = PLAIN,
+        self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN
     ) -> Tensor | None:
         """As `attend`, for the heads that `qkv` makes of the normed residual stream [M, hidden], in fewer launches.
 

@@ -13,15 +13,7 @@ from kernels.sampling_state import RoundTokens
 from kernels.tree import MAX_PATH, expand_tree
 from outrider.attention.base import HostLengths, TokenBatch
 
-__all__ = [
-    "MAX_PATH",
-    "PATH_SPLITS",
-    "PagedBatch",
-    "RoundTokens",
-    "TreeBuffers",
-    "choose_splits",
-    "update_pages",
-]
+__all__ = ["MAX_PATH", "PATH_SPLITS", "PagedBatch", "RoundTokens", "TreeBuffers", "choose_splits", "update_pages"]
 
 
 @dataclass(slots=True)

@@ -74,12 +74,7 @@ class PromptLayout:
         return HostLengths(words[self._spans[3]], words[self._spans[4]])
 
     def batch(
-        self,
-        words: Tensor,
-        shape: PromptShape,
-        page_tables: Tensor,
-        page_size: int,
-        lengths: HostLengths | None = None,
+        self, words: Tensor, shape: PromptShape, page_tables: Tensor, page_size: int, lengths: HostLengths | None = None
     ) -> PagedBatch:
         """The batch of `shape` that `words` int32 [size] on the device describe, see `describe`."""
         tokens, rows = shape

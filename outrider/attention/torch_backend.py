@@ -73,7 +73,6 @@ class _TorchPlan(AttentionPlan):
         self._order = order
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
-        """See AttentionPlan."""
         q, k, v = self._split(heads, qk_norm, rules.rotary)
         self._kv.write(layer, self._own_slots, k, v)
         all_k, all_v = self._kv.k_layers[layer], self._kv.v_layers[layer]
@@ -148,8 +147,7 @@ class _GroupAttention:
 
     def _mask(self, window: int, fold: bool) -> Tensor:
         """What is added to scores, made once a forward: [B, 1, n, L], if `fold` the n rows once for each head of a
-        group.
-        """
+        group."""
         mask = self._masks.get((window, fold))
         if mask is None:
             _, length, num_kv_heads, _ = self._read_shape
@@ -265,8 +263,7 @@ class HeadSplit:
         self, heads: Tensor, qk_norm: RMSNorm | None, rotary: Rotary | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See AttentionPlan.attend: q [M, num_heads, head_dim], k and v [M, num_kv_heads, head_dim], views of larger
-        tensors; q and k are normed, if there is a norm, and rotated.
-        """
+        tensors; q and k are normed, if there is a norm, and rotated."""
         num_heads, num_kv_heads = self._sizes
         qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
         if qk_norm is not None:
@@ -290,8 +287,7 @@ def folded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules
             None where every query sees every key.
         rules: of the layer; the mask has the window.
 
-    Returns:
-        [B * n, H * D].
+    Returns [B * n, H * D].
     """
     rows = _fold_heads(q, k)
     if _is_capped(rules.scores):

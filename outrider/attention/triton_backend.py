@@ -66,13 +66,7 @@ class TritonPlan(AttentionPlan):
         return self._attention(q, k, v, rules)
 
     def attend_stream(
-        self,
-        layer: int,
-        stream: Tensor,
-        norm: RMSNorm,
-        qkv: Linear,
-        qk_norm: RMSNorm | None,
-        rules: LayerRules = PLAIN,
+        self, layer: int, stream: Tensor, norm: RMSNorm, qkv: Linear, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN
     ) -> Tensor | None:
         """See AttentionPlan. One launch for norm, product, rotation and writing, where rows are few and not wide."""
         k, v = self._kv.k_layers[layer], self._kv.v_layers[layer]

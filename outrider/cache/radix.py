@@ -71,8 +71,7 @@ class RadixCache:
         Returns:
             The number of pages that the tree took.
 
-        Raises:
-            ValueError: fewer pages than full pages of tokens.
+        Raises ValueError: fewer pages than full pages of tokens.
         """
         chunks = self._chunks(token_ids, len(token_ids), tenant)
         if len(pages) < len(chunks):

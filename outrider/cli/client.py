@@ -10,7 +10,7 @@ import grpc
 from outrider.errors import OutriderError, UnavailableError
 from outrider.protocol.generation import TokenOrigin, Usage
 from outrider.protocol.generation_codec import ORIGINS, USAGE
-from outrider.rpc.status import error_from_rpc
+from outrider.rpc.status import details_of, error_from_rpc
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 Message = tuple[str, str]
@@ -62,7 +62,7 @@ async def list_models(channel: grpc.aio.Channel) -> list[tuple[str, int]]:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
             raise UnavailableError(
                 "no gateway answers at this address; give the gRPC door's (`outrider up` prints it, 127.0.0.1:50051 by "
-                f"default): {error.details()}"
+                f"default): {details_of(error)}"
             ) from error
         raise _told(error) from error
     return [(model.id, model.context_length) for model in response.models]

@@ -12,12 +12,7 @@ from rich.table import Table
 
 from outrider.cli.client import Sampling, generate, valid_text
 from outrider.cli.cluster import Cluster
-from outrider.cli.options import (
-    MAX_TOKENS_LIMIT,
-    add_service_options,
-    make_cluster,
-    whole_number,
-)
+from outrider.cli.options import MAX_TOKENS_LIMIT, add_service_options, make_cluster, whole_number
 from outrider.cli.placement import num_gpus
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
 from outrider.rpc.channel import open_channel

@@ -11,9 +11,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import TlsFiles, read_secret
-from outrider.errors import ConfigError
+from outrider.config.service import TlsFiles, peer_tls, read_secret
 from outrider.rpc.channel import open_channel
+from outrider.rpc.status import details_of
 from outrider.rpc.tls import TlsSource
 from outrider.rpc.transport import check_address, split_host_port, unix_path
 
@@ -44,19 +44,16 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, help="File with a bearer token; our own doors answer without.")
     for word, text in _TLS_WORDS.items():
         name = f"{_ENV}TLS_{word.upper()}"
-        parser.add_argument(f"--tls-{word}", default=os.environ.get(name, ""), help=f"{text} Environment: {name}.")
+        flags = f"--connect-tls-{word}", f"--tls-{word}"
+        parser.add_argument(*flags, default=os.environ.get(name, ""), help=f"{text} Environment: {name}.")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask once and print the answer: exit code 0 if it is SERVING, 1 if it is not or none comes."""
     address = reachable(arguments.address)
-    files = TlsFiles(**{word: getattr(arguments, f"tls_{word}") for word in _TLS_WORDS})
-    if not files.ca and (given := [word for word in _TLS_WORDS if getattr(files, word)]):
-        raise ConfigError(
-            f"--tls-{given[0]}: --tls-ca is not set; name the certificates that the service is trusted by"
-        )
+    files = peer_tls(arguments, "connect")
     token = read_secret("", arguments.token_file, "--token")
-    answer, detail = asyncio.run(ask(address, arguments.service, arguments.timeout, token, files if files.ca else None))
+    answer, detail = asyncio.run(ask(address, arguments.service, arguments.timeout, token, files))
     print(f"{address}: {answer}" + (f" ({detail})" if detail else ""))
     return SERVES if answer == "SERVING" else SERVES_NOT
 
@@ -81,7 +78,7 @@ async def ask(address: str, service: str, timeout: float, token: str, tls: TlsFi
         try:
             response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
-            return error.code().name, " ".join((error.details() or "").split())
+            return error.code().name, " ".join(details_of(error).split())
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)), ""
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar, cast
 
 from rich.console import Console
@@ -26,13 +27,16 @@ from outrider.config.base import Option, add_option, describe_options, read_opti
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import ServiceOptions
+from outrider.config.service import ServiceOptions, door_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, under
 from outrider.models.config import check_config
 from outrider.models.drafters.kinds import check_drafter
-from outrider.models.store import given_folder, resolve_model
+from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
+from outrider.models.store_folder import CONFIG_FILE
+from outrider.paths import expand
 from outrider.rpc.server import check_free
+from outrider.rpc.tls import load_material
 from outrider.rpc.transport import check_address
 
 SHARED = ("log_level", "drain_seconds", "lockstep")
@@ -40,12 +44,7 @@ TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_to
 """Options of a model that verify and draft have; without a service's name they are verify's."""
 PEOPLES = {
     "model": ("--model", "--served-model-name", "--device", "--dtype", "--context-length", "--deterministic"),
-    "speculation": (
-        "--speculative-algorithm",
-        "--speculative-draft-model-path",
-        "--draft-device",
-        "--no-speculation",
-    ),
+    "speculation": ("--speculative-algorithm", "--speculative-draft-model-path", "--draft-device", "--no-speculation"),
     "memory and load": ("--mem-fraction-static", "--max-total-tokens", "--max-running-requests", "--verify-threads"),
     "clients": ("--rest-address", "--gateway-address", "--api-key-file", "--gateway-tls-cert", "--gateway-tls-key"),
     "log": ("--log-level",),
@@ -87,8 +86,11 @@ def _within(kind: type[NumberT], minimum: float, maximum: float, what: str) -> C
     return parse
 
 
-def add_connect_tls_options(group: argparse._ActionsContainer) -> None:
-    """Declare the options of TLS to a gateway that runs already; `peer_tls(arguments, "connect")` reads them."""
+def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> None:
+    """Declare the options of TLS to a gateway that runs already; `peer_tls(arguments, "connect")` reads them.
+
+    `former`: what else they begin with.
+    """
     for word, text in (
         ("ca", "certificates that the gateway's must be signed with; without it there is no TLS"),
         ("cert", "certificate to show the gateway"),
@@ -96,7 +98,8 @@ def add_connect_tls_options(group: argparse._ActionsContainer) -> None:
         ("name", "name in the gateway's certificate, if it is not the address"),
     ):
         metavar = "NAME" if word == "name" else "FILE"
-        group.add_argument(f"--connect-tls-{word}", metavar=metavar, default="", help=f"To the gateway: {text}.")
+        names = [f"{prefix}-{word}" for prefix in ("--connect-tls", *former)]
+        group.add_argument(*names, metavar=metavar, default="", help=f"To the gateway: {text}.")
 
 
 def given_service_flags(given: argparse.Namespace) -> list[str]:
@@ -199,12 +202,7 @@ def _parse_one(service: str, given: Mapping[str, str], env: Mapping[str, str]) -
 
 
 def make_cluster(
-    arguments: argparse.Namespace,
-    console: Console,
-    on_line: LineSink,
-    *,
-    fixed_ports: bool,
-    supervise: bool,
+    arguments: argparse.Namespace, console: Console, on_line: LineSink, *, fixed_ports: bool, supervise: bool
 ) -> Cluster:
     """A cluster with the options given, not started yet; its model is fetched first, with progress on stderr.
 
@@ -227,10 +225,12 @@ def make_cluster(
         partial(_check_device, "--draft-device", draft.device),
         partial(_check_target, verify),
         partial(_check_draft_model, draft.speculative_draft_model_path),
-        gateway.read_api_keys,
+        partial(_check_gateway, gateway),
+        *(partial(_check_tls, one, f"--{name}-tls") for name, one in bound.items()),
     )
     target = resolve_model(verify.model, impl=verify.model_impl)
-    check_config(target, verify.model_impl)
+    if not expand(verify.model).is_dir():  # one that is has been checked
+        _check_config(target, verify)
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
         check_drafter(told, target)
@@ -267,11 +267,29 @@ def _check_device(flag: str, name: str) -> None:
         raise ConfigError(f'{flag}: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"')
 
 
+def _check_gateway(options: GatewayOptions) -> None:
+    options.check()
+    options.read_api_keys()
+
+
+def _check_tls(options: ServiceOptions, prefix: str) -> None:
+    if files := door_tls(options, prefix):
+        load_material(files)
+
+
 def _check_target(verify: VerifyOptions) -> None:
     with under("--model"):
         folder = given_folder(verify.model)
-        if folder is not None:
-            check_config(folder, verify.model_impl)
+        if folder is None and not is_hub_id(verify.model):
+            folder = local_folder(verify.model)
+    if folder is not None and (folder / CONFIG_FILE).is_file():
+        _check_config(folder, verify)
+
+
+def _check_config(folder: Path, verify: VerifyOptions) -> None:
+    with under("--model"):
+        positions = check_config(folder, verify.model_impl)
+    verify.check_context_length(positions)
 
 
 def _check_draft_model(path: str) -> None:

@@ -80,20 +80,24 @@ class TlsFiles:
         return f"{self.prefix}-{word}"
 
 
-def door_tls(options: object) -> TlsFiles | None:
+def door_tls(options: object, prefix: str = "--tls") -> TlsFiles | None:
     """The files of a service's own door; None where it is open. Raises ConfigError where they do not go together."""
-    files = _read(options, "tls_", "--tls")
+    files = _read(options, "tls_", prefix)
     if files.ca and not files.cert:
-        raise ConfigError("--tls-ca: clients can show a certificate over TLS only; set --tls-cert and --tls-key too")
+        missing = f"set {files.flag('cert')} and {files.flag('key')} too"
+        raise ConfigError(f"{files.flag('ca')}: clients can show a certificate over TLS only; {missing}")
     return files if files.cert else None
 
 
 def peer_tls(options: object, peer: str) -> TlsFiles | None:
-    """The files for channels to `peer` ("verify", "draft"); None where they are plain. Raises ConfigError."""
+    """The files for channels to `peer`: "verify", "draft", or "connect" for a tool's way to a gateway.
+
+    None where they are plain. Raises ConfigError.
+    """
     files = _read(options, f"{peer}_tls_", f"--{peer}-tls")
     if not files.ca and (files.cert or files.name):
         given = files.flag("cert" if files.cert else "name")
-        raise ConfigError(f"{given}: {files.flag('ca')} is not set; name the certificates that {peer} is trusted by")
+        raise ConfigError(f"{given}: {files.flag('ca')} is not set; name what the other end's must be signed with")
     return files if files.ca else None
 
 

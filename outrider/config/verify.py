@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from outrider.config.base import option
 from outrider.config.draft import DraftOptions
 from outrider.config.service import GRPC_DOOR, PeerServiceOptions
+from outrider.errors import ConfigError
 
 MAX_RANKS = 16
 
@@ -168,6 +169,24 @@ class VerifyOptions(PeerServiceOptions):
         minimum=0.01,
         maximum=1,
     )
+
+    def check_context_length(self, positions: int, room: int = 0) -> None:
+        """Raise ConfigError for a context over the model's `positions`, 0 for unknown, or over what has room."""
+        if self.context_length == 1:
+            raise ConfigError(
+                "--context-length: 1 is no room for a prompt and an answer; use 2 or more, or leave it out"
+            )
+        if 0 < positions < self.context_length:
+            raise ConfigError(
+                f"--context-length: {self.context_length} is over the {positions} positions of the model "
+                "(max_position_embeddings in its config.json); lower it, or leave it out to have them all"
+            )
+        room = room or self.max_total_tokens
+        if 0 < room < self.context_length:
+            raise ConfigError(
+                f"--context-length: {self.context_length} is over the {room} tokens that the KV cache has room for; "
+                "lower it, or raise --max-total-tokens"
+            )
 
     def draft_model(self, target: str) -> DraftOptions:
         """What drafts with verify, as a draft service would be told of it; none if none is named."""

@@ -29,12 +29,7 @@ from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.author import Outcome, TreeAuthor
 
 _MAX_NODES_PER_GROW = 256
-_RETRYABLE = {
-    DeclineReason.GAP,
-    DeclineReason.UNKNOWN_REQUEST,
-    DeclineReason.OVERLOADED,
-    DeclineReason.DRAINING,
-}
+_RETRYABLE = {DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST, DeclineReason.OVERLOADED, DeclineReason.DRAINING}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +55,6 @@ class Requests:
         self.declines: Counter[DeclineReason] = Counter()
         self.dropped: Counter[str] = Counter()
         self.grammars = DraftGrammars(options)
-        self._drafter = drafter
         self._options = options
         self._max_positions = longest_sequence(drafter.needs.max_positions, options)
         self._handles = itertools.count(1)

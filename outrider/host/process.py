@@ -262,10 +262,7 @@ def switch_threads_often() -> None:
 
 
 def spawn(
-    module: str,
-    descriptors: Sequence[int],
-    environment: Mapping[str, str] | None = None,
-    arguments: Sequence[str] = (),
+    module: str, descriptors: Sequence[int], environment: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
     """Run a module as an engine, with these descriptors as its arguments, and others behind them.
 

@@ -80,13 +80,7 @@ class PeerExchange(Exchange):
     """By our kernels (kernels.exchange); may be captured."""
 
     def __init__(
-        self,
-        memory: RankMemory,
-        width: int,
-        num_columns: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        seconds: float,
+        self, memory: RankMemory, width: int, num_columns: int, dtype: torch.dtype, device: torch.device, seconds: float
     ) -> None:
         """For a residual stream of `width`, and `num_columns` of logits of each rank; all ranks at the same time.
 
@@ -121,7 +115,6 @@ class PeerExchange(Exchange):
         return stream
 
     def _join(self, part: Tensor) -> Tensor:
-        """See Exchange."""
         num_rows, count = part.shape
         if not (missing := -count % self._piece):
             return join_columns(self._columns.boxes, part.contiguous())
@@ -129,7 +122,6 @@ class PeerExchange(Exchange):
         return joined.view(num_rows, self.world, -1)[:, :, :count].reshape(num_rows, -1)
 
     def _share(self, numbers: Tensor) -> Tensor:
-        """See Exchange."""
         padded = functional.pad(numbers, (0, -len(numbers) % _SHARED_WIDTH)).view(-1, _SHARED_WIDTH)
         return sum_rows(self._numbers.boxes, padded).view(-1)[: len(numbers)]
 
@@ -148,11 +140,9 @@ class NcclExchange(OrderedExchange):
         distributed.init_process_group("nccl", store=store, rank=memory.rank, world_size=memory.world, device_id=device)
 
     def _join(self, part: Tensor) -> Tensor:
-        """See Exchange."""
         return self._gather(part).transpose(0, 1).reshape(part.shape[0], -1)
 
     def _sum(self, part: Tensor) -> Tensor:
-        """See OrderedExchange."""
         return add_up([*self._gather(part)], torch.empty_like(part, dtype=torch.float32))
 
     def _gather(self, part: Tensor) -> Tensor:

@@ -79,12 +79,10 @@ class OrderedExchange(Exchange):
     """One whose ranks each have all parts, and sum them alike."""
 
     def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
-        """See Exchange."""
         total = self._sum(part)
         return (total if stream is None else total.add_(stream)).to(part.dtype)
 
     def _share(self, numbers: Tensor) -> Tensor:
-        """See Exchange."""
         return self._sum(numbers[:, None])[:, 0]
 
     @abstractmethod
@@ -108,12 +106,10 @@ class HostExchange(OrderedExchange):
         self._memory = memory
 
     def _join(self, part: Tensor) -> Tensor:
-        """See Exchange."""
         pieces = [torch.cat(tuple(parts), 1) for parts in self._swap(part)]
         return torch.cat(pieces)
 
     def _sum(self, part: Tensor) -> Tensor:
-        """See OrderedExchange."""
         found = torch.empty(part.shape, dtype=torch.float32)
         first = 0
         for parts in self._swap(part):

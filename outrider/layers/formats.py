@@ -134,17 +134,11 @@ def _gptq_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
 
 
 def _mxfp4_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
-    return {
-        "weight_packed": ((num_out, size // 2), torch.uint8),
-        "weight_scale": ((num_out, size // 32), torch.uint8),
-    }
+    return {"weight_packed": ((num_out, size // 2), torch.uint8), "weight_scale": ((num_out, size // 32), torch.uint8)}
 
 
 def _mxfp4_block_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:
-    return {
-        "blocks": ((num_out, size // 32, 16), torch.uint8),
-        "scales": ((num_out, size // 32), torch.uint8),
-    }
+    return {"blocks": ((num_out, size // 32, 16), torch.uint8), "scales": ((num_out, size // 32), torch.uint8)}
 
 
 def _mxfp4_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:

@@ -24,8 +24,7 @@ class FourBitProduct:
 
     def __init__(self, codes: Tensor, scales: Tensor, middles: Tensor) -> None:
         """W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], of each group g of as many columns, a multiple of
-        GROUP; codes are int32, 0 to 15.
-        """
+        GROUP; codes are int32, 0 to 15."""
         groups = codes.shape[1] // GROUP // scales.shape[1]
         scales, middles = scales.repeat_interleave(groups, 1), middles.repeat_interleave(groups, 1)
         self._num_out, self._blocks = codes.shape[0], packed_blocks(codes, scales, middles)

@@ -166,8 +166,7 @@ class Linear:
 
     def normed_gated(self, stream: Tensor, norm: RMSNorm | None, gelu: bool = False) -> Tensor:
         """`gated` of the residual stream [M, in], normed if there is a norm: in one launch where rows are few and not
-        wide.
-        """
+        wide."""
         if norm is not None and not gelu and self.uses_row_kernel(stream, gated=True):
             return norm_linear(stream, self.weight, norm=norm.weight, eps=norm.eps, bias=self.bias, gated=True)
         return self.gated(stream if norm is None else norm(stream), gelu)
@@ -204,12 +203,7 @@ class Linear:
         return rows.is_cuda and rows.dtype != torch.float32 and worth_streaming(rows.shape[0], self.weight.numel())
 
     def _streamed(
-        self,
-        rows: Tensor,
-        *,
-        residual: Tensor | None = None,
-        gated: bool = False,
-        out_dtype: torch.dtype | None = None,
+        self, rows: Tensor, *, residual: Tensor | None = None, gated: bool = False, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         """The product where `_streams`: the weights are read as they are."""
         weight = self.quantized or self.weight

@@ -30,11 +30,9 @@ class LanguageModel(ABC):
     def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
         """Run the batch: writes its k and v to their slots.
 
-        Returns:
-            [M, hidden_size] in the model's dtype, after the final norm.
+        Returns [M, hidden_size] in the model's dtype, after the final norm.
 
-        Raises:
-            ValueError: the segments do not fit the tokens.
+        Raises ValueError: the segments do not fit the tokens.
         """
         return self.forward_with_features(batch, kv, attention, ())[0]
 

@@ -1,6 +1,8 @@
-"""Memory of a GPU that a process may take. Torch-free."""
+"""Memory of a GPU or a machine that a process may take. Torch-free."""
 
 from __future__ import annotations
+
+import os
 
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
@@ -12,6 +14,7 @@ ROUND_REGION = 256
 """Tree slots of a request where a draft model runs inside verify's rounds."""
 SCRATCH_BYTES = 16
 """Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
+_MAX_CPU_TOKENS, _CPU_SHARE = 65536, 0.25
 _UNPLANNED_SHARE = 0.01
 """Of a GPU's memory, left to everything that no plan knows of."""
 
@@ -23,3 +26,9 @@ def memory_room(free: int, total: int, own: int, share: float) -> int:
     process's context comes on top.
     """
     return min(int(total * share) - own - CONTEXT_BYTES, free - int(total * _UNPLANNED_SHARE))
+
+
+def cpu_tokens(token_bytes: int, num_processes: int = 1) -> int:
+    """Tokens whose KV a quarter of the machine's free memory holds for each process, within what one CPU can use."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(int(free * _CPU_SHARE / num_processes) // token_bytes, _MAX_CPU_TOKENS), 1024)

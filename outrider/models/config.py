@@ -533,8 +533,11 @@ def check_heads(config: ModelShape) -> None:
         config.with_padded_heads()
 
 
-def check_config(folder: Path, wanted: str = "auto") -> None:
-    """Refuse a model that cannot run, as far as its config.json tells without torch. Raises ConfigError."""
+def check_config(folder: Path, wanted: str = "auto") -> int:
+    """Refuse a model that cannot run, as far as its config.json tells without torch; else return how many positions it
+    has, 0 where that is not told. Raises ConfigError.
+    """
     fields, generation = read_configs(folder)
     if choose_impl(fields, wanted) == "outrider":
-        ModelConfig.from_fields(fields, generation)
+        return ModelConfig.from_fields(fields, generation).max_positions
+    return get_int(fields, "max_position_embeddings", 0)

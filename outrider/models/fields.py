@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 
 
 def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a model folder needs {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+        raise ConfigError(f"{path}: cannot be read as JSON: {reason_of(error)}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(fields).__name__}")
     return fields

@@ -9,13 +9,12 @@ that the size is not known. A stage may be reported any number of times; it is o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
+    from rich.progress import ProgressColumn, TaskID
 
 Progress = Callable[[str, int, int], None]
 
@@ -23,56 +22,59 @@ Progress = Callable[[str, int, int], None]
 LINE_STEP_PERCENT = 25
 
 
-def silent(stage: str, done: int, total: int) -> None:
-    """A progress callback that shows nothing."""
+class StageBars:
+    """A bar for each stage of some work, where `stream` is a terminal. Use it in a `with`."""
+
+    def __init__(self, stream: TextIO | None, make_columns: Callable[[], Sequence[ProgressColumn]]) -> None:
+        """`stream` None is stderr."""
+        self.stream = sys.stderr if stream is None else stream
+        self.bars: RichProgress | None = None
+        """None elsewhere."""
+        if self.stream.isatty():
+            # An engine starts without a terminal, and sooner without this.
+            from rich.console import Console
+            from rich.progress import Progress as RichProgress
+
+            self.bars = RichProgress(*make_columns(), console=Console(file=self.stream))
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bars is not None:
+            self.bars.stop()
+
+    def draw(self, bars: RichProgress, stage: str, done: float, total: float, note: str = "") -> None:
+        """Show that `done` of `total` (0: unknown) of a stage are behind us; a column may have the `note`."""
+        # Started with the first report, so that work which turns out to be done already draws nothing.
+        bars.start()
+        if stage not in self._tasks:
+            self._tasks[stage] = bars.add_task(stage, total=total or None, note=note)
+        bars.update(self._tasks[stage], completed=done, total=total or None, note=note)
 
 
-class ConsoleProgress:
+def _byte_columns() -> Sequence[ProgressColumn]:
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+
+    return TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+
+
+class ConsoleProgress(StageBars):
     """A progress callback for people: bars on a terminal, a few plain lines elsewhere. Use it in a `with`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._bars: RichProgress | None = None
-        if self._stream.isatty():
-            # An engine starts without a terminal, and sooner without this.
-            from rich.console import Console
-            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as RichProgress
-
-            self._bars = RichProgress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TimeRemainingColumn(),
-                console=Console(file=self._stream),
-            )
-        self._tasks: dict[str, TaskID] = {}
+        super().__init__(stream, _byte_columns)
         self._next_percent: dict[str, int] = {}
-
-    def __enter__(self) -> ConsoleProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` bytes of `stage` are behind us."""
-        if self._bars is None:
-            self._print_line(stage, done, total)
+        if self.bars is not None:
+            self.draw(self.bars, stage, done, total)
             return
-        # Started with the first report, so that work which turns out to be done already draws nothing.
-        self._bars.start()
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total or None)
-        self._bars.update(self._tasks[stage], completed=done, total=total or None)
-
-    def _print_line(self, stage: str, done: int, total: int) -> None:
         percent = 100 * done // total if total else 0
         if percent < self._next_percent.get(stage, 0):
             return
         self._next_percent[stage] = (percent // LINE_STEP_PERCENT + 1) * LINE_STEP_PERCENT
         text = f"{stage}: {percent} % of {total / 1e6:.0f} MB" if total else stage
-        print(text, file=self._stream, flush=True)
+        print(text, file=self.stream, flush=True)

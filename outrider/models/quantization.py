@@ -272,10 +272,4 @@ def _not_converted(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(rf"(.*\.)?{re.escape(name).replace(re.escape('*'), '.*')}(\..*)?" for name in names)
 
 
-_READERS = {
-    "fp8": _fp8,
-    "awq": _awq,
-    "gptq": _gptq,
-    "mxfp4": _mxfp4,
-    "compressed-tensors": _compressed,
-}
+_READERS = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4, "compressed-tensors": _compressed}

@@ -127,11 +127,7 @@ def hub_cache_dir() -> Path | None:
 
 def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Progress) -> Path:
     """The converted folder of a model that comes in a wheel; converted by whichever process gets the lock first."""
-    manifest: Manifest = {
-        "source": wheel.requirement,
-        "sha256": wheel.sha256,
-        "converter_version": CONVERTER_VERSION,
-    }
+    manifest: Manifest = {"source": wheel.requirement, "sha256": wheel.sha256, "converter_version": CONVERTER_VERSION}
     folder = cache_dir / "models" / name
     if matches_manifest(folder, manifest):
         return folder

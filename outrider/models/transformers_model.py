@@ -226,7 +226,6 @@ class _Notes(Attends):
         self.is_causal = True
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        """See Attends."""
         number = getattr(layer, "layer_idx", None)
         self.modules[number], self.calls[number] = layer, call
         self.sizes[number] = (q.shape[1], k.shape[1], k.shape[3], v.shape[3])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,11 +96,7 @@ def check_tensors(
         raise ConfigError(f"{folder}: tensor {missing[0]}{more} missing from the checkpoint")
 
 
-def fill(
-    targets: Mapping[str, Tensor],
-    read: Callable[[str], Tensor],
-    progress: Progress | None,
-) -> None:
+def fill(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], progress: Progress | None) -> None:
     """Copy what `read` gives for each name into `targets`; `progress(done_bytes, total_bytes)` counts those of targets.
 
     `progress` is called from this thread.
@@ -128,39 +123,36 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def write_shards(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    max_bytes: int,
-    make: Callable[[str], Tensor],
-    progress: Callable[[int], None],
-) -> None:
-    """Write tensors in the order of `shapes`, a new file wherever the next would make it larger than `max_bytes`.
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], max_bytes: int, progress: Callable[[int], None]
+) -> int:
+    """Write named tensors as they come, a new file wherever the next would make it larger than `max_bytes`.
 
-    `make(name)` gives each, on any device; one file's are in memory at a time. `progress` is called with the bytes
-    made so far. Raises OSError where the disk does.
+    They may be on any device; one file's are in memory at a time. `progress` is called with the bytes that came so far.
+    Returns all bytes. Raises OSError where the disk does.
     """
-    files: list[list[str]] = [[]]
-    size = done = 0
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if files[-1] and size + num_bytes > max_bytes:
-            files.append([])
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+
+    def save() -> None:
+        shards.append(list(shard))
+        save_tensors(shard, folder / f"model-{len(shards):05d}.safetensors")
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_bytes:
+            save()
             size = 0
-        files[-1].append(name)
-        size += num_bytes
+        shard[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+        progress(total)
+    save()
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            tensor = make(name)
-            if tensor.dtype != dtype or tuple(tensor.shape) != shapes[name]:
-                raise ValueError(f"{name}: expected {dtype} {shapes[name]}, got {tensor.dtype} {tuple(tensor.shape)}")
-            tensors[name] = tensor.cpu().contiguous()
-            done += tensor.nbytes
-            progress(done)
-        save_tensors(tensors, folder / file)
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"model-{number:05d}.safetensors").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": done}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total

@@ -148,10 +148,7 @@ REQUEST = StructCodec(
 UPDATE = StructCodec(
     GenerationUpdate,
     verify_pb2.VerifyServiceGenerateResponse,
-    nested={
-        "rounds": StructCodec(RoundCounts, common_pb2.RoundReport),
-        "round_trees": TREE,
-    },
+    nested={"rounds": StructCodec(RoundCounts, common_pb2.RoundReport), "round_trees": TREE},
     encoders={
         "logprobs": lambda update: [encode_logprobs(entry) for entry in update.logprobs],
         "prompt_logprobs": lambda update: [encode_prompt_logprobs(part) for part in update.prompt_logprobs],

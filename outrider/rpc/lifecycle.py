@@ -40,21 +40,16 @@ def exit_text(code: int) -> str:
 _logger = get_logger(__name__)
 
 
-def run_service(
-    main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, int | None]],
-    options: OptionsT,
-    *,
-    service: str | None = None,
-) -> int:
+def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, int | None]], options: OptionsT) -> int:
     """Run `main(options, stop)` until it returns, and return the process's exit code.
 
     SIGTERM and the first SIGINT set `stop`; `main` then drains and returns (None means 0). A second SIGINT ends the
     process at once with 130. ConfigError becomes one line on stderr and 2; any other exception is logged and is 1.
 
-    Uses `options.log_level`, and `options.ready_file`, which exists only while the service serves. `service` is the
-    name in log lines: "draft" for DraftOptions unless given.
+    Uses `options.log_level`, and `options.ready_file`, which exists only while the service serves. Log lines name
+    the service: "draft" for DraftOptions.
     """
-    name = service or type(options).__name__.removesuffix("Options").lower() or "service"
+    name = type(options).__name__.removesuffix("Options").lower()
     configure_logging(name, getattr(options, "log_level", "INFO"))
     ready_file = str(getattr(options, "ready_file", None) or "")
     try:

@@ -28,6 +28,11 @@ DETAILS_KEY = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 640
 _MAX_WORD_BYTES = 128
 
+_NO_GRPC = (
+    "what answers there does not speak gRPC, so it is likely a REST or metrics port; give the gRPC port, which is a "
+    "gateway's --address, 50051 by default"
+)
+
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -68,7 +73,16 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str = "the service") -> Ou
     info = _detail(status, error_details_pb2.ErrorInfo)
     if status is not None and info is not None and info.domain == DOMAIN:
         return _from_details(error.code(), status, info)
-    return _from_status(error.code(), error.details() or "", peer)
+    return _from_status(error.code(), details_of(error), peer)
+
+
+def details_of(error: grpc.aio.AioRpcError) -> str:
+    """What gRPC says of a failed call; with what it means where the other end speaks HTTP/1 or TLS."""
+    text = error.details() or ""
+    if "Expected SETTINGS frame" in text or "missing selected ALPN" in text:
+        return _NO_GRPC
+    is_shut = text.startswith("failed to connect") and text.endswith("Socket closed")
+    return f"{text}; perhaps it wants TLS, or a certificate of the caller" if is_shut else text
 
 
 def _from_details(code: grpc.StatusCode, status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> OutriderError:

@@ -46,13 +46,7 @@ class DeviceSampler:
     """Tables of `num_rows` requests, and what samples from them. See docs/sampling.md for what is computed."""
 
     def __init__(
-        self,
-        num_rows: int,
-        max_tokens: int,
-        max_depth: int,
-        vocab_size: int,
-        device: torch.device,
-        rule: AcceptRule,
+        self, num_rows: int, max_tokens: int, max_depth: int, vocab_size: int, device: torch.device, rule: AcceptRule
     ) -> None:
         """`num_rows` requests in the tables, `max_tokens` tokens in a round, `max_depth` committed ones a request."""
         self._vocab_size = vocab_size

@@ -60,11 +60,7 @@ def gumbel(
 
 
 def philox(
-    counter0: NDArray[np.uint64],
-    counter1: int | NDArray[np.integer],
-    counter2: int,
-    counter3: int,
-    key: int,
+    counter0: NDArray[np.uint64], counter1: int | NDArray[np.integer], counter2: int, counter3: int, key: int
 ) -> NDArray[np.uint32]:
     """Philox 4x32-10 of N counters, given as `counter0` [N] and words shared by all or [N] too: uint32 [N, 4].
 

@@ -79,11 +79,7 @@ class LogitsProcessor:
         self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
 
     def process(
-        self,
-        logits: Logits,
-        history: TokenHistory | None,
-        path: Sequence[int],
-        mask: NDArray[np.bool_] | None = None,
+        self, logits: Logits, history: TokenHistory | None, path: Sequence[int], mask: NDArray[np.bool_] | None = None
     ) -> Candidates:
         """Candidates of the row `logits` [vocab_size] at the end of `path`.
 

@@ -29,11 +29,7 @@ class RequestSampler:
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: Sequence[int],
-        vocab_size: int,
-        end: AnswerEnd = ANY_END,
+        self, params: SamplingParams, prompt_ids: Sequence[int], vocab_size: int, end: AnswerEnd = ANY_END
     ) -> None:
         """Start at the end of the prompt. All token ids are of the vocabulary, as admission has seen to.
 

@@ -29,10 +29,6 @@ class Observation(NamedTuple):
     hit: bool
 
 
-def _as_sent(score: float, source: int) -> float:
-    return score
-
-
 class TreeMirror:
     """The tree of one request as verify knows it.
 
@@ -55,11 +51,11 @@ class TreeMirror:
             to open the request anew.
     """
 
-    def __init__(self, tokens: Sequence[int], vocab_size: int, max_nodes: int, calibrate: Calibrate = _as_sent) -> None:
+    def __init__(self, tokens: Sequence[int], vocab_size: int, max_nodes: int) -> None:
         """`max_nodes`: nodes that are kept; dead ones are among them until they are in the way."""
         self.tokens = tokens
         self.dropped: Counter[str] = Counter()
-        self.calibrate = calibrate
+        self.calibrate: Calibrate = lambda score, source: score
         self._vocab_size = vocab_size
         self._num_slots = max_nodes + 1
         self._observations: list[Observation] = []
@@ -266,23 +262,3 @@ class TreeMirror:
                     hit = self.token_ids[child] == token
                     self._observations.append(Observation(self.scores[child], self.sources[child], hit))
         self._steps.clear()
-
-    def check_integrity(self) -> None:
-        """Raise RuntimeError if what is kept of the nodes disagrees."""
-        count = len(self.ids)
-        columns = (self.token_ids, self.parents, self.depths, self.scores, self.sources, self.below, self._alive)
-        if any(len(column) != count for column in columns) or not self.root < count <= self._num_slots:
-            raise RuntimeError(
-                f"{count} nodes of {self._num_slots}, the root in slot {self.root}, or a column is short"
-            )
-        if self._slots != {node_id: slot for slot, node_id in enumerate(self.ids)}:
-            raise RuntimeError("an id is not that of its slot")
-        for slot, parent in enumerate(self.parents[1:], 1):
-            if not 0 <= parent < slot or self.depths[slot] != self.depths[parent] + 1:
-                raise RuntimeError(f"node {slot} does not hang below node {parent}")
-            if self.child(parent, self.token_ids[slot]) != slot or (self._costs[slot], slot) not in self.below[parent]:
-                raise RuntimeError(f"node {slot} is not where it is looked for")
-            if self._costs[slot] < self._costs[parent]:
-                raise RuntimeError(f"node {slot} is likelier than its parent")
-        if sum(map(len, self.below)) != count - 1 or any(below != sorted(below) for below in self.below):
-            raise RuntimeError("children are not in order")

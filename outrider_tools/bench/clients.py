@@ -202,8 +202,8 @@ def _error_of(body: bytes, otherwise: str) -> tuple[str, str]:
         return otherwise, body[:200].decode("utf-8", "replace")
 
 
-async def first_answer(client: Client, prompt: Prompt, seconds: float) -> None:
-    """Wait for one answer, so that a wrong address or option is told at once. Raises OutriderError."""
+async def first_answer(client: Client, prompt: Prompt, seconds: float, option: str) -> None:
+    """Wait for one answer, so that a wrong address, which `option` gave, is told at once. Raises OutriderError."""
     record = RequestRecord(due=0.0)
     loop = asyncio.get_running_loop()
     try:
@@ -212,6 +212,11 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float) -> None:
     except TimeoutError:
         raise OutriderError(f"the first answer was not complete after {seconds:g} s", code="client_timeout") from None
     if record.error:
-        wants_key = record.error in ("peer_refused_credentials", "invalid_api_key")
-        fix = f"; {KEY_FIX}" if wants_key else ""
-        raise OutriderError(f"the first request failed: {record.error}: {record.detail}{fix}", code=record.error)
+        fix = ""
+        if record.error in ("peer_refused_credentials", "invalid_api_key"):
+            fix = f"; {KEY_FIX}"
+        elif record.error in ("service_unavailable", "http_ConnectError", "http_RemoteProtocolError"):
+            fix = f"; {option} names the gateway (`outrider up` prints its doors)"
+        raise OutriderError(
+            f"the first request failed: {record.error}: {record.detail.rstrip('.')}{fix}", code=record.error
+        )

@@ -150,10 +150,7 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     tokens = whole_number(1, 1 << 20)
     group.add_argument("--random-input-len", type=tokens, default=128, help="Tokens of a random prompt. Default: 128.")
     group.add_argument(
-        "--random-output-len",
-        type=tokens,
-        default=128,
-        help="Most tokens of an answer, with a file too. Default: 128.",
+        "--random-output-len", type=tokens, default=128, help="Most tokens of an answer, with a file too. Default: 128."
     )
     group.add_argument(
         "--random-range-ratio",
@@ -241,7 +238,9 @@ async def _measure(
     runs: list[LoadRun] = []
     try:
         warm = _prompts(arguments, max(1, arguments.num_warmups), "warm-up")
-        await first_answer(client, replace(warm[0], max_tokens=min(4, warm[0].max_tokens)), arguments.timeout)
+        option = "--connect" if arguments.backend == "grpc" else "--base-url"
+        first = replace(warm[0], max_tokens=min(4, warm[0].max_tokens))
+        await first_answer(client, first, arguments.timeout, option)
         if arguments.num_warmups:
             console.print(f"warming up with {arguments.num_warmups} requests, which are in no figure")
             most = max(1, min(arguments.num_warmups, max(point.concurrency for point in points) or 8))
@@ -274,18 +273,18 @@ def _client(arguments: argparse.Namespace, key: str, files: TlsFiles | None, tls
     )
     if arguments.backend == "grpc":
         return GrpcClient(arguments.connect, ask, key, TlsSource(files) if files else None)
-    _check_url("--base-url", arguments.base_url)
+    _check_url(arguments.base_url)
     return RestClient(arguments.base_url, ask, key, tls or True, arguments.timeout)
 
 
-def _check_url(option: str, url: str) -> None:
+def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         found = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         found = False
     if not found:
-        raise ConfigError(f"{option}: {url!r} is no URL; write it like http://127.0.0.1:8000")
+        raise ConfigError(f"--base-url: {url!r} is no URL; write it like http://127.0.0.1:8000")
 
 
 def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Prompt]:

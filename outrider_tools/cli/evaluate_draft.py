@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable("--json", arguments.json)
     # By name: the command line imports without torch.
     torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluate")
-    prompts, tables = import_module("outrider_tools.training.prompts"), import_module("outrider_tools.training.figures")
+    prompts = import_module("outrider_tools.training.prompts")
     with under("--prompts"):
         questions = prompts.read_questions(arguments.prompts)
     if arguments.limit is not None and arguments.limit < len(questions):
@@ -112,8 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
                 beginning=beginning,
             )
         ]
-    report.table(tables.length_table(evaluations))
-    report.table(tables.rate_table(evaluations))
+    report.evaluations(evaluations)
     if arguments.json is not None:
         record = _record(arguments, algorithm, dtype, device, torch)
         record["evaluation"] = [asdict(evaluation) for evaluation in evaluations]

@@ -33,11 +33,11 @@ from outrider.models.drafters.config import (
     MARKOV_INPUT,
     HeadConfig,
     block_config,
+    cut_head,
     eagle3_config,
     eagle_config,
     mtp_config,
 )
-from outrider.models.drafters.cuts import cut_head
 from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, model_algorithm
 from outrider.models.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 from outrider.models.fields import read_configs, read_json
@@ -109,7 +109,7 @@ class Capacity:
     budget: float
     """What --mem-fraction-static allows for weights, KV, scratch and CUDA itself."""
     outside: float
-    """What is left for CUDA, graphs and the work of prompts."""
+    """What is left for graphs, a draft's features and the work of prompts."""
     kv_tokens: int
     num_pages: int
     context: int
@@ -126,8 +126,7 @@ class Capacity:
 
     def round_seconds(self, bandwidth: float, num_requests: int = 1, context: int = 0) -> float:
         """A round takes at least this long, by the bytes that it reads: weights, of experts those that a token of each
-        request wakes, and the KV of all contexts.
-        """
+        request wakes, and the KV of all contexts."""
         weights = self.elements.read_by(num_requests) * self.item_bytes - self.saved
         read = weights + num_requests * context * self.kv_per_token
         return read / bandwidth
@@ -171,7 +170,9 @@ def plan_target(
         tokens = 0  # the service takes the number as it is, whatever --mem-fraction-static says
     pages = tokens // options.page_size
     tokens = pages * options.page_size
-    longest = max(0, min(config.max_positions, tokens - options.max_draft_tokens - options.page_size))
+    longest = min(config.max_positions, tokens - options.max_draft_tokens - options.page_size)
+    if longest < 2:  # the service refuses to start
+        tokens = pages = longest = 0
     return Capacity(
         memory=memory,
         elements=elements,
@@ -191,7 +192,7 @@ def plan_target(
         kv_tokens=tokens,
         num_pages=pages,
         context=min(options.context_length or longest, longest)
-        if tokens
+        if tokens or memory
         else options.context_length or config.max_positions,
         max_running=options.max_running_requests,
         num_ranks=options.tensor_parallel_size,
@@ -397,18 +398,19 @@ def _warnings(plan: Capacity, drafter: DraftPlan | None) -> list[str]:
     found = []
     if plan.memory and not plan.kv_tokens:
         found.append(
-            "weights and KV do not fit; choose a larger GPU, a smaller model, a half format or fewer --max-total-tokens"
+            "weights and KV do not fit; choose a larger GPU, a smaller model, a half format, or another "
+            "--max-total-tokens"
         )
         return found
     if not plan.memory:
         return found
-    needs = CONTEXT_BYTES + plan.graphs
     stored = plan.features_per_token * plan.kv_tokens
-    if needs > plan.outside:
-        found.append("--mem-fraction-static leaves too little for CUDA and graphs; lower it")
-    elif drafter is not None and stored and needs + stored > plan.outside:
+    left = plan.outside - plan.graphs
+    if left < 0:
+        found.append("--mem-fraction-static leaves too little for CUDA graphs; lower it")
+    elif drafter is not None and stored > left:
         found.append(
-            f"features for every token take {stored / GIB:.1f} GiB, {(plan.outside - needs) / GIB:.1f} GiB are left: "
+            f"features for every token take {stored / GIB:.1f} GiB, {left / GIB:.1f} GiB are left: "
             "lower --mem-fraction-static or --max-total-tokens, or the head is not used"
         )
     return found
@@ -452,13 +454,12 @@ def _lines(
         lines += [
             ("GPU memory", _size(gpu.memory), share),
             ("KV cache", _size(plan.kv_tokens * plan.kv_per_token), f"{plan.kv_tokens} tokens, {plan.num_pages} pages"),
-            ("longest request", str(plan.context), "tokens of prompt and output"),
-            (
-                "requests at once",
-                str(count),
-                f"of {each} tokens{other}",
-            ),
         ]
+        if plan.context:
+            lines.append(("longest request", str(plan.context), "tokens of prompt and output"))
+        lines.append(
+            ("requests at once", str(count), f"of {each} tokens{other}" if plan.context else "it does not fit")
+        )
     if gpu.bandwidth:
         floor = plan.round_seconds(gpu.bandwidth)
         lines.append(("a round, at least", f"{floor * 1e3:.2f} ms", f"{1 / floor:.0f} plain tokens/s for one request"))

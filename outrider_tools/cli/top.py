@@ -18,9 +18,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from outrider.cli.options import number, whole_number
+from outrider.cli.options import add_connect_tls_options, number, whole_number
 from outrider.cli.terminal import SERVICE_STYLES, make_console, printable
-from outrider.config.service import TlsFiles
+from outrider.config.service import peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import WANTS_KEY, Histogram, MetricsPage
 from outrider.rpc.tls import client_context
@@ -128,7 +128,7 @@ def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[T
     known = max(len(list(now.labelled(f"{_VERIFY}draft_connected"))), int(healthy))
     yield TopFigure("drafts", f"{healthy:.0f} of {known}", alarm=healthy < known)
     for address, answer in now.labelled(f"{_VERIFY}draft_answer_seconds"):
-        yield TopFigure(f"answer of {_short(address)}", f"{answer * 1e3:.2f} ms")
+        yield TopFigure(f"answer of {address.rpartition('/')[2]}", f"{answer * 1e3:.2f} ms")
     yield TopFigure("plain rounds", _share(gained.total(f"{_VERIFY}fallback_rounds"), rounds))
     for name in ("preemptions", "failed_requests", "refused_requests", "slow_readers", "declines"):
         count = gained.total(f"{_VERIFY}{name}")
@@ -182,10 +182,6 @@ def _share(part: float, whole: float) -> str:
 
 def _ms(name: str, histogram: Histogram, share: float) -> TopFigure:
     return TopFigure(name, f"{histogram.quantile(share) * 1e3:.2f} ms" if histogram.count else "-")
-
-
-def _short(address: str) -> str:
-    return address.rpartition("/")[2]
 
 
 _MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[TopFigure]]] = {
@@ -258,7 +254,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-file", type=Path, help="File with the gateway's API key; by default $OUTRIDER_API_KEY."
     )
-    parser.add_argument("--tls-ca", default="", help="Certificates that those of https pages must be signed with.")
+    add_connect_tls_options(parser, "--tls")
 
 
 class Watch:
@@ -321,8 +317,12 @@ def page_url(page: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Watch until interrupted; with --once, exit code 1 if no page could be read."""
     token = gateway_key(arguments)
-    tls = client_context(TlsFiles(ca=arguments.tls_ca)) if arguments.tls_ca else None
-    pages, optional = (arguments.pages, ()) if arguments.pages else (DEFAULT_PAGES[:-1], DEFAULT_PAGES[-1:])
+    files = peer_tls(arguments, "connect")
+    tls = client_context(files) if files else None
+    pages, optional = arguments.pages, []
+    if not pages:
+        gateway, *pages, draft = DEFAULT_PAGES
+        pages, optional = [f"https://{gateway}" if tls else gateway, *pages], [draft]
     watch = Watch(pages, token, tls, optional)
     console = make_console(color=not arguments.no_color)
     count = 1 if arguments.once else arguments.count

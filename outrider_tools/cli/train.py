@@ -20,14 +20,7 @@ FLAGS = {"own_feature_weight": "feature_weight", "packed": "no_packed", "compile
 OptionsT = TypeVar("OptionsT", RunOptions, CorpusOptions, TrainerOptions, TreeShape)
 
 # Sizes of a run that shows within about a minute on two cores that everything works; the drafter is worth nothing.
-SMOKE_CORPUS = {
-    "tokens": 500,
-    "invented": 8,
-    "question_tokens": 64,
-    "answer_tokens": 24,
-    "held_out": 2,
-    "num_rows": 8,
-}
+SMOKE_CORPUS = {"tokens": 500, "invented": 8, "question_tokens": 64, "answer_tokens": 24, "held_out": 2, "num_rows": 8}
 SMOKE_TRAINER = {"steps": 6, "batch_tokens": 256, "unroll": 3}
 SMOKE_TREE = {"nodes": 8, "depth": 3, "branching": 4}
 

@@ -71,8 +71,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
 
     `out` must not exist; it appears, complete, by one rename. No more than one file is in memory at a time.
 
-    Raises:
-        ConfigError: the shape cannot hold the source, or `out` cannot be written.
+    Raises ConfigError: the shape cannot hold the source, or `out` cannot be written.
     """
     fields = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)
@@ -95,14 +94,8 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
         copy_files(source, work)
         _write_notice(work, out.name, source, shape_map, vocab_size, options.seed)
         stage = f"writing {out.name}"
-        write_shards(
-            work,
-            shapes,
-            options.dtype,
-            options.max_shard_bytes,
-            inflater.tensor,
-            lambda done: progress(stage, done, total),
-        )
+        tensors = ((name, inflater.tensor(name)) for name in shapes)
+        write_shards(work, tensors, options.max_shard_bytes, lambda done: progress(stage, done, total))
     return total
 
 

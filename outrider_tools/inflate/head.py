@@ -112,8 +112,7 @@ class HeadInflater(Inflater):
 def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, progress: Progress) -> int:
     """Write the head in `head` for the target in `target` as `inflate` makes it of the same options; returns bytes.
 
-    Raises:
-        ConfigError: head and target do not fit each other or the shape, or `out` cannot be written.
+    Raises ConfigError: head and target do not fit each other or the shape, or `out` cannot be written.
     """
     algorithm = algorithm_of(head)
     if algorithm == "STANDALONE":
@@ -225,8 +224,7 @@ def random_eagle3_head(out: Path, source: Path, draft_vocab_size: int, options: 
 
     Its vocabulary is spread evenly over the target's, or the target's own if that is no larger.
 
-    Raises:
-        ConfigError: the target has too few layers, or `out` exists or cannot be written.
+    Raises ConfigError: the target has too few layers, or `out` exists or cannot be written.
     """
     config, shape = ModelConfig.from_folder(source), options.shape.dense
     if shape.layers < 4:

@@ -77,8 +77,7 @@ ROUTE_CHANNELS = 32
 def parse_shape(text: str) -> Shape:
     """A shape from its name, from sizes, or from both: `llama-8b`, `llama-1b,layers=30`, `hidden=640,layers=4,...`.
 
-    Raises:
-        ConfigError: an unknown name or size, a size that is no positive integer, or sizes missing.
+    Raises ConfigError: an unknown name or size, a size that is no positive integer, or sizes missing.
     """
     base, *rest = text.split(",")
     if base in SHAPES:
@@ -153,8 +152,7 @@ class ShapeMap:
     def of(cls, config: ModelConfig, target: Shape) -> ShapeMap:
         """The map of the decoder that `config` describes.
 
-        Raises:
-            ConfigError: the target cannot hold the source exactly; says what stands against it.
+        Raises ConfigError: the target cannot hold the source exactly; says what stands against it.
         """
         shape_map = cls(shape_of(config), target)
         problem = shape_map._problem()

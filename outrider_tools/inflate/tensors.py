@@ -260,9 +260,7 @@ def _head_axes(shape_map: ShapeMap) -> tuple[Axis, Axis]:
     """Rows of q_proj, and of k_proj and v_proj."""
     source, target = shape_map.source, shape_map.target
     heads = Axis(
-        target.heads * target.head_dim,
-        shape_map.head_channels(shape_map.heads),
-        range(source.heads * source.head_dim),
+        target.heads * target.head_dim, shape_map.head_channels(shape_map.heads), range(source.heads * source.head_dim)
     )
     held = [(place, head) for place, head in enumerate(shape_map.kv_heads) if head >= 0]
     kv_heads = Axis(

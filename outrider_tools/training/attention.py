@@ -141,8 +141,7 @@ def own_attention(
         k: [M, KVH, D], keys of step 0; so are its values `v`.
         own_k: keys of steps 1 to J, [M, KVH, D] each; so are their values `own_v`. On a CPU or in half precision.
 
-    Returns:
-        [M, H, D].
+    Returns [M, H, D].
     """
     output: Tensor = _OwnAttention.apply(q, k, v, spans, columns, *own_k, *own_v)  # type: ignore[no-untyped-call]
     return output

@@ -13,13 +13,7 @@ from torch.nn import functional
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider_tools.training.attention import OwnKeyMerger, own_attention
-from outrider_tools.training.layers import (
-    TrainableLayer,
-    TrainableNorm,
-    llama_fields,
-    llama_layer,
-    matrix,
-)
+from outrider_tools.training.layers import TrainableLayer, TrainableNorm, llama_fields, llama_layer, matrix
 from outrider_tools.training.learner import DraftInput, DraftVocabularyHead, Runner, Wrap, channel_sizes
 from outrider_tools.training.target import TargetModel
 

@@ -45,7 +45,7 @@ def write_card(record: dict[str, Any], evaluations: Sequence[Evaluation], folder
     """Write README.md to `folder`. `record` is what training.json holds; `plots` are files in the folder."""
     algorithm, target = record["algorithm"], record["target"]
     parts = [
-        _front_matter(target),
+        f"---\nlibrary_name: outrider\nbase_model: {target}\ntags:\n- speculative-decoding\n---",
         f"# {algorithm} drafter for {target}\n\nThis is {KINDS[algorithm]}, for speculative decoding of {target}. "
         "What it guesses the target checks, so it changes speed and never the answer.",
         "## Results\n\n" + _how_measured(record) + "\n\n" + markdown(length_table(evaluations)),
@@ -56,10 +56,6 @@ def write_card(record: dict[str, Any], evaluations: Sequence[Evaluation], folder
         "## Text and licence\n\n" + _licence(record),
     ]
     (folder / CARD).write_text("\n\n".join(parts) + "\n", "utf-8")
-
-
-def _front_matter(target: str) -> str:
-    return f"---\nlibrary_name: outrider\nbase_model: {target}\ntags:\n- speculative-decoding\n---"
 
 
 def _how_measured(record: dict[str, Any]) -> str:

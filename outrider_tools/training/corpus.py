@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from outrider.errors import ConfigError, under
 from outrider.models.decoder import CausalLM
+from outrider_tools.files import replacing
 from outrider_tools.training.beginnings import SYSTEM_OPENINGS, Beginnings, endings
 from outrider_tools.training.generate import GenerationJob, Generator
 from outrider_tools.training.options import CorpusOptions, RunOptions
@@ -67,11 +67,9 @@ class StoredTexts:
     def save(self, folder: Path) -> None:
         """Write both files, each whole or not at all; the record, last, says that all is there."""
         self.texts.save(folder / TEXTS)
-        part = folder / f"{TEXTS_RECORD}.part"
-        part.write_text(
-            json.dumps({name: getattr(self, name) for name in ("options", "beginnings", "held_out")}), "utf-8"
-        )
-        os.replace(part, folder / TEXTS_RECORD)
+        record = {name: getattr(self, name) for name in ("options", "beginnings", "held_out")}
+        with replacing(folder / TEXTS_RECORD) as part:
+            part.write_text(json.dumps(record), "utf-8")
 
 
 class Corpus:
@@ -103,8 +101,7 @@ class Corpus:
     def texts(self, given: Sequence[Question]) -> StoredTexts:
         """Conversations that the target had with the `given` questions and its own.
 
-        Raises:
-            ConfigError: there are no questions at all.
+        Raises ConfigError: there are no questions at all.
         """
         wanted = {**asdict(self._options), "temperatures": list(self._options.temperatures), "given": len(given)}
         origin = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
-from outrider_tools.files import copy_files
+from outrider_tools.files import copy_files, replacing
 from outrider_tools.training.block import TrainableBlockHead
 from outrider_tools.training.eagle import TrainableEagleHead
 from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head, default_feature_layers
@@ -34,8 +33,7 @@ def make_learner(target: TargetModel, texts: Texts, options: RunOptions) -> Lear
     """The untrained drafter that `options.algorithm` names, on the target's device; the same for the same options and
     texts.
 
-    Raises:
-        ConfigError: the target or the sizes do not allow it.
+    Raises ConfigError: the target or the sizes do not allow it.
     """
     torch.manual_seed(options.trainer.seed)
     module = MAKERS[options.algorithm](target, texts, options).to(target.device)
@@ -102,8 +100,7 @@ MAKERS: dict[str, Callable[[TargetModel, Texts, RunOptions], TrainableDrafter]] 
 def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
     """Options with sizes in place of those that were not given: the initial head's, or the default.
 
-    Raises:
-        ConfigError: the target or the initial head does not allow a size, or another kind is trained.
+    Raises ConfigError: the target or the initial head does not allow a size, or another kind is trained.
     """
     if options.algorithm != "EAGLE3":
         named = {"--init-from": options.init_from, "--hit-weight": options.trainer.hit_weight}
@@ -138,11 +135,7 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
 
 
 def export_drafter(
-    module: TrainableDrafter,
-    target_folder: Path,
-    folder: Path,
-    dtype: torch.dtype = torch.bfloat16,
-    window: int = 0,
+    module: TrainableDrafter, target_folder: Path, folder: Path, dtype: torch.dtype = torch.bfloat16, window: int = 0
 ) -> int:
     """Write a drafter to `folder`, made if need be; returns the bytes of its weights.
 
@@ -166,8 +159,8 @@ def export_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(module, TrainableLM):
         copy_files(target_folder, folder)
-    path, part = folder / "model.safetensors", folder / "model.safetensors.part"
-    save_tensors(tensors, part)
-    os.replace(part, path)
+    path = folder / "model.safetensors"
+    with replacing(path) as part:
+        save_tensors(tensors, part)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
     return path.stat().st_size

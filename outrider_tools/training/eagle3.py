@@ -151,8 +151,7 @@ class StoredEagle3Head:
     def head(self, target: TargetModel) -> TrainableEagle3Head:
         """A trainable head, on the target's device, that computes what the head in the folder does.
 
-        Raises:
-            ConfigError: the folder's tensors are not those of such a head, or its embedding is not the target's.
+        Raises ConfigError: the folder's tensors are not those of such a head, or its embedding is not the target's.
         """
         config = self.config
         sizes = (config.feature_layers, config.decoder.intermediate_size)

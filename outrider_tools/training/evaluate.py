@@ -43,8 +43,7 @@ def evaluate(
     At a temperature the drafter ranks with the noise that the answers were drawn by. `on_progress` gets the number of
     answers that are done, and of all.
 
-    Raises:
-        ConfigError: the draft model is of another vocabulary or hidden size.
+    Raises ConfigError: the draft model is of another vocabulary or hidden size.
     """
     _check(target, model)
     tree = tree or TreeShape()

@@ -30,6 +30,16 @@ Counts = NDArray[np.int64]
 # The depths whose accept rates are compared: how well a drafter keeps up on its own features.
 DEEP = 6
 
+LENGTHS = (
+    "chain, tree: tokens that a round commits (accepted + 1) with chains and with trees of draft tokens; "
+    f"depth {DEEP} / 1: accept rate at depth {DEEP} over that at depth 1; loops: answers that end in repetition"
+)
+RATES = (
+    "accept rate: how often the drafter's best token so many places ahead is the target's; "
+    "chains, trees that reach it: share of rounds that accept so many tokens or more"
+)
+"""What the words of both tables mean."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRounds:

@@ -199,8 +199,7 @@ class Generator:
         Once `token_budget` tokens are there, or `seconds` have passed, no more jobs begin: the list then ends early.
         `on_progress(n)` is told how many tokens are there.
 
-        Raises:
-            ValueError: a job does not fit `max_length`.
+        Raises ValueError: a job does not fit `max_length`.
         """
         for job in jobs:
             if not 1 <= len(job.prompt) < len(job.prompt) + job.max_new_tokens <= self._max_length:

@@ -277,7 +277,8 @@ class Learner:
             for step, feature in enumerate(self._run(given, self._num_steps)):
                 # The target's word at place i is the drafter's at base i - lead, a step more for each before that.
                 lead = self.module.lead + step
-                rows = _pick_rows(feature, targets - lead, found[lead : lead + feature.shape[0]])
+                places = found[lead : lead + feature.shape[0]]
+                rows: Tensor = _PickRows.apply(feature, targets - lead, places)  # type: ignore[no-untyped-call]
                 loss, hits = self._loss(self._output_rows(rows), output, target_probs, count)
                 if self._feature_weight:
                     loss = loss + self._feature_weight * _distance(rows, hidden, counts)
@@ -326,14 +327,9 @@ def _distance(rows: Tensor, true: Tensor, counts: Tensor) -> Tensor:
     return (distance * share).sum(0).mean()
 
 
-def _pick_rows(matrix: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """Rows of a matrix [M, K] at int64 `rows` [R]; `places` int64 [M] has where each row went, R for nowhere."""
-    picked: Tensor = _PickRows.apply(matrix, rows, places)  # type: ignore[no-untyped-call]
-    return picked
-
-
 class _PickRows(torch.autograd.Function):
-    """Rows of a matrix, each at most once, so that backward is a look-up too."""
+    """Rows of a matrix [M, K] at int64 `rows` [R], each at most once, so that backward is a look-up too: int64 `places`
+    [M] has where each row went, R for nowhere."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, rows: Tensor, places: Tensor) -> Tensor:

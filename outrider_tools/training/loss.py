@@ -66,8 +66,7 @@ class TargetLoss:
 
         `weight` is [draft vocabulary, hidden]. Probabilities that add up to less than one weigh their row accordingly.
 
-        Returns:
-            the loss, a float32 scalar, and bool [R]: whether the likeliest tokens agree.
+        Returns the loss, a float32 scalar, and bool [R]: whether the likeliest tokens agree.
         """
         loss, hits = _SoftCrossEntropy.apply(rows, weight, target_probs, count, self._slopes)  # type: ignore[no-untyped-call]
         return loss, hits

@@ -105,8 +105,7 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
 
     Rank r gets GPU r. What one process raises ends all of them; none is left when this returns.
 
-    Raises:
-        ConfigError: what a rank raised as such, or that it failed.
+    Raises ConfigError: what a rank raised as such, or that it failed.
     """
     with tempfile.TemporaryDirectory(prefix="outrider-train-") as folder:
         context = spawn(_rank, (count, device_type, folder, function, arguments), count, join=False)

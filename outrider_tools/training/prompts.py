@@ -97,8 +97,7 @@ class ChatForm(QuestionForm):
 def read_questions(path: Path) -> list[Question]:
     """Questions of a JSONL file: each line an object with `prompt`, or with `turns` of which the first counts.
 
-    Raises:
-        ConfigError: names the line that is at fault.
+    Raises ConfigError: names the line that is at fault.
     """
     return [_question(where, fields) for where, fields in json_objects(path, str(path))]
 

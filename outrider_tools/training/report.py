@@ -2,75 +2,52 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from outrider.cli.terminal import aligned
+from outrider.models.progress import StageBars
+from outrider_tools.training.figures import LENGTHS, RATES, Evaluation, length_table, rate_table
 from outrider_tools.training.trainer import CurvePoint
 
 # Lines of one kind come no more often, where no bar can be drawn.
 EVERY_SECONDS = 5.0
-# Columns of a table, which is as wide in a file.
-TABLE_WIDTH = 160
 # From so many tokens on they are told in millions.
 MANY = 100_000
 
 
-class Report:
+def _note_columns() -> Sequence[ProgressColumn]:
+    names, notes = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    return names, BarColumn(), notes, TimeElapsedColumn(), TimeRemainingColumn()
+
+
+class Report(StageBars):
     """Bars on a terminal, lines every few seconds elsewhere; tables on standard output. Use it in a `with`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
+        super().__init__(stream, _note_columns)
         self._start = time.monotonic()
         self._last: dict[str, float] = {}
-        self._tasks: dict[str, TaskID] = {}
-        self._bars: Progress | None = None
-        if self._stream.isatty():
-            self._bars = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=Console(file=self._stream),
-            )
-
-    def __enter__(self) -> Report:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._bars is not None:
-            self._bars.stop()
 
     def line(self, text: str) -> None:
         """Print a line, with the seconds since the start in front."""
         text = f"{time.monotonic() - self._start:7.1f} s  {text}"
-        if self._bars is not None:
+        if self.bars is not None:
             # Above the bars.
-            self._bars.console.print(text, markup=False, highlight=False)
+            self.bars.console.print(text, markup=False, highlight=False)
         else:
-            print(text, file=self._stream, flush=True)
+            print(text, file=self.stream, flush=True)
 
     def progress(self, what: str, done: float, total: float, note: str) -> None:
         """`done` of `total` (0: unknown) of a piece of work; `note` says the same in words."""
-        if self._bars is None:
+        if self.bars is None:
             if self._due(what) or (total and done >= total):
                 self.line(f"{what}: {note}")
             return
-        # Started with the first report, so that work which turns out to be done already draws nothing.
-        self._bars.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=total or None, note=note)
-        self._bars.update(self._tasks[what], completed=done, total=total or None, note=note)
+        self.draw(self.bars, what, done, total, note=note)
 
     def generated(self, what: str, done: int, total: int) -> None:
         """`done` tokens of `what` are there, of `total` (0: unknown)."""
@@ -91,14 +68,13 @@ class Report:
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Rows of as many columns each, on standard output; the first column is names."""
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for column in range(len(rows[0])):
-            table.add_column(no_wrap=True, justify="right" if column and len(rows[0]) > 2 else "left")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console = Console(file=sys.stdout, highlight=False)
-        console.width = max(console.width, TABLE_WIDTH)
-        console.print(table, soft_wrap=True)
+        print(aligned(rows, right=range(1, len(rows[0])) if len(rows[0]) > 2 else ()))
+
+    def evaluations(self, found: Sequence[Evaluation]) -> None:
+        """Both tables of the evaluations, each with a line on its words."""
+        for rows, meaning in ((length_table(found), LENGTHS), (rate_table(found), RATES)):
+            self.table(rows)
+            print(meaning)
 
     def _due(self, what: str) -> bool:
         now = time.monotonic()

@@ -101,11 +101,11 @@ class TextRollout:
             # Its context is made of features alone, and rows come of blocks.
             k, v = model.context(before, spans.positions)
             self.attention.kept = dict(enumerate(zip(k, v, strict=True)))
-            self.rows, self.child_features = before, None
+            self.rows = before
             return
         # Nothing is written to the cache, which tells its heads and dtype alone.
-        self.rows, self.child_features = model.forward(batch, before, model.new_kv(1), self.attention)
-        """What `logits` takes, and what children take as features, of every row of the text."""
+        self.rows, _ = model.forward(batch, before, model.new_kv(1), self.attention)
+        """What `logits` takes, of every row of the text."""
 
     def following(self, places: Tensor) -> Tensor:
         """The text's tokens at `places`, -1 behind its end."""
@@ -160,8 +160,7 @@ class NodeRollout(AttentionBackend, AttentionPlan):
                 left.
             parents: int64 [N], place of each node's parent in the call before; not read in the first.
 
-        Returns:
-            rows for `logits`, and features for the nodes' children.
+        Returns rows for `logits`, and features for the nodes' children.
         """
         model, bases = self._draft.model, self._bases[owners]
         if isinstance(model, BlockHead):

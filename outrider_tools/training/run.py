@@ -17,7 +17,6 @@ from outrider_tools.training.card import write_card, write_plots
 from outrider_tools.training.corpus import WORK_FOLDER, run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
 from outrider_tools.training.evaluate import load_drafter, measure
-from outrider_tools.training.figures import length_table, rate_table
 from outrider_tools.training.options import STATE_FILE, RunOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm
@@ -47,8 +46,7 @@ def train(
 
     Of several processes the first one does what follows the training.
 
-    Raises:
-        ConfigError: something given does not fit, or prompts for training are also for the evaluation.
+    Raises ConfigError: something given does not fit, or prompts for training are also for the evaluation.
     """
     ranks = ranks or RankGroup()
     processes = ranks.count
@@ -117,8 +115,7 @@ def train(
     plots = write_plots(record, out, report)
     write_card(record, evaluations, out, plots)
     report.table(_summary(record))
-    report.table(length_table(evaluations))
-    report.table(rate_table(evaluations))
+    report.evaluations(evaluations)
 
 
 class _Clock:

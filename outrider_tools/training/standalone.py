@@ -23,8 +23,7 @@ from outrider_tools.training.target import EMBEDDING, TargetModel
 def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> ModelConfig:
     """The target's shape with fewer layers and, if `hidden_size` is not 0, narrower; heads keep their size.
 
-    Raises:
-        ConfigError: a hidden size that is no multiple of the heads' size.
+    Raises ConfigError: a hidden size that is no multiple of the heads' size.
     """
     if not 1 <= num_layers <= target.num_layers:
         raise ConfigError(f"--layers {num_layers}: the target has {target.num_layers}; choose from 1 to that")

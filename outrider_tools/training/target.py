@@ -75,9 +75,8 @@ def target_states(
 ) -> tuple[Tensor, Tensor]:
     """Run the target over the sequences of `spans`, token ids int64 [M].
 
-    Returns:
-        features [M, len(feature_layers) * hidden], in the order of `feature_layers`, and the hidden states [M, hidden]
-        that `model.logits` takes. Both may be saved for a backward pass.
+    Returns features [M, len(feature_layers) * hidden], in the order of `feature_layers`, and the hidden states [M,
+    hidden] that `model.logits` takes. Both may be saved for a backward pass.
     """
     batch = TokenBatch(token_ids, spans.positions)
     # Nothing is written to the cache, which tells its heads and dtype alone.

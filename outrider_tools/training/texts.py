@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from outrider.errors import ConfigError
+from outrider_tools.files import replacing
 
 Tokens = Sequence[int] | NDArray[np.int32]
 
@@ -103,9 +103,8 @@ class Texts:
 
     def save(self, path: Path) -> None:
         """Write to a safetensors file, whole or not at all."""
-        part = path.with_name(path.name + ".part")
-        save_file({"tokens": self.tokens, "offsets": self.offsets, "prompt_lens": self.prompt_lens}, part)
-        os.replace(part, path)
+        with replacing(path) as part:
+            save_file({"tokens": self.tokens, "offsets": self.offsets, "prompt_lens": self.prompt_lens}, part)
 
     @classmethod
     def load(cls, path: Path) -> Texts:
@@ -237,8 +236,7 @@ def choose_vocabulary(
 
     Tokens that do not occur follow in the order of their ids: byte-level vocabularies list the common ones first.
 
-    Raises:
-        ConfigError: more are wanted than there are.
+    Raises ConfigError: more are wanted than there are.
     """
     if not len(set(always)) <= draft_vocab_size <= vocab_size:
         raise ConfigError(f"a draft vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens is impossible")

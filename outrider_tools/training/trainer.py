@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import ConfigError
+from outrider_tools.files import replacing
 from outrider_tools.training.learner import Learner, TrainableDrafter
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.parallel import RankGroup
@@ -303,9 +303,9 @@ class Trainer:
         for place, optimizer in enumerate(self._optimizers):
             for number, values in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{place}.{number}.{name}": value for name, value in values.items()}
-        part = self._state_path.with_name(self._state_path.name + ".part")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {_RECORD: json.dumps(record)})
-        os.replace(part, self._state_path)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        with replacing(self._state_path) as part:
+            save_file(tensors, part, {_RECORD: json.dumps(record)})
 
     def _resume(self, path: Path) -> None:
         weights, optimizers, record = _load_state(path)

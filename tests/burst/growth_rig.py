@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 from integrity import check_forest, check_slots
+from mirror_integrity import check_mirror
 from page_integrity import check_pages
 from scripted_rows import Guesses, features_message
 from scripted_runner import ScriptedRunner
@@ -108,7 +109,7 @@ class Verify:
 
     def check(self, sources: tuple[int, ...] = (0,)) -> None:
         """Nodes of these sources are what the model says after their path."""
-        self.mirror.check_integrity()
+        check_mirror(self.mirror)
         held = self.held()
         # Without a resolved root nothing is held.
         for (path, score), source in zip(held.items(), self.held_sources() if held else (), strict=True):

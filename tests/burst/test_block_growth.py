@@ -22,7 +22,7 @@ from chains import load
 from tiny_blocks import BLOCK, DEEPSPEC_FIELDS, HIDDEN, LAYERS, VOCAB, dspark_tensors, plain_block, plain_logits
 from tiny_heads import Tensors, save_head
 
-from outrider.drafting.model.context_cut import WHOLE, cut_context
+from outrider.drafting.model.context import WHOLE, cut_context
 from outrider.models.drafters.block import BlockHead
 from outrider.protocol.speculation import Grow
 from outrider.sampling.noise import gumbel

@@ -16,7 +16,7 @@ from kernels.sampling_state import RoundTokens
 from outrider.attention.prompts import PromptChunk
 from outrider.attention.triton_backend import TritonAttention
 from outrider.drafting.model.burst import BurstShape
-from outrider.drafting.model.context_cut import WHOLE, ContextCut
+from outrider.drafting.model.context import WHOLE, ContextCut
 from outrider.drafting.model.round_drafter import RoundDrafter, RoundResults, RoundShape
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.noise import gumbel

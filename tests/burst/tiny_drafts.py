@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend, ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.cache.kv import KVCache
-from outrider.drafting.model.context_cut import ContextCut
+from outrider.drafting.model.context import ContextCut
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 

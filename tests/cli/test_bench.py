@@ -205,7 +205,18 @@ async def test_a_key_that_is_missing_is_told_by_its_name(code: str) -> None:
         async def close(self) -> None: ...
 
     with pytest.raises(OutriderError, match="missing or wrong; set OUTRIDER_API_KEY or --api-key-file"):
-        await first_answer(Refused(), Prompt(4, token_ids=(9,)), 5)
+        await first_answer(Refused(), Prompt(4, token_ids=(9,)), 5, "--connect")
+
+
+@pytest.mark.parametrize(
+    ("backend", "option"), [("grpc", "--connect"), ("openai", "--base-url"), ("openai-chat", "--base-url")]
+)
+def test_a_gateway_that_is_not_there_is_told_with_the_option_that_names_it(
+    backend: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = ["--connect=127.0.0.1:1", "--base-url=http://127.0.0.1:1"]
+    assert main(["bench", f"--backend={backend}", *nowhere, "--num-prompts=1"]) == 1
+    assert f"; {option} names the gateway (`outrider up` prints its doors)" in capsys.readouterr().err
 
 
 async def test_a_gateway_that_is_gone_is_an_error_of_each_request() -> None:

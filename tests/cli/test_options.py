@@ -11,14 +11,25 @@ from typing import NoReturn
 
 import pytest
 
+import outrider.cli.options as options_module
 from outrider.cli.cluster import bind_again, link, place
 from outrider.cli.main import COMMANDS, main, make_parser
-from outrider.cli.options import PEOPLES, SHARED, check_doors, in_our_words, parse_service_options, service_flags
+from outrider.cli.options import (
+    PEOPLES,
+    SHARED,
+    check_doors,
+    in_our_words,
+    make_cluster,
+    parse_service_options,
+    service_flags,
+)
 from outrider.cli.placement import place_draft_model
+from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
+from outrider.models.fields import read_json
 
 
 @cache
@@ -111,6 +122,70 @@ def test_a_key_file_that_cannot_be_read_is_told_before_anything_starts(
     assert main(["up", "--ephemeral", f"--api-key-file={tmp_path}/none", "--model=nosuch"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert f"--api-key-file: {tmp_path}/none cannot be read" in lines[-1], lines
+
+
+def test_a_context_that_the_model_has_not_is_told_with_the_other_mistakes(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    wrong = ["--device=gpu", f"--model={model_path}"]
+    assert main(["up", "--ephemeral", *wrong, "--context-length=999999"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("outrider: error: --device: 'gpu'"), lines
+    limit = read_json(model_path / "config.json")["max_position_embeddings"]
+    assert lines[1] == (
+        f"--context-length: 999999 is over the {limit} positions of the model (max_position_embeddings in its "
+        "config.json); lower it, or leave it out to have them all"
+    )
+    assert main(["up", "--ephemeral", *wrong, "--context-length=512", "--max-total-tokens=256"]) == 2
+    assert "--context-length: 512 is over the 256 tokens that the KV cache has room for" in capsys.readouterr().err
+
+
+def test_what_the_gateway_and_tls_would_refuse_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for wrong, said in (
+        (["--cors-origins=foo"], "--cors-origins: 'foo' is no origin"),
+        (["--api-key-file=none"], "--api-key-file: none cannot be read"),
+        (["--proxies=10.0.0.1/8"], "--proxies: 10.0.0.1/8 has host bits set"),
+        (["--gateway-tls-cert=none", "--gateway-tls-key=none"], "--gateway-tls-cert: none cannot be read"),
+        (["--verify-tls-cert=x"], "--verify-tls-cert: --verify-tls-key is not set"),
+        (["--draft-tls-ca=x"], "--draft-tls-ca: clients can show a certificate over TLS only; set --draft-tls-cert"),
+    ):
+        assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *wrong]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 2 and lines[1].startswith(said), lines
+
+
+def test_a_context_without_room_for_an_answer_is_refused_as_such(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    assert main(["up", "--ephemeral", f"--model={model_path}", "--context-length=1"]) == 2
+    assert "--context-length: 1 is no room for a prompt and an answer; use 2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("placement", ["remote", "colocated"])
+def test_a_token_map_that_is_not_there_is_told_before_anything_starts(
+    placement: str, capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = [f"--draft-placement={placement}", "--speculative-algorithm=STANDALONE", f"--model={model_path}"]
+    words += [f"--speculative-draft-model-path={model_path}", "--speculative-token-map=none.json"]
+    assert main(["up", "--ephemeral", *words]) == 2
+    assert "--speculative-token-map none.json: no such file" in capsys.readouterr().err
+
+
+def test_a_local_model_s_config_is_checked_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Path] = []
+    monkeypatch.setattr(options_module, "check_config", lambda folder, wanted: checked.append(folder) or 0)
+    cluster = make_cluster(
+        parse(f"--model={model_path}", "--draft-placement=remote"),
+        make_console(color=False),
+        lambda name, line: None,
+        fixed_ports=False,
+        supervise=False,
+    )
+    assert len(checked) == 1
+    assert cluster.services == ["draft", "verify", "gateway"]
 
 
 def test_a_draft_model_is_told_of_its_target_and_gets_a_gpu_of_its_own(tmp_path: Path) -> None:

@@ -313,8 +313,27 @@ def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
 ) -> None:
     code, told = plan(capsys, f"--model={llama_8b}", "--gpu-memory=12GiB")
     assert code == 1 and not told["fits"] and "do not fit" in told["warnings"][0]
+    assert told["context"] == told["requests"] == 0
     assert main(["plan", f"--model={llama_8b}", "--gpu-memory=12GiB"]) == 1
-    assert "warning: weights and KV do not fit" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "warning: weights and KV do not fit" in text
+    assert "longest request" not in text and "131072" not in text
+
+
+def test_a_cache_too_small_for_any_request_does_not_fit(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = plan(capsys, f"--model={llama_8b}", "--gpu=L4", "--max-total-tokens=64")
+    assert (code, told["fits"], told["context"], told["requests"]) == (1, False, 0, 0)
+    assert "or another --max-total-tokens" in told["warnings"][0]
+
+
+def test_cuda_itself_is_counted_once_with_what_the_share_is_for(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--model={model_path}", "--mem-fraction-static=0.98", "--speculative-algorithm=NGRAM"]
+    _, told = plan(capsys, *words, "--gpu=L4")
+    assert told["graphs"] < told["outside"] < told["graphs"] + CONTEXT_BYTES and told["warnings"] == []
+    _, told = plan(capsys, *words, "--gpu-memory=8GiB")
+    assert told["warnings"] == ["--mem-fraction-static leaves too little for CUDA graphs; lower it"]
 
 
 def test_more_tokens_than_a_gpu_holds_do_not_fit(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -387,7 +406,7 @@ def test_a_round_of_all_requests_says_how_many_and_how_long(
 def test_what_does_not_fit_has_no_requests_at_all(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"--model={model_path}", "--gpu-memory=100MiB"]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "requests at once 0 of 8192 tokens" in lines
+    assert "requests at once 0 it does not fit" in lines
 
 
 def test_requests_longer_than_the_context_are_refused(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

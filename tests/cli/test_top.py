@@ -114,6 +114,12 @@ def test_a_page_that_is_gone_is_told_beside_the_others(live: Cluster, capsys: py
     assert main([*words, "127.0.0.1:1"]) == 1
 
 
+def test_a_grpc_door_is_told_from_a_metrics_page(live: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--once", "--interval=0.05", live.gateway_address]) == 1
+    text = capsys.readouterr().out
+    assert "does not speak HTTP; give the REST door of a gateway or a --metrics-address, not a gRPC door" in text
+
+
 def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "outrider.cli", "top", "--count=2", "--interval=0.05", live.metrics_url("verify")]

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from draft_fakes import GREEDY, VOCAB, RecordingPort, ScriptedDrafter, commit_message, open_message
+from mirror_integrity import check_mirror
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.ngram.drafter import NgramDrafter
@@ -194,7 +195,7 @@ def test_the_mirror_follows_any_text_and_hits_where_it_repeats(seed: int) -> Non
         settle(requests)
         for grow in peer.grows():
             mirror.insert(grow)
-        mirror.check_integrity()
+        check_mirror(mirror)
         assert mirror.num_unresolved == 0
         row, new = mirror.root, []
         for token in text[len(tokens) : len(tokens) + 8]:

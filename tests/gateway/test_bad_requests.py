@@ -48,12 +48,15 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (TEXT, {"prompt": "x", "max_tokens": 10**400}, "max_tokens", "invalid_value", "less than"),
     (TEXT, {"prompt": "x", "seed": 2**64}, "seed", "invalid_value", "less than"),
     (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "stop", "invalid_value", "16"),
+    (TEXT, {"prompt": "x", "stop": 7}, "stop", "invalid_type", "expected a string or a list, got an integer"),
+    (TEXT, {"prompt": "x", "stop": [7]}, "stop[0]", "invalid_type", "expected a string, got an integer"),
     (TEXT, {"prompt": "x", "stop": ""}, "stop[0]", "invalid_value", "at least one"),
     (TEXT, {"prompt": "x", "stop": "s" * 257}, "stop[0]", "invalid_value", "256"),
     (TEXT, {"prompt": "x", "stop_token_ids": [99999]}, "stop_token_ids[0]", "invalid_value", "vocabulary"),
     (TEXT, {"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias[99999]", "invalid_value", "vocabulary"),
     (TEXT, {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias[1]", "invalid_value", "100"),
-    (TEXT, {"prompt": "x", "logit_bias": {"one": 1}}, "logit_bias.one", "invalid_type", "an integer"),
+    (TEXT, {"prompt": "x", "logit_bias": {"one": 1}}, "logit_bias.one", "invalid_type", "no token id"),
+    (TEXT, {"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias.-1", "invalid_type", "no token id"),
     (TEXT, {"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value", "1024"),
     (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs", "invalid_value", "20"),
     (TEXT, {"prompt": "x", "logprobs": True}, "logprobs", "invalid_type", "an integer"),
@@ -82,7 +85,7 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (TEXT, {"prompt": "x", "@x": 1}, "@x", "unknown_parameter", "remove it"),
     (TEXT, {"prompt": "x", "[key]": 1}, "[key]", "unknown_parameter", "remove it"),
     (TEXT, {"prompt": "x", "": 1}, '""', "unknown_parameter", "remove it"),
-    (TEXT, {"prompt": "x", "logit_bias": {"": 1}}, 'logit_bias.""', "invalid_type", "an integer"),
+    (TEXT, {"prompt": "x", "logit_bias": {"": 1}}, 'logit_bias.""', "invalid_type", "no token id"),
     (TEXT, {"prompt": ["x"] * 5000}, "prompt", "invalid_value", "4096"),
     (TEXT, {"prompt": [[1]] * 5000}, "prompt", "invalid_value", "4096"),
     (TEXT, {"prompt": "x", "tempertaure": 1}, "tempertaure", "unknown_parameter", "did you mean temperature"),
@@ -136,6 +139,8 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, {"messages": HELLO, "functions": [{}]}, "functions", "unsupported_parameter", "use tools"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "yaml"}}, "response_format.type", "invalid_value",
      "'json_schema'"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema",
+     "missing_required_parameter", "send the schema"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "invalid_value", "logprobs"),
     (CHAT, {"messages": HELLO, "stream_options": {}}, "stream_options", "invalid_value", "stream"),
     (CHAT, {"messages": HELLO, "store": True}, "store", "unsupported_parameter", "false"),
@@ -196,6 +201,22 @@ async def test_http_mistakes_have_the_same_shape(world: World, verify: ScriptedV
     assert (await world.http.get(TEXT)).headers["allow"] == "POST"
 
 
+async def test_no_field_of_the_body_is_suggested_for_one_within(world: World) -> None:
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    response = await world.http.post(CHAT, json={"messages": [{"role": "user", "content": [part]}]})
+    field = "messages[0].content[0].cache_control"
+    assert response.json()["error"]["message"] == f"{field}: unknown field; remove it"
+
+
+async def test_a_request_that_states_its_end_in_two_ways_is_refused_and_nothing_behind_it_is_read(world: World) -> None:
+    reader, writer = await asyncio.open_connection(*world.rest.removeprefix("http://").split(":"))
+    head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 5\r\n"
+    writer.write(f"{head}transfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nhost: a\r\n\r\n".encode())
+    answer = await reader.read()  # to the end: the connection is closed
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400") and b"invalid_http" in answer and answer.count(b"HTTP/1.1 ") == 1
+
+
 async def test_a_body_over_the_limit_gets_413(verify: ScriptedVerify, tmp_path: Any) -> None:
     async with open_world(verify, tmp_path, max_body_bytes=2048) as world:
         for content in (json.dumps({"prompt": "x" * 4000}).encode(), b"x" * 200_000):
@@ -216,8 +237,10 @@ async def test_a_slow_body_gets_408(verify: ScriptedVerify, tmp_path: Any) -> No
 
 async def test_harmless_fields_are_taken(world: World) -> None:
     world.verify.say("ok")
+    part = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}
     body = {
-        "messages": HELLO,
+        "messages": [{"role": "user", "content": [part]}],
+        "reasoning_effort": "max",
         "user": "me",
         "store": False,
         "metadata": {"a": "b"},
@@ -235,8 +258,15 @@ async def test_harmless_fields_are_taken(world: World) -> None:
         "n": None,
         "stream": None,
         "logprobs": False,
+        "top_logprobs": 0,
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "prompt_cache_options": {"ttl": "30m"},
     }
     response = await world.http.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    items = [{"role": "user", "content": [part | {"type": "input_text"}]}]
+    response = await world.http.post("/v1/responses", json={"input": items, "reasoning": {"effort": "max"}})
     assert response.status_code == 200, response.text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from gateway_world import http_trust, open_world
 from scripted_verify import ScriptedVerify
 
 from gateway.main import serve
+from outrider.cli.health import ask as ask_health
 from outrider.cli.main import make_parser
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError, OutriderError
 from outrider.v1 import gateway_pb2
-from outrider_tools.cli import bench
+from outrider_tools.cli import bench, top
 
 TEXT = "/v1/completions"
 
@@ -74,7 +76,7 @@ async def test_with_a_ca_clients_of_either_door_need_a_certificate(verify: Scrip
 
 
 async def test_a_load_over_rest_comes_in_with_its_certificate_and_to_the_name_that_it_was_told(
-    verify: ScriptedVerify, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    verify: ScriptedVerify, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verify.say("ok")
     ours = Authority(tmp_path / "ours")
@@ -90,6 +92,20 @@ async def test_a_load_over_rest_comes_in_with_its_certificate_and_to_the_name_th
         arguments.connect_tls_name = "gateway.example"
         assert await asyncio.to_thread(bench.run, arguments) == 0
         assert "no acceptance by depth" not in capsys.readouterr().err
+        watch = make_parser(["top"]).parse_args(
+            ["top", "--once", "--interval=0.05", world.rest, *words, "--connect-tls-name=gateway.example"]
+        )
+        assert await asyncio.to_thread(top.run, watch) == 0
+        monkeypatch.setattr(top, "DEFAULT_PAGES", (world.rest.removeprefix("https://"), "127.0.0.1:1", "127.0.0.1:1"))
+        watch.pages = []
+        assert await asyncio.to_thread(top.run, watch) == 0, "the gateway's default page is read over TLS, too"
+        watch.pages = [world.rest.replace("https:", "http:")]
+        assert await asyncio.to_thread(top.run, watch) == 1
+        assert "begin it with https:// where the door has TLS" in capsys.readouterr().out
+        _, health = await ask_health(
+            world.rest.removeprefix("https://"), "", 20, "", replaced(client, name="gateway.example")
+        )
+        assert "likely a REST or metrics port" in health
 
 
 async def test_replaced_files_serve_the_next_connection_of_the_rest_door(

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from silent_progress import silent
 from tiny_models import SIZES, relative_error, run_one, save_tiny, token_ids
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -21,7 +22,6 @@ from outrider.errors import ConfigError
 from outrider.layers.experts import ExpertMlp
 from outrider.models.config import ModelConfig
 from outrider.models.loader import load_model
-from outrider.models.progress import silent
 from outrider_tools.inflate.folder import InflateOptions, compare, inflate, streamed_logits
 from outrider_tools.inflate.shapes import SHAPES, Shape, ShapeMap, parse_shape, shape_of
 

@@ -37,7 +37,7 @@ def test_every_format_is_its_dequantized_matrices(tmp_path: Path, name: str) -> 
     source, out = make(tmp_path, name)
     config = ModelConfig.from_folder(out)
     assert config.quantization is not None
-    stored = load_file(out / "model-00001.safetensors")
+    stored = load_file(out / "model-00001-of-00001.safetensors")
     wide = load_file(source / "model.safetensors")
     for key in filter(is_quantized, wide):
         module = key.removesuffix(".weight")
@@ -73,7 +73,7 @@ def test_experts_are_their_dequantized_matrices(tmp_path: Path, family: str, nam
     shared = {"shared_expert_intermediate_size": 64} if family == "Qwen2Moe" else {}
     save_tiny(source, family, **{**SIZES, **experts, **shared})
     quantize(source, out, name, 32, torch.device("cpu"), 1 << 30, lambda *_: None)
-    config, stored = ModelConfig.from_folder(out), load_file(out / "model-00001.safetensors")
+    config, stored = ModelConfig.from_folder(out), load_file(out / "model-00001-of-00001.safetensors")
     wide = load_file(source / "model.safetensors")
     for key in filter(is_quantized, wide):
         module = key.removesuffix(".weight")
@@ -123,7 +123,7 @@ def _ends(module: str, stored: dict[str, torch.Tensor]) -> list[str]:
 
 def test_gptq_files_may_have_empty_biases_and_no_reordered_columns(tmp_path: Path) -> None:
     _, out = make(tmp_path, "gptq")
-    path, ids = out / "model-00001.safetensors", token_ids(8)
+    path, ids = out / "model-00001-of-00001.safetensors", token_ids(8)
     stored = load_file(path)
     model = load_model(out)
     found = run_one(model, model.new_kv(8), ids, torch.arange(8))

@@ -55,8 +55,9 @@ async def test_the_exit_code_is_0_only_while_it_serves(server: GrpcServer) -> No
 
 
 async def test_a_certificate_without_what_turns_tls_on_is_refused(server: GrpcServer) -> None:
-    code, text = await health(server.address, "--tls-cert", "c.pem", "--tls-key", "k.pem")
-    assert code == 2 and "--tls-ca is not set" in text
+    for prefix in ("--connect-tls", "--tls"):
+        code, text = await health(server.address, f"{prefix}-cert", "c.pem", f"{prefix}-key", "k.pem")
+        assert code == 2 and "--connect-tls-ca is not set" in text
 
 
 async def test_in_a_container_it_asks_the_service_that_binds_every_interface(server: GrpcServer) -> None:
@@ -85,6 +86,10 @@ async def test_behind_mutual_tls_it_needs_the_files_that_callers_need(tmp_path: 
     files = changed(ours.files("client"), name="localhost")
     env = {f"OUTRIDER_HEALTH_TLS_{word.upper()}": getattr(files, word) for word in ("ca", "cert", "key", "name")}
     assert (await health(address, **env))[0] == 0
+    given = [f"--connect-tls-{word}={getattr(files, word)}" for word in ("ca", "cert", "key", "name")]
+    assert (await health(address, *given))[0] == 0
     assert (await health(address, "--tls-ca", files.ca))[0] == 1
-    assert (await health(address))[0] == 1
+    code, text = await health(address)
+    assert code == 1 and "; perhaps it wants TLS, or a certificate of the caller" in text
+    assert "; perhaps it wants TLS, or a cert" in (await health(address, "--tls-ca", files.ca))[1]
     await running.stop(0)

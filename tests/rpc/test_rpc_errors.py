@@ -12,6 +12,8 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.cli.client import list_models
+from outrider.cli.health import ask
 from outrider.errors import (
     ConfigError,
     ContextLengthError,
@@ -161,6 +163,24 @@ async def test_a_deadline_is_a_timeout_of_the_peer(start: Any) -> None:
     assert isinstance(decoded, UnavailableError)
     assert (decoded.code, decoded.message) == ("peer_timeout", "the verify service did not answer in time")
     await asyncio.wait_for(running.verify.freed.wait(), 10)
+
+
+async def test_a_port_that_speaks_http_1_is_told_as_no_grpc_door() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with open_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await verify_pb2_grpc.VerifyServiceStub(channel).GetLoad(Load(), timeout=20)
+            with pytest.raises(UnavailableError) as models:
+                await list_models(channel)
+        _, health = await ask(address, "", 20, "", None)
+    for text in (error_from_rpc(caught.value).message, models.value.message, health):
+        assert "likely a REST or metrics port" in text and "SETTINGS" not in text
 
 
 async def test_a_peer_that_is_away_is_unavailable(start: Any) -> None:

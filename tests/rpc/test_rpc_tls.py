@@ -150,7 +150,9 @@ def test_each_file_that_is_of_no_use_is_named_with_its_option(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["top", "--once", "--tls-ca"], "--tls-ca"),
+        (["top", "--once", "--connect-tls-ca"], "--connect-tls-ca"),
+        (["top", "--once", "--tls-ca"], "--connect-tls-ca"),
+        (["health", "127.0.0.1:1", "--tls-ca"], "--connect-tls-ca"),
         (["bench", "--backend=openai", "--connect-tls-ca"], "--connect-tls-ca"),
     ],
 )

@@ -15,12 +15,12 @@ import huggingface_hub
 import pytest
 from filelock import FileLock
 from huggingface_hub.errors import LocalEntryNotFoundError
+from silent_progress import silent
 
 from outrider.cli.main import main
 from outrider.cli.models import installed_models
 from outrider.errors import ConfigError
 from outrider.models import store
-from outrider.models.progress import silent
 from outrider.models.shipped import is_default_target
 from outrider.models.store import embedded_model, resolve_model, served_name
 from outrider.models.store_folder import check_model_folder

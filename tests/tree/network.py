@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from mirror_integrity import check_mirror
 from msgspec.structs import replace
 
 from outrider.protocol.speculation import Commit, Grow, Open
@@ -119,7 +120,7 @@ class Pair:
     def check_safety(self) -> None:
         """Every node that verify holds is the one that the draft sent, and both live copies agree."""
         mirror = self.mirror
-        mirror.check_integrity()
+        check_mirror(mirror)
         live = list(mirror.descend())
         for slot in live:
             parent_id, token, score = self.sent.nodes[self.life, mirror.epoch, mirror.ids[slot]]

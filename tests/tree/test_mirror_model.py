@@ -8,6 +8,7 @@ import numpy as np
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mirror_integrity import check_mirror
 from plain_mirror import PlainMirror, Row
 
 from outrider.protocol.speculation import Grow
@@ -73,7 +74,7 @@ class Pair:
 
     def check(self) -> None:
         mirror, plain = self.mirror, self.plain
-        mirror.check_integrity()
+        check_mirror(mirror)
         rows = {row.node_id: row for row in plain.rows()}
         live = list(mirror.descend())
         assert sorted(mirror.ids[slot] for slot in live) == sorted(rows)
@@ -147,7 +148,7 @@ def test_what_is_dead_is_forgotten() -> None:
         assert mirror.insert(Grow(1, 1, 1, 1, ids, *columns, bytes(2))) == 2
         committed.append(1)
         mirror.commit()
-        mirror.check_integrity()
+        check_mirror(mirror)
         assert len(mirror.ids) <= MAX_NODES + 1
 
 
@@ -194,7 +195,7 @@ def test_a_tree_that_is_full_of_live_nodes_is_not_swept_for_each_message() -> No
     for number in range(50):
         mirror.insert(grow_of(21 + number, [0], [2]))
     assert mirror.dropped["too_many"] == 50 and len(swept) <= 1
-    mirror.check_integrity()
+    check_mirror(mirror)
 
 
 def test_an_answer_without_a_draft_leaves_nothing_in_its_tree() -> None:

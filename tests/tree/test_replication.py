@@ -7,6 +7,7 @@ import math
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mirror_integrity import check_mirror
 from network import CREDIT, VOCAB, Pair
 
 from outrider.protocol.speculation import Commit, Grow
@@ -137,7 +138,7 @@ def test_hits_resume_within_two_exchanges_after_epochs_that_never_began(trace: l
         else:
             ahead, base, chain = step
             pair.insert(epoch_out_of_thin_air(pair, pair.mirror.epoch + ahead, len(pair.tokens) + base, chain))
-        pair.mirror.check_integrity()
+        check_mirror(pair.mirror)
     pair.flush()
     pair.deliver_all()
     hits = [exchange(pair) for _ in range(6)]
@@ -227,7 +228,7 @@ def test_a_hostile_draft_is_dropped_and_counted_and_what_enters_is_legal(trace: 
         else:
             pair.commit(step)
         mirror = pair.mirror
-        mirror.check_integrity()
+        check_mirror(mirror)
         live = list(mirror.descend())
         assert len(live) <= 4 * CREDIT
         assert all(0 <= mirror.token_ids[slot] < VOCAB for slot in live)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,23 @@ def test_a_spinning_engine_sends_piece_by_piece(
     # Rounds are short: not all of what a request's last ones brought was sent before it ended.
     assert draft.check(model, preempted=True) > 105
     assert not window or max(len(message.data) for message in draft.messages) <= window
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0])
+def test_how_long_features_were_waited_for_is_logged_where_they_were(
+    start: Start, step: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SimpleNamespace(monotonic=itertools.count(0.0, step).__next__)
+    monkeypatch.setattr("verify_service.features.sender.time", clock)
+    engine = start("torch")
+    draft = FeatureDraft(engine, VOCAB, lambda author: None, LAYERS)
+    draft.connect()
+    with caplog.at_level("INFO"):
+        engine.start()
+        draft.wait()
+        engine.stop()
+    found = [text for text in caplog.messages if "features are stored" in text]
+    assert len(found) == (step > 0), found
 
 
 @pytest.mark.parametrize("kind", ["torch", "paged"])

@@ -26,7 +26,7 @@ from outrider.host.rank_memory import RankError
 from outrider.layers.device_exchange import PeerExchange
 from outrider.layers.exchange import Exchange
 from outrider.models.decoder import CausalLM
-from outrider.models.drafters import cuts
+from outrider.models.drafters import config as head_config
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import ContextWindow
 from outrider.models.drafters.heads import StandaloneDraft
@@ -49,7 +49,7 @@ def model(ranks_folder: Path) -> CausalLM:
 
 @pytest.fixture(autouse=True)
 def small_heads_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "LEAST_SAVED_BYTES", 1)
+    monkeypatch.setattr(head_config, "LEAST_SAVED_BYTES", 1)
 
 
 def itself(part: CausalLM, window: int = 0) -> DraftModel:
@@ -201,7 +201,7 @@ def test_a_rank_loads_its_part_or_rank_0_the_whole(
         asked.append(exchange)
         return SimpleNamespace(tokenizer_hash="", hidden_size=64)
 
-    monkeypatch.setattr(cuts, "LEAST_SAVED_BYTES", 1 if is_cut else 1 << 30)
+    monkeypatch.setattr(head_config, "LEAST_SAVED_BYTES", 1 if is_cut else 1 << 30)
     monkeypatch.setattr(loading, "load_draft_model", record)
     # Made by devices that reach each other alone.
     exchange = object.__new__(PeerExchange)

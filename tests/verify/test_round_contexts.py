@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache
-from outrider.drafting.model.context_cut import WHOLE, cut_context, num_sink_pages
+from outrider.drafting.model.context import WHOLE, cut_context, num_sink_pages
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.config import ALL_SEEN, MIN_SINKS, ContextWindow
 from outrider.models.drafters.heads import StandaloneDraft

@@ -52,7 +52,7 @@ def test_a_context_that_cannot_be_is_refused_before_weights_are_read(
     for name in ("tokenizer.json", "model.safetensors"):  # there is nothing to read in them
         (tmp_path / name).write_text("{}")
     options = VerifyOptions(model=str(tmp_path), context_length=context_length, max_total_tokens=cache)
-    with pytest.raises(ConfigError, match=f"--context-length: {context_length} is over {most}"):
+    with pytest.raises(ConfigError, match=f"--context-length: {context_length} is over the {most} "):
         load(options)
 
 

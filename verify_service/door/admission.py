@@ -69,9 +69,7 @@ class Admission:
             )
         if request.min_tokens > request.max_tokens:
             raise InvalidRequestError(
-                "min_tokens",
-                f"is {request.min_tokens}, more than max_tokens",
-                f"send at most {request.max_tokens}",
+                "min_tokens", f"is {request.min_tokens}, more than max_tokens", f"send at most {request.max_tokens}"
             )
         if (request.num_prompt_logprobs or 0) > MAX_LOGPROBS:
             raise InvalidRequestError(

@@ -15,9 +15,6 @@ import msgspec
 from outrider.errors import InternalError, InvalidRequestError, OverloadedError
 from outrider.grammar.sandbox import LENGTH, Verdict
 from outrider.grammar.spec import Grammar
-from outrider.logs import get_logger
-
-log = get_logger(__name__)
 
 CHECK_SECONDS = 5.0
 """How long a grammar may take to be compiled and tried."""

@@ -64,9 +64,7 @@ class VerifyMetrics:
         self._rounds = counter("rounds", "Rounds run.")
         self._round_seconds = histogram("round_seconds", "Wall time of a round.", _SECONDS_BUCKETS)
         self._gap_seconds = histogram(
-            "host_gap_seconds",
-            "Time between two rounds with the device idle, waits for drafts aside.",
-            _GAP_BUCKETS,
+            "host_gap_seconds", "Time between two rounds with the device idle, waits for drafts aside.", _GAP_BUCKETS
         )
         self._gpu_seconds = histogram("gpu_seconds", "Time of a round on the GPU.", _GPU_BUCKETS)
         self._drafting_seconds = histogram(
@@ -135,8 +133,10 @@ class VerifyMetrics:
             for position in range(length):
                 self._accepted_at.labels(position).inc()
         self._observe_drafts(report)
-        self._recent.append((time.monotonic(), committed))
-        self._forget_old()
+        now = time.monotonic()
+        self._recent.append((now, committed))
+        while self._recent[0][0] < now - _WINDOW_SECONDS:
+            self._recent.popleft()
 
     @property
     def tokens_per_second(self) -> float:
@@ -199,11 +199,6 @@ class VerifyMetrics:
             self._hit_rounds.inc()
             if figures.gap is not None:
                 self._hit_wait_seconds.observe(figures.gap + figures.held)
-
-    def _forget_old(self) -> None:
-        horizon = time.monotonic() - _WINDOW_SECONDS
-        while self._recent and self._recent[0][0] < horizon:
-            self._recent.popleft()
 
 
 class _EngineState(Collector):

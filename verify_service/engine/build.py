@@ -28,7 +28,7 @@ from outrider.host.rank_memory import RankMemory
 from outrider.host.worker import pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
-from outrider.models.capacity import SCRATCH_BYTES
+from outrider.models.capacity import SCRATCH_BYTES, cpu_tokens
 from outrider.models.decoder import CausalLM
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
@@ -38,7 +38,7 @@ from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.lossy import AcceptRule
 from outrider.tree.handshake import HandshakeError, agree
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
-from verify_service.engine.loading import RoundDraft, check_context_length, load, load_draft
+from verify_service.engine.loading import RoundDraft, load, load_draft
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth
@@ -159,8 +159,6 @@ DETERMINISTIC_CHUNK = 512
 """Every prompt is padded to it, so that a large one would make short prompts wait."""
 LOCKSTEP_HOLD_MS = 1000.0
 """In lockstep a draft has this long to answer, if it is healthy."""
-_MAX_CPU_KV_TOKENS = 65536
-_CPU_MEMORY_SHARE = 0.25
 _DETERMINISTIC_ROUND_TOKENS = 64
 _FAR_CONTEXT = 16
 """Cached tokens of a round that is timed to tell what they cost, in those of other rounds that are timed."""
@@ -211,7 +209,7 @@ def build(
     """Everything else, warmed up and measured. Raises ConfigError."""
     on_gpu = model.device.type == "cuda"
     tokens = options.max_total_tokens or (
-        gpu_tokens(options, model, draft) if on_gpu else _cpu_tokens(model, options.tensor_parallel_size)
+        gpu_tokens(options, model, draft) if on_gpu else cpu_tokens(model.kv_bytes, options.tensor_parallel_size)
     )
     tokens = tokens if link is None else link.least(tokens)
     num_pages = tokens // options.page_size
@@ -295,11 +293,7 @@ def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool = False) -
 
 
 def round_growth(
-    executor: CudaExecutor,
-    memory: Memory,
-    cost: CostModel,
-    fixed: Growth | None = None,
-    is_chain: bool = False,
+    executor: CudaExecutor, memory: Memory, cost: CostModel, fixed: Growth | None = None, is_chain: bool = False
 ) -> RoundGrowth | None:
     """What decides on trees that grow inside rounds, if the executor drafts; `fixed`: it always grows so much."""
     drafts, buckets = executor.drafts, executor.buckets
@@ -342,13 +336,6 @@ def attention_backend(name: str, model: LanguageModel, page_size: int, determini
     return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
 
 
-def _cpu_tokens(model: LanguageModel, num_ranks: int) -> int:
-    """KV tokens that a quarter of the free memory holds, within what one CPU can use."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    share = free * _CPU_MEMORY_SHARE / num_ranks
-    return max(min(int(share) // model.kv_bytes, _MAX_CPU_KV_TOKENS), 1024)
-
-
 def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft | None) -> int:
     """KV tokens in what --mem-fraction-static leaves beside weights, tables and logits."""
     rows = options.max_running_requests + 1 + _max_round_tokens(options)
@@ -383,7 +370,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Me
             f"--max-total-tokens: {memory.num_pages * memory.page_size} leave no room beside "
             f"{options.max_draft_tokens} draft tokens; raise it or lower --max-draft-tokens"
         )
-    check_context_length(options, most)
+    options.check_context_length(model.config.max_positions, most)
     if most < model.config.max_positions and not options.context_length:
         log.info(
             "context of %d tokens, not the model's %d: a KV cache of %d has to hold %d draft tokens, too; "

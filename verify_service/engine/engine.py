@@ -98,10 +98,7 @@ class VerifyEngine:
         self.limits = limits
         self.memory = memory
         self.drafts = Drafts(
-            limits.vocab_size,
-            CREDIT_ROUNDS * max(limits.max_nodes, 16),
-            lockstep=limits.lockstep,
-            turns=limits.turns,
+            limits.vocab_size, CREDIT_ROUNDS * max(limits.max_nodes, 16), lockstep=limits.lockstep, turns=limits.turns
         )
         self.budget = Budget(cost, limits.max_nodes, fixed=limits.lockstep)
         self.grammars = Grammars(vocabulary, self.drafts, patient=not limits.spin)

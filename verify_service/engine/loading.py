@@ -65,7 +65,7 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     if memory is not None:
         config = part = cut(config, memory.world)
         device = _rank_device(options, device, memory)
-    check_context_length(options, min(config.max_positions, options.max_total_tokens or config.max_positions))
+    options.check_context_length(config.max_positions)
     told = named_draft(options, path)
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
         check_drafter(told, path)
@@ -178,13 +178,4 @@ def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
         raise ConfigError(
             f"--speculative-draft-model-path: a head for hidden size {model.hidden_size}, the target's is "
             f"{target.config.hidden_size}"
-        )
-
-
-def check_context_length(options: VerifyOptions, most: int) -> None:
-    """Raise ConfigError for a --context-length above what fits."""
-    if options.context_length > most:
-        raise ConfigError(
-            f"--context-length: {options.context_length} is over {most}, which model and KV cache allow; lower it, or "
-            f"raise --max-total-tokens if that is the limit"
         )

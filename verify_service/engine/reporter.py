@@ -10,14 +10,7 @@ from outrider.host.pipe import Pipe
 from outrider.protocol.generation import GenerationUpdate
 from verify_service.engine.engine import VerifyEngine
 from verify_service.engine.round import Entry, count_given
-from verify_service.frames import (
-    DraftStatus,
-    EngineUpdates,
-    FromDoor,
-    RoundFigures,
-    RoundReport,
-    Snapshot,
-)
+from verify_service.frames import DraftStatus, EngineUpdates, FromDoor, RoundFigures, RoundReport, Snapshot
 
 SNAPSHOT_SECONDS = 0.25
 """Least time between two snapshots of a busy engine."""

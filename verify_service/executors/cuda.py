@@ -76,8 +76,7 @@ class CudaExecutor(FeatureExecutor):
         rule: AcceptRule = EXACT,
     ) -> None:
         """`link`: to the other ranks of the model. Rounds with more than `max_graph_rows` requests run kernel by
-        kernel, and without `use_graphs` all do.
-        """
+        kernel, and without `use_graphs` all do."""
         super().__init__(model)
         self._max_graph_rows = max_graph_rows
         self._use_graphs = use_graphs
@@ -144,8 +143,7 @@ class CudaExecutor(FeatureExecutor):
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture a graph for every bucket and for small chunks of prompts, and warm up what has none; on a CPU there
-        is nothing to do. Trashes the cache.
-        """
+        is nothing to do. Trashes the cache."""
         if not self._on_gpu:
             return
         self.capture_prefill()

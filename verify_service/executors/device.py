@@ -25,9 +25,9 @@ def check_model(
     needed = count * dtype.itemsize - config.bytes_saved(dtype.itemsize)
     if needed > budget:
         raise ConfigError(
-            f"the weights take {gib(needed)} in {_word(dtype)}, but --mem-fraction-static {mem_fraction} of "
-            f"{gib(total)}, of which {gib(free)} are free, allows {gib(budget)}; choose a smaller model or another "
-            f"GPU, or end what else runs on this one"
+            f"the weights take {gib(needed)} in {str(dtype).removeprefix('torch.')}, but --mem-fraction-static "
+            f"{mem_fraction} of {gib(total)}, of which {gib(free)} are free, allows {gib(budget)}; choose a smaller "
+            "model or another GPU, or end what else runs on this one"
         )
 
 
@@ -51,7 +51,3 @@ def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: i
 def varied_tokens(count: int, vocab_size: int) -> list[int]:
     """Token ids to measure forwards with: at random, for copies of one token would wake the same few experts."""
     return Random(0).choices(range(vocab_size), k=count)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

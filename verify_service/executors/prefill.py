@@ -74,8 +74,7 @@ class Prefill:
 
     def capture(self, use_graphs: bool, room: int) -> None:
         """Capture small forwards, and run all others once without effect, so that the first prompts need not wait for
-        kernels to be compiled. `room`: positions that page tables and the cache have.
-        """
+        kernels to be compiled. `room`: positions that page tables and the cache have."""
         self._link.tell(CAPTURE_SMALL, (use_graphs,))
         self.capture_small(use_graphs)
         for counts in self._shapes.others(room):

@@ -71,11 +71,7 @@ class PromptScores:
         if (logprobs != logprobs).any():
             return InternalError("the model's logits are unusable", code="unusable_logits")
         return PromptLogprobs(
-            self._start,
-            logprobs,
-            columns[:, 1].astype("uint32"),
-            columns[:, 2 : 2 + num_top],
-            floats[:, 2 + num_top :],
+            self._start, logprobs, columns[:, 1].astype("uint32"), columns[:, 2 : 2 + num_top], floats[:, 2 + num_top :]
         )
 
 

@@ -275,12 +275,7 @@ class RequestRows:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        max_pages: int,
-        sampler: DeviceSampler,
-        device: torch.device,
-        link: ExecutorLink,
+        self, num_rows: int, max_pages: int, sampler: DeviceSampler, device: torch.device, link: ExecutorLink
     ) -> None:
         """`link`: to the other ranks of the model, which have page tables of their own."""
         self._link = link

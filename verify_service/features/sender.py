@@ -233,7 +233,8 @@ class FeatureSender:
         self._next_work_at = end + _PAUSE_FACTOR * (end - start)
         if self._num_left:
             return
-        log.info("the target's features are stored %.1f s after they were asked for", end - self._began_at)
+        if (waited := end - self._began_at) >= 0.05:
+            log.info("the target's features are stored %.1f s after they were asked for", waited)
         self._plan, self._begun = self._wanted, None
         # What was stored until now is of no use for layers that are missing in it.
         self._drafts.suspend_features()

@@ -73,12 +73,10 @@ class _LeadingKV(KVCache):
         self._memory = memory
 
     def clear(self, slots: Tensor) -> None:
-        """See KVCache."""
         self._memory.send(CLEAR, _to_bytes(slots))
         super().clear(slots)
 
     def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
-        """See KVCache."""
         self._memory.send(MOVE, _to_bytes(torch.cat((src_slots, dst_slots))))
         super().move(src_slots, dst_slots)
 

@@ -210,12 +210,7 @@ class Budget:
         self._last_width = 0
 
     def choose(
-        self,
-        num_tokens: int,
-        num_roots: int,
-        chances: Iterable[float],
-        most: int | None = None,
-        beside: float = 0.0,
+        self, num_tokens: int, num_roots: int, chances: Iterable[float], most: int | None = None, beside: float = 0.0
     ) -> Choice:
         """How many nodes a round takes.
 

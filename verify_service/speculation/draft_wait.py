@@ -384,13 +384,7 @@ class DraftWaitPolicy:
         self._min_speedup = _MIN_SPEEDUP_SHARED_CORES if turns else 1.0
 
     def wait_seconds(
-        self,
-        awaited: Sequence[DraftWaitState],
-        num_tokens: int,
-        choice: Choice,
-        beside: float = 0.0,
-        *,
-        now: float,
+        self, awaited: Sequence[DraftWaitState], num_tokens: int, choice: Choice, beside: float = 0.0, *, now: float
     ) -> float:
         """How long to wait at most, from `now`; 0 means not at all.
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from outrider.drafting.base import Grower, Refusal, Tree
-from outrider.drafting.model.context import DraftContext
-from outrider.drafting.model.context_cut import WHOLE, cut_context
+from outrider.drafting.model.context import WHOLE, DraftContext, cut_context
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.features import PendingFeatures
 from outrider.drafting.model.forest import DraftForest, RerootStep, reaches, reroot
@@ -34,13 +33,7 @@ class BatchManager:
     forest follow while no burst is under way; while one is, `follow_ahead` does what can be done.
     """
 
-    def __init__(
-        self,
-        runner: BurstRunner,
-        forest: DraftForest,
-        grower: Grower,
-        options: GrowthOptions,
-    ) -> None:
+    def __init__(self, runner: BurstRunner, forest: DraftForest, grower: Grower, options: GrowthOptions) -> None:
         """`grower`: in whose name trees are refused."""
         self.rows: dict[int, DraftContext] = {}
         """Requests by row of the runner; one that was closed keeps its row until `release_closed`."""

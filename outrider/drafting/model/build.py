@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
@@ -21,7 +20,7 @@ from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
 from outrider.graphs import compile_aside
 from outrider.logs import get_logger
-from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, memory_room
+from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS, DRAFT_WORK_BYTES, cpu_tokens, memory_room
 from outrider.models.drafters.base import DraftModel, offered_projection
 from outrider.models.drafters.kinds import model_algorithm
 from outrider.models.drafters.loader import load_draft_model
@@ -36,8 +35,6 @@ _HEAD_DIMS = (16, 32, 64, 128, 256)
 """What our attention kernels run with."""
 _MIN_WIDE_ROWS = 32
 _MIN_TOKENS = 512
-_MAX_CPU_TOKENS = 65536
-_CPU_MEMORY_SHARE = 0.25
 _CPU_REGION, _CPU_LOCKSTEP_REGION = 64, 128
 """Tree slots of a request; in lockstep enough for eight steps of eight nodes, of which a tree may run two thirds."""
 _MEMORY_FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests"
@@ -61,8 +58,7 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
 def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
     """The runner for the model's device, warmed up, which on a GPU takes from seconds to minutes.
 
-    Raises:
-        ConfigError: names the option that is at fault.
+    Raises ConfigError: names the option that is at fault.
     """
     on_gpu = model.device.type == "cuda"
     _check_options(options, model, on_gpu)
@@ -72,7 +68,7 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
     use_graphs = not options.disable_cuda_graph
     runner_options = RunnerOptions(chunk_size=chunk, rank_by_noise=options.rank_by_noise, use_graphs=use_graphs)
     if not on_gpu:
-        shape = replace(shape, num_pages=_num_pages(options, shape, _cpu_tokens(model)))
+        shape = replace(shape, num_pages=_num_pages(options, shape, cpu_tokens(_token_bytes(model))))
         return TorchRunner(model, shape, TorchAttention(), runner_options)
     with torch.cuda.device(model.device):
         shape = replace(shape, num_pages=_num_pages(options, shape, _gpu_tokens(options, model, shape)))
@@ -134,12 +130,6 @@ def _num_pages(options: DraftOptions, shape: BurstShape, fitting: int) -> int:
 
 def _token_bytes(model: DraftModel) -> int:
     return KVCache.bytes_per_slot(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype)
-
-
-def _cpu_tokens(model: DraftModel) -> int:
-    """Context tokens that a quarter of the free memory holds, within what one CPU can use."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(min(int(free * _CPU_MEMORY_SHARE) // _token_bytes(model), _MAX_CPU_TOKENS), 1024)
 
 
 def _gpu_tokens(options: DraftOptions, model: DraftModel, shape: BurstShape) -> int:

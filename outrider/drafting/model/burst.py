@@ -208,7 +208,7 @@ class Extent(NamedTuple):
     """For a model that takes them: parts as `BurstRunner.project` returned them, or slices of those, which joined in
     this order are [len(tokens), feature_size]; of the positions one before."""
     gap: int = 0
-    """KV positions that the context leaves out; see context_cut."""
+    """KV positions that the context leaves out; see ContextCut."""
 
 
 WIDTHS = (8, 16, 32, 64, 128)

@@ -7,8 +7,51 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from outrider.drafting.base import Tree
-from outrider.drafting.model.context_cut import WHOLE, ContextCut
 from outrider.drafting.model.features import PendingFeatures
+from outrider.models.drafters.config import ContextWindow
+
+
+class ContextCut(NamedTuple):
+    """What is left out of a long context: a drafter is shown its first tokens and, right behind, its last ones.
+
+    A head guesses little behind texts much longer than those that it was trained on; the first tokens are where
+    attention goes that is wanted nowhere (StreamingLLM, arXiv 2309.17453). Place p of the drafter's KV holds KV
+    position p of the sequence for p below `sinks`, and p + `gap` from there on.
+
+    Attention depends on distances alone. So rotary positions are p + `gap` for all, and keys behind the gap are the
+    same whatever a request leaves out.
+    """
+
+    sinks: int = 0
+    gap: int = 0
+    """A multiple of the page size."""
+
+    @property
+    def window_start(self) -> int:
+        """KV position of the first token behind the gap."""
+        return self.sinks + self.gap
+
+
+WHOLE = ContextCut()
+
+
+def cut_context(cut: ContextCut, length: int, window: ContextWindow, page_size: int) -> ContextCut:
+    """The cut of a context of so many KV positions, of which `cut` was left out so far.
+
+    A whole context is cut where it is longer than one and a half windows, and again where more than two are left; then
+    a window is left, and up to a page more. A prompt near two windows is so not computed as a whole and cut at once.
+    """
+    sinks = num_sink_pages(window, page_size) * page_size
+    size = max(window.size, sinks)
+    if not window.size or length - cut.gap <= (2 * size if cut.gap else 3 * size // 2):
+        return cut
+    gap = (length - size) // page_size * page_size - sinks
+    return ContextCut(sinks, gap) if gap > cut.gap else cut
+
+
+def num_sink_pages(window: ContextWindow, page_size: int) -> int:
+    """Pages at the begin of a long context that are kept."""
+    return -(-window.sinks // page_size) if window.size else 0
 
 
 class UncachedToken(NamedTuple):

@@ -13,10 +13,9 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.prompts import PromptChunk
 from outrider.cuda_ipc import ImportedMemory
 from outrider.device import share_l1
-from outrider.drafting.model.block_steps import BlockSteps
 from outrider.drafting.model.buffers import RerootInput
 from outrider.drafting.model.burst import BurstShape, Reroots, StepBucket
-from outrider.drafting.model.cuda_forward import ContextForward, DraftSteps
+from outrider.drafting.model.cuda_forward import BlockSteps, ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import join_rows
 from outrider.drafting.model.features import MemoryMapper
 from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device

@@ -30,7 +30,7 @@ class DeviceMemory:
     Logical KV positions of a row: the context, in pages that the host hands out, then, from the same position on in
     every row, the tree region, in pages that stay with the row. Context pages are numbered from 0, region pages behind
     them. Behind the region's tree slots lies the model's scratch, and behind that a row's pages for the first tokens of
-    a context that is cut (see context_cut), which are in the table only then.
+    a context that is cut (see ContextCut), which are in the table only then.
     """
 
     def __init__(self, model: DraftModel, shape: BurstShape) -> None:

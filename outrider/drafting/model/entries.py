@@ -57,11 +57,7 @@ class Entries:
         return self.capacity - self.count
 
     def append_children(
-        self,
-        parents: Ints,
-        tokens: NDArray[np.int32],
-        edges: NDArray[np.float32],
-        bounds: Sequence[tuple[int, int]],
+        self, parents: Ints, tokens: NDArray[np.int32], edges: NDArray[np.float32], bounds: Sequence[tuple[int, int]]
     ) -> None:
         """Add candidates below entries that were run; below dead ones they are dead, see `count_dead`.
 

@@ -25,9 +25,8 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers, choose_splits
 from outrider.attention.prompts import PromptChunk
 from outrider.device import num_processors, put
-from outrider.drafting.model.block_steps import BlockSteps
 from outrider.drafting.model.burst import BurstShape, StepBucket
-from outrider.drafting.model.cuda_forward import ContextForward, DraftSteps
+from outrider.drafting.model.cuda_forward import BlockSteps, ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import DeviceMemory
 from outrider.drafting.model.round_trees import MAX_CHOSEN
 from outrider.graphs import GraphPool
@@ -199,12 +198,6 @@ class RoundDrafter:
         self._steps.clear()
         self.choices.capture(sorted(choices, reverse=True), True)
         self._contexts.capture()
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of KV, features and graphs."""
-        pools = (self.extensions, self.steps, self.choices, self._contexts)
-        return self.memory.num_bytes + sum(pool.num_bytes for pool in pools)
 
     def _extend(self, shape: RoundShape) -> None:
         """Run the drafter over what the round committed, and begin a tree below each new root; may be captured."""

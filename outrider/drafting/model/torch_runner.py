@@ -438,7 +438,6 @@ class _RegionPlan(AttentionPlan):
         self._masks = [part.mask.repeat(per_kv_head, 1) for part in batch.rows]
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
-        """See AttentionPlan."""
         q, k, v = self._split(heads, qk_norm, rules.rotary)
         self._kv.write(layer, self._batch.kv_slots, k, v)
         outputs, first = [], 0

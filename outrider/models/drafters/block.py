@@ -150,8 +150,7 @@ class BlockHead(DraftHead):
 
         `memory` is zeros for a root.
 
-        Returns:
-            rows for `logits` [M, hidden + markov_rank], and what the nodes leave to their children [M, state_size].
+        Returns rows for `logits` [M, hidden + markov_rank], and what the nodes leave to their children [M, state_size].
         """
         if self._markov is None:
             return rows, memory
@@ -191,9 +190,8 @@ class BlockHead(DraftHead):
                 are their own.
             memory: [M, state_size], what their parents left; of roots it does not count.
 
-        Returns:
-            logits float32 [M, vocab_size], -inf outside of the block, where there are no guesses, and what the nodes
-            leave to their children [M, state_size].
+        Returns logits float32 [M, vocab_size], -inf outside of the block, where there are no guesses, and what the
+        nodes leave to their children [M, state_size].
         """
         if self._markov is None:
             return read_logits(blocks, where, positions), memory

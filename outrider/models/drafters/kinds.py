@@ -73,8 +73,7 @@ def algorithm_of(folder: Path) -> str:
 
     A checkpoint with an MTP head counts as NEXTN, though it may be a language model besides.
 
-    Raises:
-        ConfigError: the folder has no safetensors.
+    Raises ConfigError: the folder has no safetensors.
     """
     names = [name for path in shard_paths(folder) for name in tensor_shapes(path)]
     if any(name.startswith(MTP_PREFIX) for name in names):
@@ -90,8 +89,7 @@ def algorithm_of(folder: Path) -> str:
 def check_drafter(options: DraftOptions, target: Path) -> None:
     """Refuse the draft model that the options name beside NGRAM, if it is of another kind or does not fit the target.
 
-    Raises:
-        ConfigError: names option, folder and both values.
+    Raises ConfigError: names option, folder and both values.
     """
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
@@ -101,6 +99,8 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
         name_of = mtp_name if algorithm == "NEXTN" else head_name
         names = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
         head_config(algorithm, folder, {name for name in names if name}, target)
+    if (token_map := options.speculative_token_map) and not Path(token_map).is_file():
+        raise ConfigError(f"--speculative-token-map {token_map}: no such file")
     own, wanted = hash_tokenizer(folder), hash_tokenizer(target)
     if own and own != wanted:
         raise ConfigError(

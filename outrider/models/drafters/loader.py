@@ -18,8 +18,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.cuts import spans
 from outrider.models.drafters.base import DraftHead, DraftModel
 from outrider.models.drafters.block import BlockHead
-from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig
-from outrider.models.drafters.cuts import cut_head
+from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig, cut_head
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
     BLOCK_ALGORITHMS,
@@ -60,8 +59,7 @@ def load_draft_model(
     Names and shapes are checked before memory is taken for weights. A head that lacks embedding or output matrix takes
     them from `options.target_model_path`. `progress(done_bytes, total_bytes)` is called from this thread.
 
-    Raises:
-        ConfigError: names the option, field, file or tensor that is at fault.
+    Raises ConfigError: names the option, field, file or tensor that is at fault.
     """
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
@@ -133,7 +131,8 @@ def _load_head(
     if device.type == "cuda":
         config = replace(config, decoder=config.decoder.with_padded_heads())
     stored = _with_shared(stored, config, target, folder)
-    allowed = _token_map(options, config.decoder.vocab_size)
+    path = options.speculative_token_map
+    allowed = read_token_map(Path(path), config.decoder.vocab_size) if path else None
     ids = _own_ids(stored.pop("d2t", None), config, folder)
     build = _HEADS[algorithm]
     # The meta device gives names and shapes without memory.
@@ -195,11 +194,6 @@ def _with_shared(
 def _stated_dtype(folder: Path) -> str:
     fields = read_json(folder / "config.json")
     return str(fields.get("dtype") or fields.get("torch_dtype") or "")
-
-
-def _token_map(options: DraftOptions, vocab_size: int) -> Tensor | None:
-    path = options.speculative_token_map
-    return read_token_map(Path(path), vocab_size) if path else None
 
 
 def _on(ids: Tensor | None, device: torch.device) -> Tensor | None:

@@ -20,8 +20,7 @@ OPTION = "--speculative-token-map"
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
     """int64 target ids, rising and each once, from a JSON list or a safetensors file of one tensor.
 
-    Raises:
-        ConfigError: names the file and what is wrong with it.
+    Raises ConfigError: names the file and what is wrong with it.
     """
     if not path.is_file():
         raise ConfigError(f"{OPTION} {path}: no such file")
@@ -71,8 +70,7 @@ def _from_safetensors(path: Path) -> Tensor:
 def ids_of_offsets(offsets: Tensor, draft_vocab_size: int, vocab_size: int, where: str) -> Tensor:
     """int64 target ids [draft_vocab_size] from a head's `d2t`, which holds target id minus draft id.
 
-    Raises:
-        ConfigError: a wrong shape or dtype, or ids outside the vocabulary or twice; says `where`.
+    Raises ConfigError: a wrong shape or dtype, or ids outside the vocabulary or twice; says `where`.
     """
     if tuple(offsets.shape) != (draft_vocab_size,) or offsets.dtype not in INTEGERS:
         raise ConfigError(
@@ -92,8 +90,7 @@ def cut_output(ids: Tensor | None, vocab_size: int, allowed: Tensor | None) -> t
 
     `ids` are the target ids of its rows as they are, `allowed` a token map.
 
-    Raises:
-        ConfigError: nothing is left.
+    Raises ConfigError: nothing is left.
     """
     if ids is not None and ids.numel() == vocab_size and torch.equal(ids, torch.arange(vocab_size)):
         ids = None

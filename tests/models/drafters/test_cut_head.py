@@ -29,10 +29,9 @@ from torch import Tensor
 from outrider.config.draft import DraftOptions
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.exchange import HostExchange
-from outrider.models.drafters import cuts
+from outrider.models.drafters import config as head_config
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.config import HeadConfig, eagle3_config
-from outrider.models.drafters.cuts import cut_head
+from outrider.models.drafters.config import HeadConfig, cut_head, eagle3_config
 from outrider.models.drafters.loader import is_cut, load_draft_model
 
 HEAD_8B: dict[str, Any] = {
@@ -134,7 +133,7 @@ def save_mapped(folder: Path) -> dict[str, str]:
 def test_ranks_together_are_the_head(
     algorithm: str, save: Any, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuts, "LEAST_SAVED_BYTES", 1)
+    monkeypatch.setattr(head_config, "LEAST_SAVED_BYTES", 1)
     options = save(tmp_path)
     told = DraftOptions(speculative_algorithm=(algorithm,), **options)
     ids, features = token_ids(9), torch.randn(9, width, generator=torch.Generator().manual_seed(11))
@@ -149,7 +148,7 @@ def test_ranks_together_are_the_head(
 def test_what_a_folder_holds_tells_whether_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = DraftOptions(speculative_algorithm=("EAGLE3",), **save_eagle3(tmp_path))  # type: ignore[arg-type]
     assert not is_cut(told, 2, torch.bfloat16)
-    monkeypatch.setattr(cuts, "LEAST_SAVED_BYTES", 1)
+    monkeypatch.setattr(head_config, "LEAST_SAVED_BYTES", 1)
     assert is_cut(told, 2, torch.bfloat16) and not is_cut(told, 8, torch.bfloat16)
     save_tiny(tmp_path / "model")
     model = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(tmp_path / "model"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from chains import load, path_logits, run_chain
 from safetensors.torch import load_file
+from silent_progress import silent
 from tiny_blocks import DEEPSPEC_FIELDS, ZLAB_FIELDS, backbone, dspark_tensors
 from tiny_heads import (
     DRAFT_IDS,
@@ -33,7 +34,6 @@ from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_model
-from outrider.models.progress import silent
 from outrider_tools.inflate.folder import InflateOptions, inflate
 from outrider_tools.inflate.head import inflate_head, random_eagle3_head
 from outrider_tools.inflate.shapes import Shape, shape_of
