@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_ROWS = 16
-"""Rows that a product takes at most: those of a tile."""
+MAX_ROWS = 32
+"""Rows that a product takes at most: weights are read for every 16."""
 GROUP = 32
 """Columns that a product sums before they are scaled."""
 TILE = 16
@@ -35,7 +35,8 @@ _BLOCK = 320
 _AHEAD = 2
 """Blocks that are made wide before they are multiplied, and multiplied before they are added up."""
 # What a call keeps on the stack, in bytes: four blocks of wide weights, as many of products, a tile of ones, the tiles'
-# configuration, and behind room for what is read in vain, the sums of each row's groups.
+# configuration, and behind room for what is read in vain, the sums of each row's groups. Places of rows that are not
+# there are zeros: processors take long for numbers as small as what may lie there.
 _WIDE, _PRODUCTS, _ONES, _CONFIG, _SUMS = 0, 4096, 8192, 9216, 9472
 _T_PRODUCT, _T_ROWS, _T_WEIGHTS = 0, 1, 2
 _DECLARED = """
@@ -93,11 +94,14 @@ def four_bit_product(rows: Tensor, blocks: Tensor, num_out: int) -> Tensor:
     if not 1 <= count <= MAX_ROWS or rows.stride(1) != 1 or rows.dtype != torch.bfloat16:
         raise ValueError(f"{rows.dtype} {tuple(rows.shape)} rows; 1 to {MAX_ROWS} in bfloat16 can be taken")
     out = torch.empty(count, num_out, dtype=torch.bfloat16)
-    run = _compiled()[next(index for index, most in enumerate(_VARIANTS) if most >= count)]
-    run(
-        rows.data_ptr(), rows.stride(0) * 2, blocks.data_ptr(), out.data_ptr(), num_out * 2, size // GROUP,
-        num_out // TILE, count, torch.get_num_threads(),
-    )  # fmt: skip
+    for first in range(0, count, _VARIANTS[-1]):
+        some = min(count - first, _VARIANTS[-1])
+        run = _compiled()[next(index for index, most in enumerate(_VARIANTS) if most >= some)]
+        run(
+            rows.data_ptr() + first * rows.stride(0) * 2, rows.stride(0) * 2, blocks.data_ptr(),
+            out.data_ptr() + first * num_out * 2, num_out * 2, size // GROUP, num_out // TILE, some,
+            torch.get_num_threads(),
+        )  # fmt: skip
     return out
 
 
@@ -185,7 +189,9 @@ begin:
  %sums_size = shl i64 %blocks, 6
  %size = add i64 %sums_size, {_SUMS}
  %wide = alloca i8, i64 %size, align 64
-{_at("products", "wide", _PRODUCTS)}{_at("ones", "wide", _ONES)}{_at("sums", "wide", _SUMS)}{_configure()}
+{_at("products", "wide", _PRODUCTS)}{_at("ones", "wide", _ONES)}{_at("sums", "wide", _SUMS)}\
+ call void @llvm.memset.p0.i64(ptr %products, i8 0, i64 {_SUMS - _PRODUCTS}, i1 false)
+{_configure()}
 {_row_sums(rows)}
 {_loop(rows)}
 end:
@@ -208,7 +214,7 @@ def _vector(kind: str, values: list[int]) -> str:
 def _configure() -> str:
     """Tiles of 64 bytes: as many rows of products and rows as there are, 16 of weights."""
     code = _at("config", "wide", _CONFIG)
-    code += " call void @llvm.memset.p0.i64(ptr %config, i8 0, i64 64, i1 false)\n store i8 1, ptr %config\n"
+    code += " store i8 1, ptr %config\n"
     code += " %height = trunc i64 %count to i8\n"
     for tile, height in ((_T_PRODUCT, "%height"), (_T_ROWS, "%height"), (_T_WEIGHTS, str(TILE))):
         code += _at(f"width_{tile}", "config", 16 + 2 * tile) + f" store i16 64, ptr %width_{tile}\n"
