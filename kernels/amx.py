@@ -7,7 +7,7 @@ register, two of them in a shift and a permutation; each group's sums are scaled
 
 The code below is LLVM's assembly (llvm.org/docs/LangRef.html), compiled by llvmlite when the first product is made. A
 loop's step is a block of 32 columns of 16 weight rows. So that no instruction waits for what the one before it wrote,
-step i makes block i + 2 wide, multiplies block i and adds up block i - 2.
+step i makes block i + 2 wide, multiplies block i and adds up block i - 2, whose product lies where that of i + 2 will.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _VARIANTS = (1, 4, 8, 16)
 """Rows that products are compiled for."""
 _BLOCK = 320
 """Bytes of a block: codes, and 16 scales and middles in float16."""
+_FETCHED = 32
+"""Blocks that are asked of memory before they are made wide: processors by themselves ask for less."""
 _AHEAD = 2
 """Blocks that are made wide before they are multiplied, and multiplied before they are added up."""
 # What a call keeps on the stack, in bytes: four blocks of wide weights, as many of products, a tile of ones, the tiles'
@@ -50,6 +52,7 @@ declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)
 declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
 declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
 declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
 declare i32 @omp_get_thread_num()
 declare i32 @omp_get_num_threads()
@@ -118,6 +121,8 @@ def _compiled() -> tuple[Any, ...]:
     """Functions for rows up to each of _VARIANTS."""
     import llvmlite.binding as llvm
 
+    if not has_amx():
+        raise RuntimeError("products with weights of four bits need Linux, a processor with AMX, and llvmlite")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     # Torch's own threads: others would be in their way.
@@ -298,7 +303,7 @@ step:
  %tile = phi i64 [%before, %start], [%tile_next, %next]
 {totals} %i_bytes = mul i64 %i, {_BLOCK}
 {_at("block", "w_first", "%i_bytes")}{_at("block_ahead", "block", _AHEAD * _BLOCK)}
-{_at("block_behind", "block", -_AHEAD * _BLOCK)}
+{_at("block_behind", "block", -_AHEAD * _BLOCK)}{_fetch("block_ahead")}
  %i_ahead = add i64 %i, {_AHEAD}
  %place = and i64 %i, 3
  %place_ahead = and i64 %i_ahead, 3
@@ -326,10 +331,18 @@ next:
  br i1 %done, label %end, label %step"""
 
 
+def _fetch(block: str) -> str:
+    """Ask for a block some way behind another."""
+    code = ""
+    for line in range(_BLOCK // 64):
+        code += _at(f"line_{line}", block, _FETCHED * _BLOCK + 64 * line)
+        code += f" call void @llvm.prefetch.p0(ptr %line_{line}, i32 0, i32 3, i32 1)\n"
+    return code
+
+
 def _add_up(rows: int) -> str:
     """scale * product + middle * sum of the row's group, to each row's totals."""
     code = _at("scales_at", "block_behind", 256) + _at("middles_at", "block_behind", 288)
-    # The product of two steps ago lies where that of in two steps will.
     code += _at("product", "products", "%ahead_bytes")
     for name in ("scale", "middle"):
         code += f" %{name}_half = load <16 x half>, ptr %{name}s_at, align 32\n"
