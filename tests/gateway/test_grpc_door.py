@@ -12,7 +12,7 @@ from scripted_verify import MODEL, ScriptedVerify
 from gateway.grpc.codec import decode_request
 from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError, OutriderError, UnavailableError
 from outrider.rpc.status import error_from_rpc
-from outrider.v1 import common_pb2, gateway_pb2
+from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 Request = gateway_pb2.GatewayServiceGenerateRequest
 
@@ -148,8 +148,13 @@ async def test_a_client_that_reads_nothing_loses_its_place(verify: ScriptedVerif
     verify.context_length = 1_000_000
     verify.script = [10] * 150_000
     verify.round_size = 500
-    async with open_world(verify, tmp_path, stall_seconds=0.2) as world:
-        call = world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x", sampling={"num_logprobs": 20}))
+    async with (
+        open_world(verify, tmp_path, stall_seconds=0.2) as world,
+        # A window that does not grow is full after fewer messages.
+        grpc.aio.insecure_channel(world.address, [("grpc.http2.bdp_probe", 0)]) as channel,
+    ):
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        call = stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x", sampling={"num_logprobs": 20}))
         await call.read()
         await until(lambda: verify.num_open == 0)
         call.cancel()
