@@ -128,7 +128,8 @@ async def test_a_client_that_leaves_amid_a_flood_is_no_error_of_ours(
                 await call.read()
         await asyncio.wait_for(running.verify.freed.wait(), 10)
         assert (await running.stub.GetLoad(Load())).num_running == 7
-    assert caplog.records == []
+    # gRPC may have had something for the loop of an earlier test.
+    assert [record for record in caplog.records if "PollerCompletionQueue" not in record.getMessage()] == []
 
 
 async def test_a_stop_amid_a_flood_is_no_error_either(start: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -143,7 +144,8 @@ async def test_a_stop_amid_a_flood_is_no_error_either(start: Any, caplog: pytest
         while await call.read() is not grpc.aio.EOF:
             pass
     assert isinstance(error_from_rpc(caught.value), UnavailableError)
-    assert caplog.records == []
+    # gRPC may have had something for the loop of an earlier test.
+    assert [record for record in caplog.records if "PollerCompletionQueue" not in record.getMessage()] == []
 
 
 async def test_a_method_that_is_not_here_is_unimplemented(start: Any) -> None:
