@@ -78,6 +78,7 @@ def mt_runs() -> str:
     after, before = ({f"{CHECKOUTS} {which}": services} for which in ("after", "before"))
     lines = []
     for products, name, asked, cases in (
+        ("4 bits, tiles", "checkouts_amx_cpu", "8 short ones, 96", {f"{CHECKOUTS} after": inside}),
         ("4 bits", MT_BENCH, "80, 96", both),
         ("4 bits", "mt_bench_colocated_2_cores", "24, 128", both),
         ("4 bits", "mt_bench_inline_four_bits_cpu", "8, 96", both),
@@ -87,6 +88,7 @@ def mt_runs() -> str:
         ("4 bits", "checkouts_four_bits_quiet_cpu", "8, 128", after),
         ("4 bits", "checkouts_four_bits_cpu", "8 short ones, 96", after),
         ("4 bits", "checkouts_four_bits_again_cpu", "8 short ones, 96", after),
+        ("16 bits", "checkouts_amx_cpu", "8 short ones, 96", before),
         ("16 bits", "checkouts_placement_cpu", "8 short ones, 96", before),
         ("16 bits", "checkouts_four_bits_quiet_cpu", "8, 128", before),
         ("16 bits", "checkouts_four_bits_cpu", "8 short ones, 96", before),
