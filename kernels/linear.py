@@ -97,13 +97,14 @@ def fits_ring(weight: Tensor | QuantWeight) -> bool:
     return weight.kind in ("fp8", "int4") and weight.piece == MAX_PIECE and groups_fit
 
 
-def ring_pays(weight: QuantWeight) -> bool:
-    """Whether few rows are multiplied in rings here, and so up to 64 faster than by humming-kernels 0.1.19.
+def ring_pays(weight: QuantWeight, dtype: torch.dtype) -> bool:
+    """Whether few rows of `dtype` are multiplied in rings here, and so up to 64 faster than by humming-kernels 0.1.19.
 
     Rounds of up to 64 tokens of an 8B model take an H100 0.86 to 0.94 of its time, in int4 and in fp8 blocks
     (benchmarks/results/engine_quantized_rings_library_h100.json).
     """
-    return has_wgmma(weight.codes) and fits_ring(weight) and weight.num_out * weight.size >= RING_WEIGHTS[0]
+    large = weight.num_out * weight.size >= RING_WEIGHTS[0]
+    return large and dtype == torch.bfloat16 and has_wgmma(weight.codes) and fits_ring(weight)
 
 
 def stream_config(rows: Tensor, weight: Tensor | QuantWeight, gated: bool = False) -> GemmConfig | RingConfig:

@@ -102,7 +102,7 @@ class Linear:
             quantized = quantized if order is None else reordered(quantized, order)
             self._stored = []
             if self.weight.is_cuda and self.weight.dtype != torch.float32 and quantized.streams:
-                if self._scheme.library and not ring_pays(quantized):
+                if self._scheme.library and not ring_pays(quantized, self.weight.dtype):
                     self.library = humming_weight(quantized, self.bias, self.weight.dtype)
                 self.quantized = None if self.library is not None else quantized.for_streaming()
                 self._in_fp8 = self._scheme.library and fits_fp8_linear(quantized, self.weight.dtype)

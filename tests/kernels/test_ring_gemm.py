@@ -117,7 +117,9 @@ def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, 
 
 @pytest.mark.gpu
 def test_large_matrices_are_ours_where_a_library_takes_small_ones(hopper: str) -> None:
-    assert ring_pays(weight_of("int4", 4096, 4096, hopper)) and not ring_pays(weight_of("int4", 1024, 1024, hopper))
+    large, small = (weight_of("int4", size, size, hopper) for size in (4096, 1024))
+    assert ring_pays(large, torch.bfloat16) and not ring_pays(small, torch.bfloat16)
+    assert not ring_pays(large, torch.float16), "rings are of bfloat16"
 
 
 @pytest.mark.gpu
@@ -173,5 +175,5 @@ def test_weights_that_steps_do_not_fit_have_no_ring() -> None:
     assert all(fits_ring(weight_of(name, 64, 1536, "cpu")) for name in WEIGHTS)
     assert not fits_ring(made("fp8", 64, 1536, 384).for_streaming()), "groups that end within a step"
     assert not fits_ring(made("int4", 64, 1536, 32).for_streaming()), "short pieces"
-    assert not ring_pays(weight_of("int4", 4096, 4096, "cpu")), "no GPU"
+    assert not ring_pays(weight_of("int4", 4096, 4096, "cpu"), torch.bfloat16), "no GPU"
     assert not fits_ring(made("mxfp4", 64, 1536, 32).for_streaming()), "codes that are not made wide here"
