@@ -39,8 +39,10 @@ _AHEAD = 2
 # What a call keeps on the stack, in bytes: four blocks of wide weights, as many of products, a tile of ones, the tiles'
 # configuration, and behind room for what is read in vain, the sums of each row's groups. Places of rows that are not
 # there are zeros: processors take long for numbers as small as what may lie there.
-_WIDE, _PRODUCTS, _ONES, _CONFIG, _SUMS = 0, 4096, 8192, 9216, 9472
+_PRODUCTS, _ONES, _CONFIG, _SUMS = 4096, 8192, 9216, 9472
 _T_PRODUCT, _T_ROWS, _T_WEIGHTS = 0, 1, 2
+_ARGUMENTS = ("rows", "row_stride", "weights", "out", "out_stride", "blocks", "tiles", "count")
+"""Of a product, all int64: addresses, strides in bytes, blocks of a tile, tiles, and rows."""
 _DECLARED = """
 declare void @llvm.x86.ldtilecfg(ptr)
 declare void @llvm.x86.tilerelease()
@@ -83,9 +85,15 @@ def packed_blocks(codes: Tensor, scales: Tensor, middles: Tensor) -> Tensor:
     parts = [words.permute(0, 2, 3, 1)]
     for of_groups in (scales, middles):
         parts.append(of_groups.half().view(tiles, TILE, blocks).permute(0, 2, 1))
-    joined = torch.cat([part.contiguous().view(torch.uint8).view(tiles * blocks, -1) for part in parts], 1)
     # Blocks before the first and behind the last are read, and not used.
-    return _aligned(joined, before=_AHEAD * _BLOCK, behind=2 * _AHEAD * _BLOCK)
+    before, behind, size = _AHEAD * _BLOCK, 2 * _AHEAD * _BLOCK, tiles * blocks * _BLOCK
+    memory = torch.zeros(before + size + behind + 64, dtype=torch.uint8)
+    first = before + -(memory.data_ptr() + before) % 64
+    found = memory[first : first + size]
+    places = found.view(tiles * blocks, _BLOCK).split((_BLOCK - 64, 32, 32), 1)
+    for place, part in zip(places, parts, strict=True):
+        place.copy_(part.contiguous().view(torch.uint8).view(tiles * blocks, -1))
+    return found
 
 
 def four_bit_product(rows: Tensor, blocks: Tensor, num_out: int) -> Tensor:
@@ -99,8 +107,7 @@ def four_bit_product(rows: Tensor, blocks: Tensor, num_out: int) -> Tensor:
     out = torch.empty(count, num_out, dtype=torch.bfloat16)
     for first in range(0, count, _VARIANTS[-1]):
         some = min(count - first, _VARIANTS[-1])
-        run = _compiled()[next(index for index, most in enumerate(_VARIANTS) if most >= some)]
-        run(
+        _compiled(some)(
             rows.data_ptr() + first * rows.stride(0) * 2, rows.stride(0) * 2, blocks.data_ptr(),
             out.data_ptr() + first * num_out * 2, num_out * 2, size // GROUP, num_out // TILE, some,
             torch.get_num_threads(),
@@ -108,17 +115,9 @@ def four_bit_product(rows: Tensor, blocks: Tensor, num_out: int) -> Tensor:
     return out
 
 
-def _aligned(data: Tensor, before: int, behind: int) -> Tensor:
-    memory = torch.zeros(before + data.numel() + behind + 64, dtype=torch.uint8)
-    first = before + -(memory.data_ptr() + before) % 64
-    found = memory[first : first + data.numel()]
-    found.copy_(data.view(-1))
-    return found
-
-
 @cache
-def _compiled() -> tuple[Any, ...]:
-    """Functions for rows up to each of _VARIANTS."""
+def _engine() -> Any:
+    """What holds the memory of the functions."""
     import llvmlite.binding as llvm
 
     if not has_amx():
@@ -131,14 +130,15 @@ def _compiled() -> tuple[Any, ...]:
         llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(assembly()), _machine())
     engine.finalize_object()
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8, ctypes.c_int32)
-    found = tuple(kind(engine.get_function_address(f"product_{rows}")) for rows in _VARIANTS)
-    _engines.append(engine)
-    return found
+    return engine
 
 
-_engines: list[Any] = []
-"""Whose memory holds the functions."""
+@cache
+def _compiled(count: int) -> Any:
+    """The function for so many rows: of _ARGUMENTS, and int32 for threads."""
+    rows = next(most for most in _VARIANTS if most >= count)
+    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(_ARGUMENTS), ctypes.c_int32)
+    return kind(_engine().get_function_address(f"product_{rows}"))
 
 
 def _machine() -> Any:
@@ -154,25 +154,24 @@ def assembly() -> str:
 
 def _entry(rows: int) -> str:
     """What is called: its arguments laid where all threads find them."""
-    names = ("rows", "row_stride", "weights", "out", "out_stride", "blocks", "tiles", "count")
-    stores = "".join(
-        f" %at_{name} = getelementptr i64, ptr %all, i64 {index}\n store i64 %{name}, ptr %at_{name}\n"
-        for index, name in enumerate(names)
-    )
-    return (
-        f"define void @product_{rows}({', '.join(f'i64 %{name}' for name in names)}, i32 %threads) #0 {{\n"
-        f" %all = alloca [8 x i64], align 64\n{stores}"
-        f" call void @GOMP_parallel(ptr @part_{rows}, ptr %all, i32 %threads, i32 0)\n ret void\n}}\n"
-    )
+    stores = "".join(f"{place} store i64 %{name}, ptr %at_{name}\n" for name, place in _places())
+    return f"""
+define void @product_{rows}({", ".join(f"i64 %{name}" for name in _ARGUMENTS)}, i32 %threads) #0 {{
+ %all = alloca [{len(_ARGUMENTS)} x i64], align 64
+{stores} call void @GOMP_parallel(ptr @part_{rows}, ptr %all, i32 %threads, i32 0)
+ ret void
+}}
+"""
+
+
+def _places() -> list[tuple[str, str]]:
+    """Arguments, and the code that finds where each lies."""
+    return [(name, _at(f"at_{name}", "all", 8 * index)) for index, name in enumerate(_ARGUMENTS)]
 
 
 def _part(rows: int) -> str:
     """A thread's tiles of 16 weight rows."""
-    names = ("rows", "row_stride", "weights", "out", "out_stride", "blocks", "tiles", "count")
-    loads = "".join(
-        f" %at_{name} = getelementptr i64, ptr %all, i64 {index}\n %{name} = load i64, ptr %at_{name}\n"
-        for index, name in enumerate(names)
-    )
+    loads = "".join(f"{place} %{name} = load i64, ptr %at_{name}\n" for name, place in _places())
     return f"""
 define void @part_{rows}(ptr %all) #0 {{
 entry:
@@ -251,11 +250,8 @@ sum:
     for row in range(rows):
         code += _at(f"s_{row}", "products", 64 * row) + f" %s_value_{row} = load float, ptr %s_{row}\n"
         code += _at(f"s_to_{row}", "s_to", 4 * row) + f" store float %s_value_{row}, ptr %s_to_{row}\n"
-    return (
-        code
-        + " %s_next = add i64 %s, 1\n %s_done = icmp eq i64 %s_next, %blocks\n"
-        + (" br i1 %s_done, label %start, label %sum")
-    )
+    code += " %s_next = add i64 %s, 1\n %s_done = icmp eq i64 %s_next, %blocks\n"
+    return code + " br i1 %s_done, label %start, label %sum"
 
 
 def _widen(name: str, block: str, to: str) -> str:
