@@ -180,6 +180,10 @@ def _split(config: GemmConfig, num_out: int, size: int, programs: int) -> int:
     return max(1, min(programs // tiles, steps // 4))
 
 
+BY_WARP_ROWS = 8
+"""Rows up to which warps by themselves were faster: those of one instruction."""
+
+
 @dataclass(frozen=True, slots=True)
 class RingConfig:
     """One way to cut a product on a Hopper GPU, where programs keep their next steps in a ring of shared memory."""
@@ -195,9 +199,16 @@ class RingConfig:
     """Steps of the ring."""
     warps: int = 4
     """Four for every 64 weight rows at most."""
+    by_warp: bool = False
+    """Each warp multiplies its weight rows by itself (mma.sync), 16 at a time, and not 64 together with three others
+    (wgmma): products then stand among the instructions that make the next codes wide. For codes alone."""
+
+    def rows(self, num_rows: int) -> int:
+        """Rows that programs compute for `num_rows` real ones."""
+        return BY_WARP_ROWS if self.by_warp and num_rows <= BY_WARP_ROWS else tile_rows(num_rows)
 
     def shared_bytes(self, rows: int, code_bits: int) -> int:
-        """Shared memory of a program for `rows` as `tile_rows` has them: the ring, and what results are turned in."""
+        """Shared memory of a program for `rows` as the method has them: the ring, and what results are turned in."""
         return self.stages * self.block_k * (self.tile * code_bits // 8 + 2 * rows) + 4 * self.tile * rows
 
 
@@ -236,6 +247,10 @@ def choose_ring(
     most = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
     if not RING_WEIGHTS[0] <= weights <= RING_WEIGHTS[1] or rows > most or size % 128:
         return None
+    if num_rows <= BY_WARP_ROWS and code_bits < 16:
+        config = _choose_by_warp(num_out, size, gated, processors, code_bits, grouped)
+        if config is not None:
+            return config
     tiles = ceil_div(num_out, 64)
     if gated:
         configs = {
@@ -268,6 +283,29 @@ def choose_ring(
     while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > SHARED_MEMORY - SHARED_MARGIN:
         config = replace(config, stages=config.stages - 1)
     return config
+
+
+def _choose_by_warp(
+    num_out: int, size: int, gated: bool, processors: int, code_bits: int, grouped: bool
+) -> RingConfig | None:
+    """`choose_ring` for codes and at most BY_WARP_ROWS rows, where warps by themselves were faster."""
+    if gated:
+        if code_bits == 4:
+            return RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)
+        return RingConfig(128, 128, stages=4, by_warp=True) if grouped else None
+    blocks = code_bits == 8 and grouped
+    if code_bits == 8 and not grouped and ceil_div(num_out, 64) >= _BUSY * processors:
+        return None
+    tall = RingConfig(128, 256, per_sm=2, stages=3, warps=8 if code_bits == 4 else 4, by_warp=True)
+    short = RingConfig(64, 256, per_sm=2, stages=4, by_warp=True)
+    steps, at_once = ceil_div(size, 256), 2 * processors
+    for config in (short,) if blocks else (tall, short):
+        tiles = ceil_div(num_out, config.tile)
+        parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
+        split = max(part for part in parts if steps % part == 0)
+        if (0.9 if blocks else _BUSY) * at_once <= tiles * split <= at_once:
+            return replace(config, split_k=split, stages=min(config.stages, steps // split))
+    return RingConfig(128, 128, split_k=0, per_sm=2, stages=4, warps=8, by_warp=True) if blocks else None
 
 
 def max_rows(quantized: bool) -> int:

@@ -27,7 +27,7 @@ from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads, tell_launches
 from kernels.launch import ceil_div
 from kernels.linear import fits_ring, stream_config, stream_linear
-from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, RingConfig, tile_rows
+from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, RingConfig
 from kernels.quant_weight import QuantWeight
 from outrider.layers.linear import Linear
 from outrider.models.decoder import CausalLM, GatedMlp
@@ -112,7 +112,7 @@ class Chain:
     def candidates(self, name: str) -> list[RingConfig]:
         """The engine's cut, if it is a ring, and all others that fit a processor. TypeError for weights of no ring."""
         num_out, size, gated = self.shape(name)
-        weight, rows, most = self.weight(name), tile_rows(self.num_rows), MAX_WAVES * self._processors
+        weight, most = self.weight(name), MAX_WAVES * self._processors
         if not fits_ring(weight):
             raise TypeError(
                 f"{name} is not multiplied by rings: bfloat16 is, and fp8 and int4 in groups that steps fit"
@@ -130,11 +130,13 @@ class Chain:
                 *(replace(base, split_k=0, per_sm=programs) for programs in (1, 2, 3)),
                 *(replace(base, split_k=split) for split in (1, 2, 3, 4, 8) if split == 1 or tiles * split <= most),
             ):
-                used = cut.shared_bytes(rows, bits)
+                used = cut.shared_bytes(cut.rows(self.num_rows), bits)
                 programs = cut.per_sm if cut.split_k == 0 else ceil_div(tiles * cut.split_k, self._processors)
                 at_once = min(programs, SHARED_MEMORY // used) if used < SHARED_MEMORY - SHARED_MARGIN else 0
                 if at_once * used >= LEAST_BYTES and (cut.split_k or at_once == cut.per_sm):
                     found[cut] = None
+                    if bits < 16:
+                        found[replace(cut, by_warp=True)] = None
         return list(found)
 
     def usable(self, tried: Iterable[tuple[str, RingConfig]]) -> dict[str, list[RingConfig]]:
@@ -191,7 +193,8 @@ def _shape(weight: Tensor | QuantWeight, gated: bool) -> Shape:
 def brief(cut: RingConfig) -> str:
     """A cut in a few letters."""
     programs = f"split {cut.split_k}" if cut.split_k else f"even {cut.per_sm}"
-    return f"{cut.tile} x {cut.block_k} {programs} stages {cut.stages} warps {cut.warps}"
+    apart = " by warp" if cut.by_warp else ""
+    return f"{cut.tile} x {cut.block_k} {programs} stages {cut.stages} warps {cut.warps}{apart}"
 
 
 def run(model: CausalLM, label: str, num_requests: int, num_rows: int) -> list[Row]:

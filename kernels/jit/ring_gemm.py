@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -25,7 +26,7 @@ from kernels.jit.gemm import first_step_of, owner_of
 from kernels.jit.memory import scratch
 from kernels.jit.quantized import FP8_CODES, INT4_CODES
 from kernels.launch import num_processors
-from kernels.linear_configs import RingConfig, stretches, tile_rows
+from kernels.linear_configs import RingConfig, stretches
 from kernels.quant_weight import QuantWeight
 
 # Triton 3.7 has another name for it than 3.6.
@@ -118,7 +119,7 @@ def _of_group(table, group, of_row, num_scales, LIKE: gl.constexpr):
     if table is None:
         found = gl.full([of_row.shape[0]], LIKE, gl.float32, of_row.type.layout)
     else:
-        found = gl.load(table + group.to(gl.int64) * num_scales + of_row).to(gl.float32)
+        found = gl.load(table + (group * num_scales + of_row)).to(gl.float32)
     return found
 
 
@@ -237,7 +238,7 @@ def _ring_gemm(
     rows, weight, scales, zeros, bias, residual, out, partials, counters, num_rows, num_out, num_scales, steps, base,
     extra, BLOCK_M: gl.constexpr, TILE: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, SHARED: gl.constexpr, KIND: gl.constexpr, GROUPED: gl.constexpr, GROUP: gl.constexpr,
-    PIECE: gl.constexpr, SPAN: gl.constexpr,
+    PIECE: gl.constexpr, SPAN: gl.constexpr, BY_WARP: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     HALVES: gl.constexpr = 2 if GATED else 1
@@ -246,7 +247,10 @@ def _ring_gemm(
     PARTS: gl.constexpr = 2 if GROUPED and GROUP < BLOCK_K else 1
     PART_K: gl.constexpr = BLOCK_K // PARTS
     OUTS: gl.constexpr = TILE // HALVES
-    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    VERSION: gl.constexpr = [2, 0] if BY_WARP else [3, 0]
+    INSTRUCTION: gl.constexpr = [16, 8] if BY_WARP else [16, BLOCK_M, 16]
+    D: gl.constexpr = gl.NVMMADistributedLayout(VERSION, [WARPS, 1], INSTRUCTION)
+    B: gl.constexpr = gl.DotOperandLayout(1, D, 2)
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, D)
     BYTES: gl.constexpr = (TILE * STORED_K + BLOCK_M * BLOCK_K) * 2
@@ -285,7 +289,9 @@ def _ring_gemm(
             _ask_rows(rows, row_ring, ready, row_step, slot)
         row_tile, row_step = _next(row_tile, row_step, steps)
     total = gl.zeros([TILE, BLOCK_M], gl.float32, D)
-    pending, pending_2 = warpgroup_mma_init(total), warpgroup_mma_init(total)
+    pending, pending_2 = total, total
+    if not BY_WARP:
+        pending, pending_2 = warpgroup_mma_init(total), warpgroup_mma_init(total)
     wide = gl.zeros([TILE, PART_K], gl.bfloat16, A)
     wide_2 = wide
     # Triton takes a name for unchanged in a loop that gets the value which another name had before, if it had the same.
@@ -299,6 +305,36 @@ def _ring_gemm(
         if KIND is None:
             pending = warpgroup_mma(ring.index(slot), factors.permute((1, 0)), pending, use_acc=begun, is_async=True)
             pending = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[pending]))
+        elif BY_WARP:
+            words = ring.index(slot).load(A)
+            if PARTS == 1:
+                factor = factors.permute((1, 0)).load(B)
+            else:
+                factor = factors.slice(0, PART_K, dim=1).permute((1, 0)).load(B)
+                factor_2 = factors.slice(PART_K, PART_K, dim=1).permute((1, 0)).load(B)
+            # Nothing of the step is read again.
+            _barrier()
+            if place + STAGES < stop:
+                _ask_weights(weight, halves, ready, ask_tile, ask_step, slot, num_out, GATED, BYTES)
+                _ask_rows(rows, row_ring, ready, ask_step, slot)
+                ask_tile, ask_step = _next(ask_tile, ask_step, steps)
+            behind, behind_2, less, less_2 = scale, scale_2, zero, zero_2
+            # Behind the copies: the fence in front of them waits for all loads.
+            if GROUPED:
+                of_row = _scale_row(next_tile, row, num_out, TILE, GATED, SPAN)
+                scale, scale_2, zero, zero_2 = _of_step(
+                    scales, zeros, next_step, of_row, rows.shape[1], num_scales, GROUPED, BLOCK_K, GROUP
+                )
+            total = gl.where(begun, total, 0.0)
+            none = gl.zeros_like(total)
+            if PARTS == 2:
+                words, words_2 = _halves(words, A)
+                total = _scaled(mma_v2(_wide(words, less, KIND, PIECE, A), factor, none), behind, total)
+                total = _scaled(mma_v2(_wide(words_2, less_2, KIND, PIECE, A), factor_2, none), behind_2, total)
+            elif GROUPED:
+                total = _scaled(mma_v2(_wide(words, less, KIND, PIECE, A), factor, none), behind, total)
+            else:
+                total = mma_v2(_wide(words, less, KIND, PIECE, A), factor, total)
         elif PARTS == 1:
             new = _wide(ring.index(slot).load(A), zero, KIND, PIECE, A)
             sums, wide = warpgroup_mma_wait(0, deps=[pending, wide])
@@ -317,28 +353,30 @@ def _ring_gemm(
             pending = warpgroup_mma(new, factor, sums, use_acc=False, is_async=True)
             pending_2 = warpgroup_mma(new_2, factor_2, sums_2, use_acc=False, is_async=True)
             wide, wide_2, behind, behind_2 = new, new_2, scale, scale_2
-        if GROUPED:
-            next_rows = _scale_row(next_tile, row, num_out, TILE, GATED, SPAN)
-            scale, scale_2, zero, zero_2 = _of_step(
-                scales, zeros, next_step, next_rows, rows.shape[1], num_scales, GROUPED, BLOCK_K, GROUP
-            )
-        # What the step before read is free now.
-        _barrier()
-        if (place > start) & (place - 1 + STAGES < stop):
-            _ask_weights(weight, halves, ready, ask_tile, ask_step, before, num_out, GATED, BYTES)
-            _ask_rows(rows, row_ring, ready, ask_step, before)
-            ask_tile, ask_step = _next(ask_tile, ask_step, steps)
+        if not BY_WARP:
+            if GROUPED:
+                of_row = _scale_row(next_tile, row, num_out, TILE, GATED, SPAN)
+                scale, scale_2, zero, zero_2 = _of_step(
+                    scales, zeros, next_step, of_row, rows.shape[1], num_scales, GROUPED, BLOCK_K, GROUP
+                )
+            # What the step before read is free now.
+            _barrier()
+            if (place > start) & (place - 1 + STAGES < stop):
+                _ask_weights(weight, halves, ready, ask_tile, ask_step, before, num_out, GATED, BYTES)
+                _ask_rows(rows, row_ring, ready, ask_step, before)
+                ask_tile, ask_step = _next(ask_tile, ask_step, steps)
         before = slot
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
         if (next_step == 0) | (place + 1 == stop):
-            sums, wide, sums_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
-            pending, pending_2 = warpgroup_mma_init(sums), warpgroup_mma_init(sums_2)
-            total = _scaled(sums, behind, total) if GROUPED else sums
-            if PARTS == 2:
-                total = _scaled(sums_2, behind_2, total)
+            if not BY_WARP:
+                sums, wide, sums_2, wide_2 = warpgroup_mma_wait(0, deps=[pending, wide, pending_2, wide_2])
+                pending, pending_2 = warpgroup_mma_init(sums), warpgroup_mma_init(sums_2)
+                total = _scaled(sums, behind, total) if GROUPED else sums
+                if PARTS == 2:
+                    total = _scaled(sums_2, behind_2, total)
             _end(
                 total, tile, program, start, scales, bias, residual, out, partials, counters, num_rows, num_out, steps,
                 base, extra, TILE, GATED, SHARED, GROUPED, D,
@@ -354,7 +392,7 @@ def ring_linear(
     """As kernels.linear.stream_linear, into `out`."""
     num_rows, size = rows.shape
     num_out = out.shape[1]
-    block_m, height = tile_rows(num_rows), config.tile // (2 if gated else 1)
+    block_m, height = config.rows(num_rows), config.tile // (2 if gated else 1)
     steps, tiles = triton.cdiv(size, config.block_k), triton.cdiv(num_out, height)
     programs, base, extra, shared = stretches(config, tiles, steps, num_processors(rows))
     partials, counters = scratch(rows.device, 2 * programs * block_m * config.tile if shared else 0, tiles)
@@ -372,7 +410,8 @@ def ring_linear(
         0 if scales is None else scales.shape[1], steps, base, extra,
         BLOCK_M=block_m, TILE=config.tile, BLOCK_K=config.block_k, STAGES=config.stages, GATED=gated, SHARED=shared,
         KIND=kind, GROUPED=kind is not None and (group != size or zeros is not None), GROUP=group, PIECE=piece,
-        SPAN=span, num_warps=config.warps, maxnreg=128 if config.warps > 4 else None, launch_pdl=True,
+        SPAN=span, BY_WARP=config.by_warp, num_warps=config.warps, maxnreg=128 if config.warps > 4 else None,
+        launch_pdl=True,
     )  # fmt: skip
 
 

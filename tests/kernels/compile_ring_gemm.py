@@ -18,6 +18,8 @@ def main() -> None:
         ("fp8", 0, RingConfig(64, 256, split_k=2)),
         ("fp8", 128, RingConfig(128, 128, split_k=0, warps=8)),
         ("int4z", 128, RingConfig(64, 256)),
+        ("fp8", 0, RingConfig(128, 256, split_k=2, stages=3, by_warp=True)),
+        ("int4z", 128, RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)),
     ):
         weight = made(kind, 192, 512, group, span=128 if kind == "fp8" and group else 1).for_streaming()
         ring_linear(rows, weight, torch.zeros(192), None, False, residual, config)

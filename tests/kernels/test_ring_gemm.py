@@ -26,6 +26,8 @@ CUTS = {
     "tiles of 128": RingConfig(128, stages=3),
     "long steps": RingConfig(block_k=256, split_k=2, stages=3),
     "long steps, two groups of warps": RingConfig(128, block_k=256, split_k=0, stages=3, warps=8),
+    "warps by themselves": RingConfig(split_k=2, stages=3, by_warp=True),
+    "eight warps by themselves": RingConfig(128, block_k=256, split_k=0, stages=3, warps=8, by_warp=True),
 }
 WEIGHTS = {
     "bfloat16": (None, 0, 1),
@@ -66,7 +68,7 @@ def cut_for(cut: str, name: str, gated: bool) -> RingConfig:
     """Steps are at most 256 bytes wide; 128 where a tile has two halves."""
     config, (kind, *_) = CUTS[cut], WEIGHTS[name]
     if kind is None:
-        config = dataclasses.replace(config, block_k=64 if gated else 128)
+        config = dataclasses.replace(config, block_k=64 if gated else 128, by_warp=False)
     elif kind == "fp8" and gated:
         config = dataclasses.replace(config, block_k=128)
     return dataclasses.replace(config, tile=128) if gated else config
@@ -145,15 +147,17 @@ def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("bits", "num_rows"), [(16, 16), (16, MAX_ROWS), (8, 1), (8, 32), (4, 16)])
+@pytest.mark.parametrize(("bits", "num_rows"), [(16, 16), (16, MAX_ROWS), (8, 1), (8, 32), (4, 1), (4, 16)])
 def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
-    for (num_out, size, gated), processors in itertools.product(SHAPES, (114, 132)):
-        config = choose_ring(num_out, size, num_rows, gated, processors, bits)
+    for (num_out, size, gated), processors, grouped in itertools.product(SHAPES, (114, 132), (False, True)):
+        if grouped and (bits == 16 or num_rows > 16):
+            continue
+        config = choose_ring(num_out, size, num_rows, gated, processors, bits, grouped)
         assert config is not None
         tiles, steps = -(-num_out // (config.tile // (2 if gated else 1))), -(-size // config.block_k)
         programs, *_ = stretches(config, tiles, steps, processors)
         at_once = config.per_sm if config.split_k != 1 else 1
-        assert at_once * config.shared_bytes(tile_rows(num_rows), bits) <= SHARED_MEMORY
+        assert at_once * config.shared_bytes(config.rows(num_rows), bits) <= SHARED_MEMORY
         assert programs >= 0.7 * at_once * processors
         assert config.split_k == 0 or steps % config.split_k == 0
 
