@@ -76,7 +76,7 @@ def test_the_formula_is_what_the_loader_allocates_for_smollm2(
     from outrider.models.loader import load_model
 
     # With AMX matrices of four bits are kept as codes, too; the plan is of a GPU's memory.
-    monkeypatch.setattr("outrider.layers.four_bits.has_amx", lambda: False)
+    monkeypatch.setattr("outrider.layers.linear.has_amx", lambda: False)
     kind = getattr(torch, dtype)
     packed = can_pack(torch.empty(1, 1, dtype=kind))
     model = load_model(model_path, kind)
