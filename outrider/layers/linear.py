@@ -44,7 +44,7 @@ class Linear:
     On a CPU, `pack` puts the weight in oneDNN's own layout. Measured for all layers of SmolLM2-135M on 2 Zen 4 cores,
     packed against functional.linear: 17 against 35 ms at M = 1 and 24 against 47 ms at M = 16 in float32, 8 against
     15 ms and 13 against 22 ms in bfloat16. Weights that were stored in four bits, the default model's, are kept as such
-    for up to 16 rows, too (outrider.layers.linear).
+    for up to 16 rows, too (FourBitProduct).
 
     On a GPU few rows go through our weight-streaming kernel, which takes gate and residual along;
     cuBLAS does the rest.
