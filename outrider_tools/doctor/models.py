@@ -20,7 +20,7 @@ from outrider.models.shipped import choose_drafters
 from outrider.models.store import DEFAULT_ALIASES, is_hub_id, local_folder
 from outrider.models.store_folder import CONFIG_FILE
 from outrider.paths import expand
-from outrider_tools.doctor.finding import Finding, Level, ok, problem, warning
+from outrider_tools.doctor import Finding, Level, ok, problem, warning
 from outrider_tools.doctor.machine import cpu_flags
 
 PROBE_SECONDS = 180.0
