@@ -12,10 +12,10 @@ import psutil
 
 from outrider.cli.cluster import MODULES
 from outrider.cli.options import service_flags
+from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions
 from outrider.errors import ConfigError
-from outrider.paths import expand
 from outrider.rpc.server import bind_error
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
 from outrider_tools.doctor import Finding, note, ok, problem, warning

@@ -19,8 +19,7 @@ from outrider.protocol.speculation_codec import decode_verify, encode_verify
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import common_pb2, verify_pb2
 from verify_service.door import grammar_check
-from verify_service.door.admission import Admission
-from verify_service.door.grammar_check import GrammarChecker
+from verify_service.door.admission import Admission, GrammarChecker
 
 
 def schema(value: Any) -> Grammar:
