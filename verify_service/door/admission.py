@@ -1,4 +1,4 @@
-"""From a request on the wire to one that the engine may trust, its grammar tried in a process of its own. Torch-free."""
+"""From a request on the wire to one that the engine may trust, its grammar tried in a process apart. Torch-free."""
 
 from __future__ import annotations
 
