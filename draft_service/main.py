@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from draft_service.door.features import RemoteFeatures
 from draft_service.door.metrics import DraftMetrics
-from draft_service.door.remote import RemoteDraftEngine
+from draft_service.door.remote import RemoteDraftEngine, RemoteFeatures
 from draft_service.door.servicer import DraftServicer
 from draft_service.frames import DrafterProfile
 from outrider.config.base import parse_options

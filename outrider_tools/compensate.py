@@ -15,13 +15,13 @@ from torch import Tensor
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
+from outrider.config.base import expand
 from outrider.errors import ConfigError, reason_of
 from outrider.layers.linear import Linear
 from outrider.layers.norm import RMSNorm
 from outrider.models.decoder import CausalLM, GatedMlp
 from outrider.models.fields import read_json
 from outrider.models.loader import load_decoder
-from outrider.paths import expand
 from outrider_tools.inflate.folder import tokenize
 
 DAMPING = 0.01

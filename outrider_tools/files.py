@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from outrider.config.base import expand
 from outrider.errors import ConfigError, reason_of
-from outrider.paths import expand
 
 COPIED_FILES = (
     "generation_config.json",

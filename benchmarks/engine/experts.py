@@ -33,7 +33,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
-from outrider.host.garbage import disable_automatic_collection
+from outrider.host.worker import disable_automatic_collection
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM

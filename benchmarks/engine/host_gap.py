@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from outrider.host.garbage import disable_automatic_collection
+from outrider.host.worker import disable_automatic_collection
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import Commit, Grow, Open, VerifyMessage
 from outrider.sampling.params import SamplingParams

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.amx import GROUP
-from outrider.layers.four_bits import FourBitProduct
-from outrider.layers.linear import Linear
+from outrider.layers.linear import FourBitProduct, Linear
 from outrider.models.config import ModelConfig
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.bench.report import Row, cpu_name, write_report

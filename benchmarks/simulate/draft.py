@@ -30,7 +30,7 @@ from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.requests import AnswerPort, Requests
 from outrider.host.frames import FromVerify
-from outrider.host.garbage import GarbageCollector
+from outrider.host.worker import GarbageCollector
 from outrider.models.capacity import DRAFT_REGION, DRAFT_ROWS
 from outrider.protocol.speculation import DraftMessage, VerifyMessage
 from outrider.sampling.params import SamplingParams

@@ -11,9 +11,8 @@ from typing import Any
 import grpc
 from msgspec.structs import replace
 
-from draft_service.door.features import FeatureStream, RemoteFeatures
 from draft_service.door.metrics import DraftMetrics
-from draft_service.door.remote import RemoteDraftEngine, VerifySession
+from draft_service.door.remote import FeatureStream, RemoteDraftEngine, RemoteFeatures, VerifySession
 from draft_service.frames import DrafterProfile, SessionUp
 from outrider import __version__
 from outrider.config.draft import DraftOptions

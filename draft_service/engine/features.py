@@ -21,7 +21,7 @@ from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper, RingReader, map_ring, with_rows
 from outrider.errors import raise_device_failure
 from outrider.host.frames import FeaturePieces
-from outrider.host.pipe import Pipe
+from outrider.host.worker import Pipe
 from outrider.logs import get_logger
 from outrider.protocol.speculation import MAX_FEATURE_BYTES, Features, ProjectionPart
 

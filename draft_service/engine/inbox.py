@@ -11,7 +11,7 @@ from typing import NamedTuple
 from draft_service.frames import FeaturesFromDoor, FromDoor, SessionUp
 from outrider.host.frames import FromVerify, SessionDown, Stop
 from outrider.host.line import DraftBatch, Line, LineHello, Listener, OnLine, VerifyBatch
-from outrider.host.pipe import Pipe, wait_for_any
+from outrider.host.worker import Pipe, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DraftMessage, Features
 

@@ -20,11 +20,9 @@ from outrider.drafting.model.drafter import find_mapper, workplace
 from outrider.drafting.model.features import MemoryMapper
 from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import drafters_of_any_target, introduce
-from outrider.host.garbage import disable_automatic_collection
 from outrider.host.line import listen
-from outrider.host.pipe import Pipe
 from outrider.host.process import switch_threads_often
-from outrider.host.worker import BuiltEngine, exit_process, pin_to_cores, run_worker
+from outrider.host.worker import BuiltEngine, Pipe, disable_automatic_collection, exit_process, pin_to_cores, run_worker
 from outrider.protocol.speculation import LineOffer
 
 Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gateway.core.detokenizer import StopMatcher
 from gateway.core.reasoning import ReasoningSplitter
 from gateway.core.request import Job
-from gateway.core.tokenizer import Tokenizer
+from gateway.core.tokenizer import StopMatcher, Tokenizer
 from gateway.core.tool_parser import ToolCallDelta, ToolCallParser
 from outrider.protocol.generation import FinishReason, GenerationUpdate, TokenLogprobs, TokenOrigin, Usage
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from gateway.core.reasoning import ReasoningMarkers, find_markers
 from gateway.core.request import OutputFields, SamplingFields
 from gateway.core.tokenizer import Tokenizer
-from gateway.core.tool_format import ToolFormat, find_format
+from gateway.core.tool_parser import ToolFormat, find_format
 from gateway.core.validation import validate
 from outrider.chat_template import read_config
 from outrider.config.gateway import GatewayOptions

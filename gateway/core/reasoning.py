@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.core.detokenizer import overlap_length
+from gateway.core.tokenizer import overlap_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from gateway.core.request import Tool
-from gateway.core.tool_format import ToolFormat
+from gateway.core.tool_parser import ToolFormat
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar
 

@@ -1,20 +1,182 @@
-"""The gRPC door."""
+"""The gRPC door, and what stands between its messages and the gateway's own types."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
+from typing import Any, cast
 
 import grpc
+from google.protobuf.message import Message
+from pydantic import BaseModel
 
 from gateway.core.admission import admit
+from gateway.core.answer import Delta
+from gateway.core.catalogue import GatewayModel
+from gateway.core.request import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_PROMPT_TOKENS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPLATE_VALUES_BYTES,
+    MAX_TOOLS,
+    Chat,
+    ClientRequest,
+    RequestMessage,
+    RequestSampling,
+    Tool,
+    ToolCall,
+)
 from gateway.core.service import Gateway
-from gateway.grpc.codec import decode_request, encode_delta, encode_models
-from outrider.errors import OverloadedError
+from gateway.core.tool_grammar import check_tools
+from gateway.core.validation import validate
+from outrider.errors import InvalidRequestError, OverloadedError
+from outrider.grammar.spec import MAX_SOURCE_BYTES, check_grammar
+from outrider.protocol.generation_codec import TREE, USAGE, decode_grammar, encode_logprobs, encode_prompt_logprobs
 from outrider.rpc.call import limit_time
 from outrider.v1 import gateway_pb2
 from outrider.v1.gateway_pb2_grpc import GatewayServiceServicer
+
+_SPECULATION = {gateway_pb2.SPECULATION_ON: "on", gateway_pb2.SPECULATION_OFF: "off"}
+_BOUNDS = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "logit_bias": MAX_LOGIT_BIAS,
+    "bad_words": MAX_BAD_WORDS,
+}
+"""Entries of repeated fields."""
+_INPUTS = ("prompt", "prompt_token_ids", "chat")
+
+
+def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> ClientRequest:
+    """The request, validated like a REST one. Raises InvalidRequestError."""
+    fields = _given(message, ClientRequest, leave_out={*_INPUTS, "sampling", "speculation", "grammar"})
+    fields["sampling"] = _given(message.sampling, RequestSampling, prefix="sampling.")
+    if message.speculation != gateway_pb2.SPECULATION_UNSPECIFIED:
+        fields["speculation"] = _SPECULATION.get(message.speculation, message.speculation)
+    if message.HasField("grammar"):
+        fields["grammar"] = decode_grammar(message.grammar)
+        check_grammar(fields["grammar"])
+    match message.WhichOneof("input"):
+        case "prompt":
+            fields["prompt"] = message.prompt
+        case "prompt_token_ids":
+            fields["prompt_token_ids"] = _bounded(message.prompt_token_ids.ids, MAX_PROMPT_TOKENS, "prompt_token_ids")
+        case "chat":
+            fields["chat"] = _chat(message.chat)
+        case _:
+            raise InvalidRequestError(
+                "input", "missing", "set prompt, prompt_token_ids or chat", code="missing_required_parameter"
+            )
+    request = validate(ClientRequest, fields)
+    if request.chat is not None:
+        check_tools(request.chat.tools, request.chat.tool_choice, request.chat.tool_name)
+    return request
+
+
+def _chat(message: gateway_pb2.ChatMessages) -> dict[str, Any]:
+    """The fields of a Chat."""
+    fields = _given(message, Chat, leave_out={"messages", "template_values", "tools"})
+    messages = _bounded(message.messages, MAX_MESSAGES, "chat.messages")
+    fields["messages"] = [_message(one, f"chat.messages[{index}]") for index, one in enumerate(messages)]
+    if message.template_values:
+        place, example = "chat.template_values", '{"enable_thinking": false}'
+        fields["template_values"] = _json(message.template_values, place, MAX_TEMPLATE_VALUES_BYTES, example)
+    if message.tools:
+        tools = _bounded(message.tools, MAX_TOOLS, "chat.tools")
+        fields["tools"] = [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(tools)]
+    return fields
+
+
+def _message(message: gateway_pb2.ChatMessage, place: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields |= _given(message, RequestMessage, leave_out={"tool_calls"})
+    if message.tool_calls:
+        calls = _bounded(message.tool_calls, MAX_TOOLS, f"{place}.tool_calls")
+        fields["tool_calls"] = [{"name": call.name} | _given(call, ToolCall) for call in calls]
+    return fields
+
+
+def _tool(tool: gateway_pb2.Tool, place: str) -> dict[str, Any]:
+    fields = {"name": tool.name} | _given(tool, Tool, leave_out={"parameters"})
+    if tool.parameters:
+        place, example = f"{place}.parameters", '{"type": "object", "properties": {}}'
+        fields["parameters"] = _json(tool.parameters, place, MAX_SOURCE_BYTES, example)
+    return fields
+
+
+def _given(
+    message: Message, model: type[BaseModel], *, leave_out: Collection[str] = (), prefix: str = ""
+) -> dict[str, Any]:
+    """The fields of a message that bear a name of the model's and are set."""
+    fields: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        name = field.name
+        if name not in model.model_fields or name in leave_out:
+            continue
+        value = getattr(message, name)
+        if field.is_repeated:
+            # A message of 8 MB holds millions of empty entries: they are counted before Python makes objects of them.
+            _check_length(len(value), _BOUNDS[name], prefix + name)
+            value = dict(value) if field.message_type is not None else list(value)
+        if message.HasField(name) if field.has_presence else value:
+            fields[name] = value
+    return fields
+
+
+def _json(text: str, field: str, limit: int, example: str) -> Any:
+    if len(text) > limit:
+        raise InvalidRequestError(field, f"{len(text)} characters, over the limit of {limit}", "send less")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(field, "is no JSON", f"send an object, like {example}") from None
+
+
+def _bounded(values: Sequence[Any], limit: int, field: str) -> list[Any]:
+    _check_length(len(values), limit, field)
+    return list(values)
+
+
+def _check_length(length: int, limit: int, field: str) -> None:
+    if length > limit:
+        raise InvalidRequestError(field, f"{length} entries, over the limit of {limit}", f"send at most {limit}")
+
+
+def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGenerateResponse:
+    """News of one answer."""
+    tokens = delta.tokens
+    return gateway_pb2.GatewayServiceGenerateResponse(
+        request_id=request_id,
+        choice_index=delta.choice_index,
+        text=delta.text,
+        token_ids=[t.id for t in tokens],
+        origins=cast(Any, [int(t.origin) for t in tokens]),
+        logprobs=[encode_logprobs(t.logprobs) for t in tokens if t.logprobs is not None],
+        finish_reason=cast(Any, int(delta.finish_reason or 0)),
+        usage=None if delta.usage is None else USAGE.encode(delta.usage),
+        text_lengths=[len(t.text.encode()) for t in tokens],
+        prompt_logprobs=[encode_prompt_logprobs(part) for part in delta.chunk.prompt_logprobs],
+        rounds=[TREE.encode(tree) for tree in delta.chunk.round_trees],
+        reasoning=delta.reasoning,
+        tool_calls=[
+            gateway_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            for call in delta.tool_calls
+        ],
+    )
+
+
+def encode_models(model: GatewayModel) -> gateway_pb2.GatewayServiceListModelsResponse:
+    """The served models."""
+    return gateway_pb2.GatewayServiceListModelsResponse(
+        models=[gateway_pb2.Model(id=model.name, context_length=model.context_length)]
+    )
+
 
 _Context = grpc.aio.ServicerContext[
     gateway_pb2.GatewayServiceGenerateRequest, gateway_pb2.GatewayServiceGenerateResponse

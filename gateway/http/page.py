@@ -1,20 +1,157 @@
-"""The page at the gateway's root: files of this package, and the headers that they are sent with."""
+"""The page at the gateway's root: its files, the headers that they are sent with, and POST /page/markdown.
+
+Markdown is answered as a tree of elements. The page builds them one by one, so no text becomes markup.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import re
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.core.request import StrictModel, Text
 from gateway.core.service import Gateway
+from gateway.core.validation import validate
 from gateway.http.body import BodyReader
-from gateway.http.markdown import MarkdownRoute
+from gateway.http.responses import DOOR
+from outrider.errors import InvalidRequestError
+
+_MAX_CHARACTERS = 16_000
+"""Of one text: some tens of milliseconds of work, half a second for the worst that is known."""
+_MAX_CELLS = 10_000
+"""Of tables: a row may be a sign long and still have as many cells as the first."""
+_MAX_DEPTH = 30
+"""Of elements in each other: signs of emphasis nest as often as they are written."""
+_SAFE_LINK = re.compile(r"(https?://|mailto:)", re.IGNORECASE)
+_LINE_END = re.compile(r"\r\n?|\n")
+_FIRST_HEADING = 4
+"""Headings of an answer stand below the page's own."""
+_PLAIN_TAGS = {
+    "paragraph": "p",
+    "bullet_list": "ul",
+    "list_item": "li",
+    "blockquote": "blockquote",
+    "hr": "hr",
+    "table": "table",
+    "thead": "thead",
+    "tbody": "tbody",
+    "tr": "tr",
+    "em": "em",
+    "strong": "strong",
+    "s": "s",
+}
+
+# CommonMark with tables and strikethrough. HTML in it is text like any other.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+
+Node = str | dict[str, Any]
+"""Text, or an element: `tag`, `children`, and what its kind has of `href`, `start`, `language` and `align`."""
+
+
+class MarkdownRequest(StrictModel):
+    """Body of POST /page/markdown."""
+
+    text: Annotated[Text, Field(max_length=_MAX_CHARACTERS)]
+
+
+class MarkdownRoute:
+    """The handler; works at one text at a time, and not in the event loop."""
+
+    def __init__(self, gateway: Gateway, bodies: BodyReader) -> None:
+        self._gateway = gateway
+        self._bodies = bodies
+        self._one = asyncio.Lock()
+
+    async def serve(self, request: Request) -> Response:
+        """Raises OutriderError."""
+        with self._gateway.counted(DOOR):
+            text = await self._bodies.read(request, lambda body: validate(MarkdownRequest, body).text)
+            async with self._one:
+                body = await asyncio.to_thread(lambda: json.dumps({"blocks": blocks(text)}).encode())
+        return Response(body, media_type="application/json")
+
+
+def blocks(text: str) -> list[dict[str, Any]]:
+    """The blocks of a text: elements with the lines they come from, `begin` and `end` (behind the last), from 0.
+
+    Raises InvalidRequestError for tables that are too large.
+    """
+    lines = _LINE_END.split(text)
+    if max(line.count("|") for line in lines) * len(lines) > _MAX_CELLS:
+        raise InvalidRequestError("text", f"tables may have more than {_MAX_CELLS} cells", "show it as it is written")
+    found: list[Any] = []
+    open_children: list[list[Node]] = [found]  # of each element that is not closed yet
+    for token in _flat(_PARSER.parse(text)):
+        children = open_children[-1]
+        if token.nesting < 0:
+            open_children.pop()
+            continue
+        node = _node(token) if token.nesting == 0 or len(open_children) < _MAX_DEPTH else None
+        if node:
+            children.append(node)
+        if isinstance(node, dict) and children is found:
+            node["begin"], node["end"] = token.map or (0, 0)
+        if token.nesting > 0:
+            # What stands in something without an element of its own stands in the one around it.
+            open_children.append(node["children"] if isinstance(node, dict) else children)
+    return found
+
+
+def _flat(tokens: Iterable[Token]) -> Iterator[Token]:
+    """The tokens of blocks, and of the text in them."""
+    for token in tokens:
+        if token.type == "inline":
+            yield from token.children or ()
+        else:
+            yield token
+
+
+def _node(token: Token) -> Node | None:
+    """What a token begins or, where it is closed by none, is; None where that is no element."""
+    kind = token.type.removesuffix("_open")
+    match kind:
+        case "text":
+            return token.content
+        case "softbreak" | "hardbreak":
+            return "\n"
+        case "code_inline":
+            return _element("code", token.content)
+        case "fence" | "code_block":
+            language = token.info.split(maxsplit=1)[0] if token.info.strip() else ""
+            return _element("pre", token.content.removesuffix("\n"), language=language)
+        case "link":
+            return _link(str(token.attrs["href"]))
+        case "image":  # which would have to be fetched from elsewhere
+            address = str(token.attrs["src"])
+            return _link(address, token.content or address) or token.content
+        case "heading":
+            return _element(f"h{min(6, int(token.tag[1:]) + _FIRST_HEADING - 1)}")
+        case "ordered_list":
+            return _element("ol", start=token.attrs.get("start", 1))
+        case "th" | "td":
+            return _element(kind, align=str(token.attrs.get("style", "")).removeprefix("text-align:"))
+    return _element(_PLAIN_TAGS[kind]) if kind in _PLAIN_TAGS and not token.hidden else None
+
+
+def _element(tag: str, *children: Node, **fields: Any) -> dict[str, Any]:
+    return {"tag": tag, "children": list(children), **fields}
+
+
+def _link(address: str, *children: Node) -> dict[str, Any] | None:
+    return _element("a", *children, href=address) if _SAFE_LINK.match(address) else None
+
 
 _TYPES = {
     "html": "text/html; charset=utf-8",

@@ -17,12 +17,12 @@ from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswe
 from gateway.openai.logprobs import (
     CompletionLogprobs,
     PromptLogprobsBody,
+    TraceBody,
     add_completion_logprob,
     completion_logprobs,
     prompt_positions,
     token_name,
 )
-from gateway.openai.trace import TraceBody
 from outrider.errors import InvalidRequestError
 
 _DEFAULT_TOKENS = 16

@@ -41,8 +41,7 @@ from gateway.http.responses import (
     with_pauses,
 )
 from gateway.openai.fields import GenerationBody, NamedRequests, OpenAIRequest, StreamOptions
-from gateway.openai.logprobs import prompt_logprobs_body
-from gateway.openai.trace import trace_body
+from gateway.openai.logprobs import prompt_logprobs_body, trace_body
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import OutriderError, OverloadedError
 from outrider.logs import get_logger

@@ -39,7 +39,7 @@ from gateway.openai.fields import (
     text_or_list,
 )
 from gateway.openai.generation import ResponseBuilder, SpeculationUsage
-from gateway.openai.trace import TraceBody
+from gateway.openai.logprobs import TraceBody
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.protocol.generation import FinishReason, Usage
 

@@ -34,8 +34,7 @@ from gateway.openai.fields import (
     text_or_list,
 )
 from gateway.openai.generation import CollectedAnswer, ResponseBuilder
-from gateway.openai.logprobs import finite, prompt_positions
-from gateway.openai.trace import TraceBody
+from gateway.openai.logprobs import TraceBody, finite, prompt_positions
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason, PromptLogprobs
 

@@ -1,9 +1,18 @@
-"""One service as a child process: its start, its log lines, its signals and its certain end."""
+"""One service as a child process: its start, its log lines, its signals and its certain end.
+
+    python -m outrider.cli.child PARENT_PID MODULE [ARGUMENT ...]
+
+runs a module in a child that cannot outlive its parent. On Linux the kernel kills the child when the thread that
+started it ends. Elsewhere a thread of the child waits for the end of its standard input, a pipe whose other end the
+parent holds and never writes to.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -32,7 +41,7 @@ class ServiceFailedError(OutriderError):
 class Child:
     """A service that runs as `python -m MODULE`, in a process group of its own so that Ctrl-C reaches only us.
 
-    Call `start` from a thread that lives as long as the child: on Linux its end kills the child (see launcher).
+    Call `start` from a thread that lives as long as the child: on Linux its end kills the child (see `tie_to_parent`).
     `on_line(name, line)` gets every line that the child writes, from a thread of its own.
     """
 
@@ -58,7 +67,7 @@ class Child:
         self.ready_file.unlink(missing_ok=True)
         self._tail.clear()
         self.told = {}
-        command = [sys.executable, "-m", "outrider.cli.launcher", str(os.getpid()), self.module, *arguments]
+        command = [sys.executable, "-m", "outrider.cli.child", str(os.getpid()), self.module, *arguments]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -180,3 +189,40 @@ def _signal_group(group: int, number: signal.Signals) -> None:
     except (ProcessLookupError, PermissionError):
         # Gone, or (macOS) nothing but a zombie is left of it.
         return
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Tie this process to its parent, then become the module."""
+    parent_pid, module, *rest = arguments
+    tie_to_parent(int(parent_pid))
+    sys.argv = [module, *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """Make sure that this process is killed when its parent dies; exit at once if it is dead already."""
+    if sys.platform == "linux":
+        _ask_kernel()
+    else:
+        threading.Thread(target=_die_at_end_of_input, name="parent-watch", daemon=True).start()
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _ask_kernel() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _die_at_end_of_input() -> None:
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

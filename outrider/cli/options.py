@@ -23,7 +23,7 @@ from rich.console import Console
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
 from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, num_gpus, place_draft_model, place_drafts
-from outrider.config.base import Option, add_option, describe_options, read_options
+from outrider.config.base import Option, add_option, describe_options, expand, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -34,7 +34,6 @@ from outrider.models.config import check_config
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
 from outrider.models.store_folder import CONFIG_FILE
-from outrider.paths import expand
 from outrider.rpc.server import check_free
 from outrider.rpc.tls import load_material
 from outrider.rpc.transport import check_address

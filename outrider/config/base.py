@@ -8,7 +8,8 @@
 
 A field `max_requests` is the flag --max-requests and the environment variable OUTRIDER_MAX_REQUESTS; the flag wins.
 Types: int, float, str, bool, Path, tuple[str, ...] (comma separated), and each of them `| None` (empty text is None).
-Whatever is wrong becomes a ConfigError that names the option, the value, the limit and the fix.
+Whatever is wrong becomes a ConfigError that names the option, the value, the limit and the fix. Paths are meant as
+people write them: see `expand`.
 """
 
 from __future__ import annotations
@@ -293,3 +294,11 @@ def _to_text(item: Option, value: Any) -> str:
                 raise ConfigError(f"{item.flag}: {part!r} cannot be part of a comma separated list; rename it")
         return ",".join(value)
     return str(value)
+
+
+def expand(name: str | Path) -> Path:
+    """The path that a name is, its `~` filled in. Raises ConfigError for a home that is not there."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{name} names a home that is not there; write the whole path") from None

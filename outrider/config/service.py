@@ -1,7 +1,8 @@
-"""Options that every service has, and the secrets and TLS files that they name."""
+"""Options that every service has, the secrets and TLS files that they name, and the key that tools send a gateway."""
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,15 @@ def read_secret(value: str, file: str | Path | None, flag: str) -> str:
     if len(tokens) > 1:
         raise ConfigError(f"{flag}-file: {file} has {len(tokens)} lines; one token is sent, so write one")
     return tokens[0] if tokens else ""
+
+
+KEY_FIX = "set OUTRIDER_API_KEY or --api-key-file"
+"""What helps where a gateway refuses what it was sent."""
+
+
+def gateway_key(arguments: argparse.Namespace) -> str:
+    """The key of the environment or of --api-key-file; empty without either. Raises ConfigError."""
+    return read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
 
 
 def read_secrets(value: str, file: str | Path | None, flag: str) -> tuple[str, ...]:

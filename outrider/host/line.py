@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from outrider.host.frames import decoder, pack
-from outrider.host.pipe import Pipe
+from outrider.host.worker import Pipe
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DraftMessage, Features, VerifyMessage
 from outrider.rpc.transport import MAX_UNIX_PATH_BYTES

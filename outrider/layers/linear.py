@@ -1,4 +1,4 @@
-"""Matrix products with the fastest kernel for their device, dtype and shape."""
+"""Matrix products with the fastest kernel for their device, dtype, shape and how their weights were stored."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.amx import MAX_ROWS
+from kernels.amx import GROUP, MAX_ROWS, TILE, four_bit_product, has_amx, packed_blocks
 from kernels.elementwise import add_rms_norm, gate_mul
 from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear
 from kernels.launch import use_triton
 from kernels.linear import dequantize, norm_linear, ring_pays, stream_linear
 from kernels.linear_configs import MAX_ROWS as MAX_STREAM_ROWS
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
-from kernels.quant_weight import QuantWeight, joined, reordered
+from kernels.quant_weight import QuantWeight, joined, reordered, unpacked
 from outrider.layers.formats import decode, weight_tensors
-from outrider.layers.four_bits import FourBitProduct
 from outrider.layers.humming_weight import HummingWeight, humming_weight
 from outrider.layers.norm import RMSNorm
 from outrider.models.quantization import Scheme
@@ -25,6 +24,12 @@ from outrider.models.quantization import Scheme
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
 # 18 ms for 1 to 6 rows in float32 and 12, 13, 12, 11, 10, 10 ms in bfloat16. So fewer are padded with zeros to five.
 MIN_ROWS = 5
+
+_STEPS = 15
+_ROUNDING = 2.0**-7
+"""Of bfloat16, twice: by so much of its largest weight may a group's weights lie off its levels."""
+_SAMPLE = 16
+"""Rows that are looked at before the whole matrix: most have no levels."""
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -39,7 +44,7 @@ class Linear:
     On a CPU, `pack` puts the weight in oneDNN's own layout. Measured for all layers of SmolLM2-135M on 2 Zen 4 cores,
     packed against functional.linear: 17 against 35 ms at M = 1 and 24 against 47 ms at M = 16 in float32, 8 against
     15 ms and 13 against 22 ms in bfloat16. Weights that were stored in four bits, the default model's, are kept as such
-    for up to 16 rows, too (outrider.layers.four_bits).
+    for up to 16 rows, too (FourBitProduct).
 
     On a GPU few rows go through our weight-streaming kernel, which takes gate and residual along;
     cuBLAS does the rest.
@@ -235,3 +240,63 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+class FourBitProduct:
+    """x W^T for up to MAX_ROWS rows x [M, in] in bfloat16, with the weights as codes: a third of the bytes to read.
+
+    Codes and scales say what the wide weights say, up to the rounding of these to bfloat16 and of those to float16. A
+    row's result does not depend on the rows beside it.
+    """
+
+    def __init__(self, codes: Tensor, scales: Tensor, middles: Tensor) -> None:
+        """W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], of each group g of as many columns, a multiple of
+        GROUP; codes are int32, 0 to 15."""
+        groups = codes.shape[1] // GROUP // scales.shape[1]
+        scales, middles = scales.repeat_interleave(groups, 1), middles.repeat_interleave(groups, 1)
+        self._num_out, self._blocks = codes.shape[0], packed_blocks(codes, scales, middles)
+
+    @classmethod
+    def of(cls, weight: Tensor) -> FourBitProduct | None:
+        """For a bfloat16 weight [out, in] that lies on 16 even levels in each group; None for any other."""
+        if not _is_served(weight) or _levels(weight[:_SAMPLE]) is None:
+            return None
+        found = _levels(weight)
+        return None if found is None else cls(*found)
+
+    @classmethod
+    def of_quantized(cls, quantized: QuantWeight, weight: Tensor) -> FourBitProduct | None:
+        """For int4 codes of a checkpoint, of which `weight` is the wide matrix."""
+        if quantized.kind != "int4" or quantized.group % GROUP or quantized.span > 1 or not _is_served(weight):
+            return None
+        codes = unpacked(quantized.codes, quantized.kind, quantized.piece).to(torch.int32)
+        scales = quantized.scales.float().t()
+        zeros = 8.0 if quantized.zeros is None else quantized.zeros.float().t()
+        return cls(codes, scales, scales * (8.0 - zeros))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[M, in] to [M, out]."""
+        return four_bit_product(rows if rows.stride(1) == 1 else rows.contiguous(), self._blocks, self._num_out)
+
+
+def _is_served(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return False
+    return weight.shape[0] % TILE == 0 and weight.shape[1] % GROUP == 0 and has_amx()
+
+
+def _levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Codes, scales and middles (see FourBitProduct) of a weight, if its groups span 16 even levels each.
+
+    Both ends of such levels are always taken: they were laid between a group's least and largest weight.
+    """
+    places = weight.float().view(weight.shape[0], -1, GROUP)
+    least, largest = places.aminmax(dim=2, keepdim=True)
+    scales = ((largest - least) / _STEPS).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = places.sub_(least).div_(scales).round()
+    below, above = places.sub_(codes).aminmax(dim=2, keepdim=True)
+    off = torch.maximum(above, below.neg_()).mul_(scales)
+    if bool((off > _ROUNDING * torch.maximum(least.abs(), largest.abs())).any()):
+        return None
+    middles = least + 8 * scales
+    return codes.view(weight.shape).to(torch.int32), scales.squeeze(2), middles.squeeze(2)

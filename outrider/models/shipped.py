@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from outrider.config.base import expand
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
 from outrider.models.fields import read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, DEFAULT_WHEEL
 from outrider.models.store_folder import CONFIG_FILE, MANIFEST_FILE, WEIGHTS_FILE
-from outrider.paths import expand
 
 HEADS_VARIABLE = "OUTRIDER_HEADS"
 _FILES = (CONFIG_FILE, WEIGHTS_FILE)

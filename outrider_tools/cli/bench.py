@@ -17,7 +17,7 @@ from rich.console import Console
 
 from outrider.cli.options import MAX_SEED, add_connect_tls_options, number, whole_number
 from outrider.cli.terminal import aligned, make_console
-from outrider.config.service import TlsFiles, peer_tls
+from outrider.config.service import TlsFiles, gateway_key, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
 from outrider.rpc.tls import TlsSource, client_context
@@ -27,7 +27,6 @@ from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib,
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts, read_prompts
 from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
 from outrider_tools.files import check_writable, writing
-from outrider_tools.gateway_key import gateway_key
 
 DEFAULT_PROMPTS = 64
 MAX_CONCURRENCY = 4096

@@ -25,8 +25,8 @@ from outrider.config.service import ServiceOptions, peer_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.rpc.transport import split_host_port, unix_path
+from outrider_tools.doctor import Finding, Level, ok, problem
 from outrider_tools.doctor.doors import check_doors, check_exposure
-from outrider_tools.doctor.finding import Finding, Level, ok, problem
 from outrider_tools.doctor.machine import check_disk, check_neighbours, check_packages, check_shared_memory
 from outrider_tools.doctor.models import check_models
 from outrider_tools.doctor.services import check_services, endpoints_of

@@ -20,11 +20,10 @@ from rich.text import Text
 
 from outrider.cli.options import add_connect_tls_options, number, whole_number
 from outrider.cli.terminal import SERVICE_STYLES, make_console, printable
-from outrider.config.service import peer_tls
+from outrider.config.service import KEY_FIX, gateway_key, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import WANTS_KEY, Histogram, MetricsPage
 from outrider.rpc.tls import client_context
-from outrider_tools.gateway_key import KEY_FIX, gateway_key
 
 MAX_DEPTHS = 8
 _VERIFY = "outrider_verify_"

@@ -12,13 +12,13 @@ import psutil
 
 from outrider.cli.cluster import MODULES
 from outrider.cli.options import service_flags
+from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions
 from outrider.errors import ConfigError
-from outrider.paths import expand
 from outrider.rpc.server import bind_error
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
-from outrider_tools.doctor.finding import Finding, note, ok, problem, warning
+from outrider_tools.doctor import Finding, note, ok, problem, warning
 
 _FIELDS = ("address", "rest_address", "metrics_address")
 _FLAGS = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from outrider.cli.placement import num_gpus
 from outrider.host.line import host_id
 from outrider.models.store import default_cache_dir
-from outrider_tools.doctor.finding import Finding, ok, problem, warning
+from outrider_tools.doctor import Finding, ok, problem, warning
 
 _GIB = 2**30
 _LEAST_CACHE = _GIB

@@ -12,15 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outrider.config.base import options_to_argv
+from outrider.config.base import expand, options_to_argv
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import DEFAULT_ALIASES, is_hub_id, local_folder
 from outrider.models.store_folder import CONFIG_FILE
-from outrider.paths import expand
-from outrider_tools.doctor.finding import Finding, Level, ok, problem, warning
+from outrider_tools.doctor import Finding, Level, ok, problem, warning
 from outrider_tools.doctor.machine import cpu_flags
 
 PROBE_SECONDS = 180.0

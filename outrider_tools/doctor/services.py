@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider import __version__
 from outrider.cli.health import reachable
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import ServiceOptions, TlsFiles, peer_tls, read_secret
+from outrider.config.service import KEY_FIX, ServiceOptions, TlsFiles, peer_tls, read_secret
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel
@@ -23,8 +23,7 @@ from outrider.rpc.status import error_from_rpc
 from outrider.rpc.tls import TlsSource
 from outrider.rpc.transport import is_local
 from outrider.v1 import draft_pb2, draft_pb2_grpc, gateway_pb2, gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
-from outrider_tools.doctor.finding import Finding, note, ok, problem, warning
-from outrider_tools.gateway_key import KEY_FIX
+from outrider_tools.doctor import Finding, note, ok, problem, warning
 
 ECHOES = 50
 SLOW_LOCAL_MS, SLOW_MS = 3.0, 10.0

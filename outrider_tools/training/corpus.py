@@ -14,11 +14,18 @@ import numpy as np
 from outrider.errors import ConfigError, under
 from outrider.models.decoder import CausalLM
 from outrider_tools.files import replacing
-from outrider_tools.training.beginnings import SYSTEM_OPENINGS, Beginnings, endings
 from outrider_tools.training.generate import GenerationJob, Generator
 from outrider_tools.training.options import CorpusOptions, RunOptions
 from outrider_tools.training.parallel import RankGroup
-from outrider_tools.training.prompts import ChatForm, Question, all_openings, read_questions
+from outrider_tools.training.prompts import (
+    SYSTEM_OPENINGS,
+    Beginnings,
+    ChatForm,
+    Question,
+    all_openings,
+    endings,
+    read_questions,
+)
 from outrider_tools.training.report import Report
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts

@@ -17,10 +17,14 @@ from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
 from outrider_tools.files import copy_files, replacing
 from outrider_tools.training.block import TrainableBlockHead
-from outrider_tools.training.eagle import TrainableEagleHead
-from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head, default_feature_layers
+from outrider_tools.training.heads import (
+    StoredEagle3Head,
+    TrainableEagle3Head,
+    TrainableEagleHead,
+    TrainableMtpHead,
+    default_feature_layers,
+)
 from outrider_tools.training.learner import Learner, TrainableDrafter
-from outrider_tools.training.mtp import TrainableMtpHead
 from outrider_tools.training.options import BLOCK_ALGORITHMS, RunOptions
 from outrider_tools.training.standalone import TrainableLM, small_config
 from outrider_tools.training.target import TargetModel

@@ -1,6 +1,6 @@
 """How drafters learn: the base of their modules, and their unrolled steps against the target's own distribution.
 
-A new kind of head is one file with a `TrainableHead`, or a `TrainableDrafter` with a `runner` of its own, and an entry
+A new kind of head is a `TrainableHead`, or a `TrainableDrafter` with a `runner` of its own, and an entry
 in `drafters.MAKERS`.
 """
 

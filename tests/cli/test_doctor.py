@@ -22,9 +22,8 @@ from outrider.config.verify import VerifyOptions
 from outrider.models.shipped import shipped_head
 from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.cli.doctor import _place, running_cluster
-from outrider_tools.doctor import machine, models
+from outrider_tools.doctor import Finding, Level, machine, models
 from outrider_tools.doctor.doors import check_doors, check_exposure
-from outrider_tools.doctor.finding import Finding, Level
 from outrider_tools.doctor.machine import check_disk
 from outrider_tools.doctor.models import check_devices, check_models, run_probe
 from outrider_tools.doctor.services import ServiceEndpoint, check_services

@@ -76,7 +76,7 @@ def test_the_formula_is_what_the_loader_allocates_for_smollm2(
     from outrider.models.loader import load_model
 
     # With AMX matrices of four bits are kept as codes, too; the plan is of a GPU's memory.
-    monkeypatch.setattr("outrider.layers.four_bits.has_amx", lambda: False)
+    monkeypatch.setattr("outrider.layers.linear.has_amx", lambda: False)
     kind = getattr(torch, dtype)
     packed = can_pack(torch.empty(1, 1, dtype=kind))
     model = load_model(model_path, kind)
@@ -117,7 +117,7 @@ def test_a_model_needs_room_for_what_a_rank_has_of_it(monkeypatch: pytest.Monkey
     import torch
 
     from outrider.models.decoder import CausalLM
-    from verify_service.executors.device import check_model
+    from verify_service.engine.loading import check_model
 
     part, device = cut(ModelConfig.from_fields(LLAMA_8B, {}), 4), torch.device("meta")
     free = [allocated(CausalLM(part, torch.bfloat16, device)), 80 * GIB]
@@ -208,7 +208,7 @@ def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, ll
     import torch
 
     from outrider.models.decoder import CausalLM
-    from verify_service.executors.device import kv_tokens
+    from verify_service.engine.loading import kv_tokens
 
     config = ModelConfig.from_folder(llama_8b)
     options = VerifyOptions(max_running_requests=16, max_draft_tokens=31, mem_fraction_static=0.8)

@@ -9,15 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from draft_service.door.features import RemoteFeatures
-from draft_service.door.remote import RemoteDraftEngine
+from draft_service.door.remote import RemoteDraftEngine, RemoteFeatures
 from draft_service.engine.worker import connect
 from draft_service.frames import features_from_door, from_door
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter
 from outrider.drafting.model.features import MemoryMapper
-from outrider.host.pipe import Pipe
-from outrider.host.worker import run_engine
+from outrider.host.worker import Pipe, run_engine
 
 
 @dataclass

@@ -12,9 +12,8 @@ from tiny_grammar import CHOICE, END, TOKENS, VOCAB, text_of, tiny_vocabulary
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import FrontierNode
-from outrider.drafting.grammars import find_tokenizer
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.drafting.requests import Requests
+from outrider.drafting.requests import Requests, find_tokenizer
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror

@@ -29,7 +29,7 @@ from draft_service.frames import (
 )
 from outrider.config.draft import DraftOptions
 from outrider.host.frames import FeaturePieces, FrameReader, FromVerify, Ready, SessionDown, Start, Stop, pack
-from outrider.host.pipe import Pipe
+from outrider.host.worker import Pipe
 from outrider.protocol.speculation import Decline, FeatureRing, Features, FeaturesBegin, Grow, Hello
 
 TARGET = SessionUp(0, 100, "hash", None)

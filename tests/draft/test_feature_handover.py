@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from draft_service.door.features import FeatureStream
+from draft_service.door.remote import FeatureStream
 from draft_service.frames import FeaturesFromDoor, FeaturesTaken
 from outrider.host.frames import FeaturePieces
 from outrider.protocol.speculation import Features

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Candidate, FrontierNode, Tree
-from outrider.drafting.ngram.confidence import NoiseTrust, chances_given_noise, point_gumbel
 from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.drafting.ngram.predictor import NoiseTrust, chances_given_noise, point_gumbel
 from outrider.drafting.registry import build_drafter
 from outrider.errors import ConfigError
 from outrider.protocol.speculation import Open

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
-from gateway.core.detokenizer import StopMatcher, WindowDetokenizer
-from gateway.core.tokenizer import Tokenizer
+from gateway.core.tokenizer import StopMatcher, Tokenizer, WindowDetokenizer
 
 KINDS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
 

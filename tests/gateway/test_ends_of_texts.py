@@ -10,8 +10,8 @@ from gateway_world import World
 from scripted_verify import EOS
 
 from gateway.core.admission import render_chat
-from gateway.core.detokenizer import StopMatcher
 from gateway.core.request import Chat, RequestMessage
+from gateway.core.tokenizer import StopMatcher
 from outrider.chat_template import ChatTemplate
 from outrider.v1 import gateway_pb2
 

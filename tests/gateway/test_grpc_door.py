@@ -9,7 +9,7 @@ import pytest
 from gateway_world import World, open_world, until
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.grpc.codec import decode_request
+from gateway.grpc.servicer import decode_request
 from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError, OutriderError, UnavailableError
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc

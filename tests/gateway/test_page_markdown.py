@@ -10,7 +10,7 @@ from gateway_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.markdown import blocks
+from gateway.http.page import blocks
 from outrider.errors import InvalidRequestError
 
 TAGS = {"p", "ul", "ol", "li", "blockquote", "hr", "table", "thead", "tbody", "tr", "th", "td", "em", "strong", "s"}

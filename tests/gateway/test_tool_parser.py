@@ -11,8 +11,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.core.tool_format import FORMATS, find_format
-from gateway.core.tool_parser import ToolCallParser, ToolCalls
+from gateway.core.tool_parser import FORMATS, ToolCallParser, ToolCalls, find_format
 
 NAMES = frozenset({"look_up", "add"})
 Calls = list[tuple[str, str]]

@@ -18,9 +18,8 @@ from outrider.protocol.speculation import Open
 from outrider.protocol.speculation_codec import decode_verify, encode_verify
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import common_pb2, verify_pb2
-from verify_service.door import grammar_check
-from verify_service.door.admission import Admission
-from verify_service.door.grammar_check import GrammarChecker
+from verify_service.door import admission
+from verify_service.door.admission import Admission, GrammarChecker
 
 
 def schema(value: Any) -> Grammar:
@@ -202,8 +201,8 @@ async def test_a_grammar_that_broke_its_process_is_tried_again_and_what_the_proc
             raise ConnectionError
         return await real(process, body)
 
-    real = grammar_check._ask
-    monkeypatch.setattr(grammar_check, "_ask", ask)
+    real = admission._ask
+    monkeypatch.setattr(admission, "_ask", ask)
     try:
         with pytest.raises(InvalidRequestError, match="too much memory"):
             await checker.check(OBJECT)

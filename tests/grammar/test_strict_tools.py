@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from gateway.core.request import Tool
-from gateway.core.tool_format import FORMATS
 from gateway.core.tool_grammar import strict_grammar
+from gateway.core.tool_parser import FORMATS
 from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, probe
 
 PLACE: dict[str, Any] = {

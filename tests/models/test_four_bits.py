@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kernels.amx import GROUP, MAX_ROWS, has_amx
 from kernels.quant_weight import QuantWeight, packed
-from outrider.layers.four_bits import FourBitProduct
-from outrider.layers.linear import Linear, can_pack
+from outrider.layers.linear import FourBitProduct, Linear, can_pack
 
 CPU = torch.device("cpu")
 
@@ -42,7 +41,7 @@ def test_few_rows_get_the_product_and_each_the_same_bits_whatever_is_beside_it()
 
 
 def test_a_matrix_of_other_weights_has_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.layers.four_bits.has_amx", lambda: True)
+    monkeypatch.setattr("outrider.layers.linear.has_amx", lambda: True)
     assert FourBitProduct.of(on_levels(48, 96).bfloat16()) is not None
     assert FourBitProduct.of(torch.randn(48, 96).bfloat16()) is None
     weight = on_levels(48, 96)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from outrider.host.frames import decoder, pack
-from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe, wait_for_any
+from outrider.host.worker import MAX_BACKLOG_BYTES, Pipe, wait_for_any
 
 
 class Note(msgspec.Struct, tag=1):

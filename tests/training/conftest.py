@@ -11,7 +11,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from training_world import make_head
 
-from outrider_tools.training.eagle3 import TrainableEagle3Head
+from outrider_tools.training.heads import TrainableEagle3Head
 from outrider_tools.training.target import TargetModel
 
 TEMPLATE = (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider_tools.training.eagle3 import TrainableEagle3Head
+from outrider_tools.training.heads import TrainableEagle3Head
 from outrider_tools.training.target import TargetModel
 
 

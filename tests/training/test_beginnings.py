@@ -14,11 +14,10 @@ from drafters import OPTIONS, train_drafter
 from training_world import make_head, random_texts, states
 
 from outrider_tools.training.attention import Spans
-from outrider_tools.training.beginnings import SYSTEM_MESSAGES, Beginnings, endings
 from outrider_tools.training.corpus import Corpus, StoredTexts, run_texts
 from outrider_tools.training.learner import DraftInput
 from outrider_tools.training.options import CorpusOptions, RunOptions
-from outrider_tools.training.prompts import ChatForm, Question
+from outrider_tools.training.prompts import SYSTEM_MESSAGES, Beginnings, ChatForm, Question, endings
 from outrider_tools.training.report import Report
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Batches, Texts

@@ -14,7 +14,7 @@ from training_world import make_head, make_trainer, random_texts, run_ahead
 
 from outrider.errors import ConfigError
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
-from outrider_tools.training.eagle3 import StoredEagle3Head, TrainableEagle3Head
+from outrider_tools.training.heads import StoredEagle3Head, TrainableEagle3Head
 from outrider_tools.training.options import RunOptions
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.trainer import Trainer

@@ -14,7 +14,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.models.drafters.loader import load_draft_model
 from outrider_tools.training.drafters import export_drafter
-from outrider_tools.training.eagle3 import TrainableEagle3Head
+from outrider_tools.training.heads import TrainableEagle3Head
 from outrider_tools.training.layers import matrix
 from outrider_tools.training.target import TargetModel
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider_tools.training.attention import Spans
-from outrider_tools.training.eagle3 import TrainableEagle3Head
+from outrider_tools.training.heads import TrainableEagle3Head
 from outrider_tools.training.learner import DraftInput, Learner, TrainableDrafter
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.target import TargetModel, target_states

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from threaded_engine import ThreadedEngine
 
 from outrider.config.verify import VerifyOptions
-from outrider.host.pipe import Pipe
-from outrider.host.worker import run_engine
+from outrider.host.worker import Pipe, run_engine
 from outrider.protocol.generation import VerifyInfo
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.engine.build import Built

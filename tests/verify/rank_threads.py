@@ -20,7 +20,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_decoder
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.ranks import RankLink
-from verify_service.ranks.replay import follow, lead
+from verify_service.ranks.leader import follow, lead
 from verify_service.ranks.worker import follow_rounds
 
 

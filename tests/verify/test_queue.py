@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.queue import _MAX_PASSES, FairQueue
-from verify_service.engine.request import Request
+from verify_service.engine.request import _MAX_PASSES, FairQueue, Request
 
 _arrivals = count()
 

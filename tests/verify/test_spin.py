@@ -11,7 +11,7 @@ from harness import PAGE_SIZE, Silence
 from local_draft import LocalDraft, chain
 from threaded_engine import ThreadedEngine, ThreadInbox
 
-from outrider.host.garbage import GarbageCollector
+from outrider.host.worker import GarbageCollector
 from outrider.protocol.speculation import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import Action

@@ -15,17 +15,14 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.host.frames import FeaturePieces, FrameReader, FromVerify, Refused, SessionLost, Start, Stop, pack
 from outrider.host.line import DraftBatch, FeatureBatch, Listener, VerifyBatch
-from outrider.host.pipe import MAX_BACKLOG_BYTES, Pipe
-from outrider.host.worker import await_start, run_engine
+from outrider.host.worker import MAX_BACKLOG_BYTES, Pipe, await_start, run_engine
 from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import Close, Features, Grow, LineOffer, ProjectionPart
 from outrider.tree.handshake import Terms
 from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
-from verify_service.engine.inbox import SocketInbox
 from verify_service.engine.postprocessor import Observer
-from verify_service.engine.reporter import SNAPSHOT_SECONDS, VerifyReporter
-from verify_service.engine.worker import connect
+from verify_service.engine.worker import SNAPSHOT_SECONDS, SocketInbox, VerifyReporter, connect
 from verify_service.frames import (
     Cancel,
     DraftUp,

@@ -17,15 +17,14 @@ from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInfe
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.verify import VerifyOptions
 from outrider.device import out_of_memory
-from outrider.drafting.model.round_trees import MAX_CHOSEN
+from outrider.drafting.model.round_drafter import MAX_CHOSEN
 from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import introduce
 from outrider.errors import ConfigError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.graphs import compile_aside
-from outrider.host.garbage import disable_automatic_collection
 from outrider.host.rank_memory import RankMemory
-from outrider.host.worker import pin_to_cores
+from outrider.host.worker import disable_automatic_collection, pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES, cpu_tokens
@@ -38,7 +37,7 @@ from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.lossy import AcceptRule
 from outrider.tree.handshake import HandshakeError, agree
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
-from verify_service.engine.loading import RoundDraft, load, load_draft
+from verify_service.engine.loading import RoundDraft, kv_tokens, load, load_draft
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth
@@ -46,14 +45,12 @@ from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.device import kv_tokens
 from verify_service.executors.ranks import RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor
 from verify_service.features.base import FeatureExecutor
 from verify_service.frames import TargetProfile
-from verify_service.ranks.leader import Followers
-from verify_service.ranks.replay import lead
+from verify_service.ranks.leader import Followers, lead
 from verify_service.speculation.budget import ContextCost, CostModel, unpadded
 from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.growth_policy import GrowthPolicy

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from outrider.errors import InternalError, OutriderError, UnavailableError
 from outrider.grammar.compiler import GrammarVocabulary
-from outrider.host.garbage import GarbageCollector
+from outrider.host.worker import GarbageCollector
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationUpdate
 from outrider.tree.handshake import Terms

@@ -1,4 +1,4 @@
-"""What a verify engine loads: the target, or a rank's part of it, and the draft model of its rounds."""
+"""What a verify engine loads and whether it fits: the target, or a rank's part of it, and its rounds' draft model."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ import torch
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
-from outrider.device import check_fp8, choose_device, choose_dtype, out_of_memory
+from outrider.device import check_fp8, choose_device, choose_dtype, gib, out_of_memory
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.device_exchange import PeerExchange, device_exchange
 from outrider.layers.exchange import Exchange, HostExchange
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig
+from outrider.models.config import ModelConfig, check_heads
 from outrider.models.cuts import cut
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
 from outrider.models.drafters.loader import is_cut, load_draft_model
+from outrider.models.elements import model_elements
 from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_tokenizer
-from verify_service.executors.device import check_model
+from outrider.models.transformers_model import TransformersConfig
 from verify_service.executors.round_drafts import DraftingOptions
 
 log = get_logger(__name__)
@@ -179,3 +180,37 @@ def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
             f"--speculative-draft-model-path: a head for hidden size {model.hidden_size}, the target's is "
             f"{target.config.hidden_size}"
         )
+
+
+def check_model(
+    config: ModelConfig | TransformersConfig, dtype: torch.dtype, device: torch.device, mem_fraction: float
+) -> None:
+    """Raise ConfigError for a model that cannot run on this GPU, before its weights are read."""
+    check_heads(config)
+    free, total = torch.cuda.mem_get_info(device)
+    budget = min(int(total * mem_fraction), free)
+    count = model_elements(config).total if isinstance(config, ModelConfig) else config.num_parameters
+    needed = count * dtype.itemsize - config.bytes_saved(dtype.itemsize)
+    if needed > budget:
+        raise ConfigError(
+            f"the weights take {gib(needed)} in {str(dtype).removeprefix('torch.')}, but --mem-fraction-static "
+            f"{mem_fraction} of {gib(total)}, of which {gib(free)} are free, allows {gib(budget)}; choose a smaller "
+            "model or another GPU, or end what else runs on this one"
+        )
+
+
+def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: int = 0) -> int:
+    """Tokens whose KV fits beside the loaded weights; `reserve` bytes are kept for graphs and activations.
+
+    `beside`: bytes that a token takes beside its KV.
+    """
+    per_token = model.kv_bytes + beside
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    room = free - int(total * (1 - mem_fraction)) - reserve
+    if room < 1024 * per_token:
+        raise ConfigError(
+            f"--mem-fraction-static: {mem_fraction} of {gib(total)} leaves {max(room, 0) / 2**30:.2f} GiB for KV, too "
+            f"little for 1024 tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98) or choose a smaller model"
+        )
+    return room // per_token

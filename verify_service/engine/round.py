@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import NamedTuple, Protocol
 
 from outrider.errors import OutriderError
@@ -242,3 +243,8 @@ def count_given(nodes: Nodes, committed: Sequence[int]) -> int:
     """How many nodes along committed tokens are of a mirror; those that grew on the device alone follow them."""
     count = len(nodes.slots)
     return len(follow(nodes.parents[:count], nodes.token_ids[:count], committed)) if count else 0
+
+
+def varied_tokens(count: int, vocab_size: int) -> list[int]:
+    """Token ids to measure forwards with: at random, for copies of one token would wake the same few experts."""
+    return Random(0).choices(range(vocab_size), k=count)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.grammars import Grammars
 from verify_service.engine.memory import Memory
-from verify_service.engine.queue import FairQueue
-from verify_service.engine.request import Request
+from verify_service.engine.request import FairQueue, Request
 from verify_service.engine.round import Entry, mark
 from verify_service.speculation.budget import Budget, Choice, Forest
 from verify_service.speculation.draft_wait import DraftWaitState

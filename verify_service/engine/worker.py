@@ -1,23 +1,301 @@
 """The engine process: `python -m verify_service.engine.worker FD`, with the socket to the door. One thread, no loop.
 
 It loads what the door's `Start` names, says `Ready` or `Refused`, and runs rounds until told to stop or the door is
-gone. Signals are the door's business: it starts this process with SIGINT and SIGTERM blocked.
+gone. Its inbox takes frames of the door, and of draft engines of this host on lines; its reporter gathers what the
+engine tells the door. Signals are the door's business: it starts this process with SIGINT and SIGTERM blocked.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 
 from outrider.config.verify import VerifyOptions
-from outrider.host.pipe import Pipe
-from outrider.host.worker import BuiltEngine, exit_process, run_worker
+from outrider.errors import InternalError, OutriderError
+from outrider.host.frames import SessionDown, Start, Stop
+from outrider.host.line import DraftBatch, Line, dial
+from outrider.host.worker import BuiltEngine, Pipe, exit_process, run_worker, wait_for_any
+from outrider.logs import get_logger
+from outrider.protocol.generation import GenerationUpdate
+from outrider.protocol.speculation import DraftMessage
 from verify_service.engine.build import Built, assemble
-from verify_service.engine.engine import VerifyInbox
-from verify_service.engine.inbox import SocketInbox
-from verify_service.engine.reporter import VerifyReporter
-from verify_service.frames import FromDoor, TargetProfile, from_door
+from verify_service.engine.engine import Action, VerifyEngine, VerifyInbox
+from verify_service.engine.request import Request
+from verify_service.engine.round import Entry, count_given
+from verify_service.frames import (
+    Cancel,
+    DraftStatus,
+    DraftUp,
+    EngineUpdates,
+    FeaturesDone,
+    FeaturesUp,
+    FromDoor,
+    FromDraft,
+    ProjectionFrame,
+    RoundFigures,
+    RoundReport,
+    Snapshot,
+    Submit,
+    TargetProfile,
+    from_door,
+)
+from verify_service.speculation.connection import DraftServiceConnection
+
+SNAPSHOT_SECONDS = 0.25
+"""Least time between two snapshots of a busy engine."""
+
+
+class VerifyReporter:
+    """The engine's observer and the end of every request's updates. Nothing leaves before `flush`."""
+
+    def __init__(self, pipe: Pipe[FromDoor], clock: Callable[[], float] = time.monotonic) -> None:
+        self._pipe = pipe
+        self._clock = clock
+        self._engine: VerifyEngine | None = None
+        self._updates: list[tuple[int, GenerationUpdate]] = []
+        self._ended: list[int] = []
+        self._rounds: list[RoundReport] = []
+        self._read: Counter[int] = Counter()
+        self._snapshot: Snapshot | None = None
+        self._snapshot_at = float("-inf")
+
+    def watch(self, engine: VerifyEngine) -> None:
+        """Report this engine's state, too."""
+        self._engine = engine
+
+    def update(self, number: int, update: GenerationUpdate) -> None:
+        """What became of request `number`."""
+        self._updates.append((number, update))
+
+    def ended(self, number: int) -> None:
+        """The cancelled request `number` has left the engine."""
+        self._ended.append(number)
+
+    def read(self, session: int, weight: int) -> None:
+        """Messages of a draft were taken."""
+        self._read[session] += weight
+
+    def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
+        """See Observer."""
+        self._rounds.append(report_round(entries, updates, figures))
+
+    def flush(self) -> None:
+        """Send what has gathered, and now and then the engine's state."""
+        snapshot = self._new_snapshot()
+        if self._updates or self._ended or self._rounds or self._read or snapshot is not None:
+            self._pipe.send(EngineUpdates(self._updates, self._ended, self._rounds, self._read, snapshot))
+            self._updates, self._ended, self._rounds = [], [], []
+            self._read.clear()
+
+    def _new_snapshot(self) -> Snapshot | None:
+        """The engine's state, if it is time for it and has changed."""
+        engine, last = self._engine, self._snapshot
+        if engine is None:
+            return None
+        now = self._clock()
+        idle = not engine.scheduler.running and not engine.scheduler.waiting
+        was_idle = last is not None and not last.num_running and not last.num_waiting
+        if now - self._snapshot_at < SNAPSHOT_SECONDS and idle == was_idle:
+            return None
+        drafts = engine.drafts
+        self._snapshot_at = now
+        self._snapshot = Snapshot(
+            num_running=len(engine.scheduler.running),
+            num_waiting=len(engine.scheduler.waiting),
+            num_pages=engine.memory.num_pages,
+            num_pages_used=engine.memory.num_used,
+            num_preemptions=engine.scheduler.num_preemptions,
+            dropped=dict(drafts.dropped),
+            declined=dict(drafts.declined),
+            drafts=[
+                DraftStatus(replica.connection.address, replica.health.good, replica.health.typical)
+                for replica in drafts.replicas.values()
+            ],
+            cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},
+            graphs_pending=engine.features.num_pending,
+            drafts_waiting=engine.features.num_waiting,
+        )
+        return self._snapshot if self._snapshot != last else None
+
+
+def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> RoundReport:
+    """A round as it travels."""
+    grown = [pair for pair in zip(entries, updates, strict=True) if pair[0].nodes.scores]
+    return RoundReport(
+        num_nodes=sum(len(entry.nodes) for entry in entries),
+        num_prefilled=sum(entry.num_extend for entry in entries if entry.prefills),
+        committed=[len(update.token_ids) for update in updates if update.token_ids],
+        accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
+        num_failed=sum(update.error is not None for update in updates),
+        figures=figures,
+        num_grown=sum(len(entry.nodes) - len(entry.nodes.slots) for entry, _ in grown),
+        num_grown_accepted=sum(
+            max(update.num_accepted_tokens - count_given(entry.nodes, update.token_ids), 0) for entry, update in grown
+        ),
+    )
+
+
+log = get_logger(__name__)
+
+
+class SocketInbox:
+    """The engine's inbox, fed by the door's frames and by lines. The engine's thread alone uses it."""
+
+    def __init__(self, pipe: Pipe[FromDoor]) -> None:
+        """To be used after `serve`: an engine is built with its inbox."""
+        self.stopped = False
+        """Whether the door asked for the end."""
+        self._pipe = pipe
+        self._actions: deque[Action] = deque()
+        self._requests: dict[int, Request] = {}
+        self._sessions: dict[int, DraftServiceConnection] = {}
+        self._lines: dict[int, tuple[DraftServiceConnection, Line[DraftBatch]]] = {}
+        """Lines that were not lost, by session."""
+        self._engine: VerifyEngine
+        self._reporter: VerifyReporter
+
+    def serve(self, engine: VerifyEngine, reporter: VerifyReporter) -> None:
+        """From now on frames are for this engine."""
+        self._engine = engine
+        self._reporter = reporter
+
+    def post(self, action: Action) -> None:
+        """Leave an action."""
+        self._actions.append(action)
+
+    def take(self, timeout: float | None) -> list[Action]:
+        """All actions, after waiting for the door up to `timeout` seconds; None does not wait.
+
+        Returns as soon as the door has sent something, also where that asks for no action.
+        """
+        received = self._receive()
+        if timeout is not None and not received and not self._actions:
+            wait_for_any([self._pipe, *(line for _, line in self._lines.values())], timeout)
+            self._receive()
+        actions = list(self._actions)
+        self._actions.clear()
+        return actions
+
+    def _receive(self) -> bool:
+        """Take in what was sent; whether there was anything, or never will be again."""
+        # A spinning engine waits nowhere, which is where the rest of a long frame would leave.
+        self._pipe.flush()
+        frames = self._pipe.receive()
+        for frame in frames:
+            self._handle(frame)
+        if self._pipe.closed:
+            self._engine.stop()
+        # Behind the door's frames: a session that is over is not read.
+        return self._receive_from_lines() or bool(frames) or self.stopped or self._pipe.closed
+
+    def _receive_from_lines(self) -> bool:
+        """Post what has come on lines; whether there was anything. A draft that never stops holds up nobody."""
+        received = False
+        for connection, line in list(self._lines.values()):
+            line.flush()
+            batches = [] if connection.is_busy else line.receive_from(f"draft {connection.address}")
+            if batches:
+                received = connection.is_busy = True
+                arrived_at = monotonic()
+                for batch in batches:
+                    self._post_messages(connection, batch.messages, arrived_at)
+                    if batch.released:
+                        self.post(partial(self._engine.features.released, connection, batch.released))
+                self.post(partial(setattr, connection, "is_busy", False))
+            if line.closed:
+                # The door ends the session and dials anew.
+                received = True
+                self._forget_line(connection)
+                connection.reset()
+        return received
+
+    def _handle(self, frame: FromDoor) -> None:
+        """One frame, in the order of arrival. What it asks for is done when the engine takes its actions."""
+        match frame:
+            case Submit():
+                self._submit(frame)
+            case Cancel():
+                self._cancel(frame.number)
+            case FromDraft():
+                self._post_messages(self._sessions[frame.session], frame.messages, frame.arrived_at)
+                self.post(partial(self._reporter.read, frame.session, frame.weight))
+            case DraftUp():
+                connection = self._sessions[frame.session] = self._connect(frame)
+                self._engine.draft_connected(connection, frame.terms)
+            case SessionDown():
+                connection = self._sessions.pop(frame.session)
+                self._forget_line(connection)
+                self._engine.draft_disconnected(connection)
+            case ProjectionFrame():
+                # The door has checked that it follows, and how many there are.
+                connection = self._sessions[frame.session]
+                connection.projection_dtype = frame.part.dtype
+                connection.projection += frame.part.data
+            case FeaturesUp():
+                connection = self._sessions[frame.session]
+                opened = self._engine.features.opened
+                self.post(partial(opened, connection, frame.window, frame.uses_ring, connection.take_projection()))
+            case FeaturesDone():
+                released = self._engine.features.released
+                self.post(partial(released, self._sessions[frame.session], frame.through))
+            case Stop():
+                self.stopped = True
+                self._engine.stop()
+            case Start():
+                raise InternalError("the door started twice")
+
+    def _submit(self, frame: Submit) -> None:
+        number = frame.number
+
+        def sink(update: GenerationUpdate) -> None:
+            if update.last:
+                self._requests.pop(number, None)
+            self._reporter.update(number, update)
+
+        try:
+            request = Request.begin(frame.request, sink, self._engine.limits.vocab_size)
+            self._requests[number] = request
+            self._engine.submit(request)
+        except OutriderError as error:
+            sink(GenerationUpdate(error=error))
+
+    def _cancel(self, number: int) -> None:
+        request = self._requests.pop(number, None)
+        # One that ended meanwhile has said so in its last update.
+        if request is not None:
+            self._engine.cancel(request)
+            self.post(lambda: self._reporter.ended(number))
+
+    def _connect(self, up: DraftUp) -> DraftServiceConnection:
+        """The connection to a draft whose session began, with a line if its engine is on this host."""
+        connection = DraftServiceConnection(up.session, up.address, self._pipe, up.terms)
+        offer = up.terms.line
+        if offer is not None and (line := dial(offer.host, offer.path, offer.token)) is not None:
+            log.info("draft %s is on this host: its engine is spoken to directly", up.address)
+            connection.line = line
+            self._lines[up.session] = connection, line
+        return connection
+
+    def _forget_line(self, connection: DraftServiceConnection) -> None:
+        """A session has ended, or its line was lost."""
+        if self._lines.pop(connection.session, None) is not None and connection.line is not None:
+            connection.line.close()
+
+    def _post_messages(
+        self, connection: DraftServiceConnection, messages: Sequence[DraftMessage], arrived_at: float
+    ) -> None:
+        # One by one, so that the engine may turn to something else in between.
+        for message in messages:
+            self.post(partial(self._receive_message, connection, message, arrived_at))
+
+    def _receive_message(self, connection: DraftServiceConnection, message: DraftMessage, arrived_at: float) -> None:
+        if connection.line is None or not connection.line.closed:
+            self._engine.drafts.receive(connection, [message], arrived_at)
+
 
 Build = Callable[[VerifyOptions, VerifyInbox, VerifyReporter], Built]
 """Makes the engine that the options ask for. Raises ConfigError when they cannot be met."""

@@ -25,9 +25,8 @@ from outrider.models.drafters.base import DraftModel
 from outrider.sampling.device import DeviceSampler, LogprobOutputs, failure, read_logprobs
 from outrider.sampling.lossy import EXACT, AcceptRule
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Pending, Result
+from verify_service.engine.round import Entry, Growth, Pending, Result, varied_tokens
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.executors.device import varied_tokens
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.executors.ranks import CAPTURE, ROUND, ExecutorLink

@@ -16,8 +16,7 @@ from outrider.models.base import LanguageModel
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Result
-from verify_service.executors.device import varied_tokens
+from verify_service.engine.round import Entry, Growth, Result, varied_tokens
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.features.base import FeatureExecutor, FeaturePlan
 

@@ -29,8 +29,7 @@ from verify_service.engine.loading import load, load_draft
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.ranks import CAPTURE, CAPTURE_SMALL, LOGITS, PAGES, PROMPTS, ROUND, RankedDrafter
 from verify_service.executors.round_buffers import Bucket
-from verify_service.ranks.leader import START
-from verify_service.ranks.replay import follow
+from verify_service.ranks.leader import START, follow
 
 log = get_logger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from outrider.host.frames import FeaturePieces, FromVerify, SessionLost
 from outrider.host.line import DraftBatch, FeatureBatch, Line, VerifyBatch
-from outrider.host.pipe import Pipe
+from outrider.host.worker import Pipe
 from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Candidate, Drafter, FrontierNode, Tree
-from outrider.drafting.ngram.confidence import chances_given_noise, point_gumbel
-from outrider.drafting.ngram.predictor import Guess, NgramRequest, Predictor
+from outrider.drafting.ngram.predictor import Guess, NgramRequest, Predictor, chances_given_noise, point_gumbel
 from outrider.drafting.ngram.trie import Trie
 
 _INDEX_SLICE = 64

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from outrider.config.base import expand
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, check_config, text_fields
@@ -28,7 +29,6 @@ from outrider.models.drafters.config import (
 from outrider.models.fields import get_int, read_json
 from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
-from outrider.paths import expand
 
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
 """Heads that guess a block of tokens in one forward."""

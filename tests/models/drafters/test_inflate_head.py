@@ -38,7 +38,7 @@ from outrider_tools.inflate.folder import InflateOptions, inflate
 from outrider_tools.inflate.head import inflate_head, random_eagle3_head
 from outrider_tools.inflate.shapes import Shape, shape_of
 from outrider_tools.training.drafters import export_drafter
-from outrider_tools.training.mtp import TrainableMtpHead
+from outrider_tools.training.heads import TrainableMtpHead
 
 # The tiny targets have hidden 32, 3 layers, 4 heads over 2 KV heads of 8 channels, and 48 MLP channels.
 WIDER = Shape(hidden=48, layers=5, heads=12, kv_heads=4, head_dim=16, intermediate=56)

@@ -13,8 +13,8 @@ from outrider.config.verify import VerifyOptions
 from verify_service.engine import worker
 from verify_service.engine.build import Built, assemble
 from verify_service.engine.engine import VerifyInbox
-from verify_service.engine.reporter import VerifyReporter
 from verify_service.engine.round import Entry, Executor, Growth, Pending, Result
+from verify_service.engine.worker import VerifyReporter
 
 FAILING_ROUND = 12
 

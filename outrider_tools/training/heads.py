@@ -1,4 +1,7 @@
-"""The trainable EAGLE-3 head (arXiv 2503.01840), under the key names that public heads have; new, or from a folder."""
+"""The trainable heads of one layer, under the key names of public ones: EAGLE, EAGLE-3, and MTP in MiMo's layout.
+
+EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858) have one head; EAGLE-3's (arXiv 2503.01840) is new, or from a folder.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, eagle3_config
-from outrider.models.drafters.kinds import algorithm_of, head_name
+from outrider.models.drafters.kinds import MTP_PREFIX, algorithm_of, head_name
 from outrider.models.drafters.loader import CONFIG
 from outrider.models.drafters.token_ids import ids_of_offsets
 from outrider.models.fields import read_json
@@ -26,8 +29,72 @@ from outrider_tools.training.layers import (
     llama_layer,
     matrix,
 )
-from outrider_tools.training.learner import DraftVocabularyHead, TrainableHead, channel_sizes
+from outrider_tools.training.learner import DraftVocabularyHead, TrainableHead, channel_sizes, levelling_weight
 from outrider_tools.training.target import TargetModel
+
+# Of what a new head adds to its stream, against the target's features.
+START_SIZE = 0.3
+
+
+class TrainableEagleHead(TrainableHead):
+    """`fc` over embedding and feature, and one layer without a norm before its attention.
+
+    The residual stream is the next hidden state itself, whose channels differ a hundredfold in some targets. What
+    learns works on it divided by `feature_scale`, channel by channel; the file holds the product.
+    """
+
+    token_scale: Tensor
+    feature_scale: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.feature_layers = (config.num_layers + 1,)
+        self.fc = matrix(2 * hidden, hidden)
+        self.layer = TrainableLayer(llama_layer(config), (MLP_NORM,))
+        with torch.no_grad():
+            # What a random head says with conviction costs the first steps much.
+            for part in (self.fc, self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+                part.weight.mul_(START_SIZE)
+        self.register_buffer("token_scale", torch.ones(hidden))
+        self.register_buffer("feature_scale", torch.ones(hidden))
+
+    @torch.no_grad()
+    def calibrate(self, features: Tensor, embedded: Tensor) -> None:
+        """See TrainableDrafter."""
+        for scale, rows in ((self.feature_scale, features), (self.token_scale, embedded)):
+            scale.copy_(channel_sizes(rows))
+        self.layer.post_attention_layernorm.weight.copy_(levelling_weight(self.feature_scale))
+
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """See TrainableHead."""
+        scaled = torch.cat([embedded / self.token_scale, feature / self.feature_scale], -1)
+        stream = self._grown(self.fc(scaled.to(feature.dtype)))
+        return stream, (stream / self.feature_scale).to(stream.dtype)
+
+    def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
+        """See TrainableHead."""
+        stream = stream + self._grown(self.layer.self_attn.output(attended))
+        return stream + self._grown(self.layer.mlp(self.layer.post_attention_layernorm(stream)))
+
+    def public_state(self) -> dict[str, Tensor]:
+        """See TrainableDrafter."""
+        state = {name: tensor.detach() for name, tensor in self.layer.state_dict().items()}
+        rows, columns = self.feature_scale[:, None], 1 / self.feature_scale[None]
+        for name in ("q", "k", "v"):
+            state[f"self_attn.{name}_proj.weight"] = state[f"self_attn.{name}_proj.weight"] * columns
+        for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+            state[name] = state[name] * rows
+        fc = rows * self.fc.weight.detach() / torch.cat([self.token_scale, self.feature_scale])[None]
+        return {"fc.weight": fc, **{f"layers.0.{name}": tensor for name, tensor in state.items()}}
+
+    def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
+        """See TrainableDrafter."""
+        return llama_fields(self.config, "LlamaForCausalLMEagle", target_fields)
+
+    def _grown(self, rows: Tensor) -> Tensor:
+        return (rows * self.feature_scale).to(rows.dtype)
+
 
 # Of an initial head's layer: what it has in common with the target's, and what no trainable head has.
 SHARED = ("hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope")
@@ -205,3 +272,50 @@ class StoredEagle3Head:
 
     def _misfit(self, name: str, value: Any, needed: Any) -> ConfigError:
         return ConfigError(f"--init-from {self._folder}: the head's {name} is {value}, and must be {needed} here")
+
+
+class TrainableMtpHead(TrainableHead):
+    """`input_proj` over the normed feature and the normed embedding, a layer like the target's, and a norm.
+
+    What it computes stands in the place of the next hidden state. The first pair of a sequence has no token, as in the
+    engines that serve this head.
+    """
+
+    skips_first_token = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.feature_layers = (config.num_layers + 1,)
+        self.token_layernorm = TrainableNorm(hidden, eps)
+        self.hidden_layernorm = TrainableNorm(hidden, eps)
+        self.input_proj = matrix(2 * hidden, hidden)
+        self.layer = TrainableLayer(config)
+        self.final_layernorm = TrainableNorm(hidden, eps)
+
+    @torch.no_grad()
+    def calibrate(self, features: Tensor, embedded: Tensor) -> None:
+        """See TrainableDrafter. Input norms begin where all channels come out alike, the last one at their sizes."""
+        for norm, rows in ((self.hidden_layernorm, features), (self.token_layernorm, embedded)):
+            norm.weight.copy_(levelling_weight(channel_sizes(rows)))
+        self.final_layernorm.weight.copy_(channel_sizes(features, least=0.0))
+
+    def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """See TrainableHead."""
+        inputs = torch.cat([self.hidden_layernorm(feature), self.token_layernorm(embedded)], -1)
+        stream: Tensor = self.input_proj(inputs)
+        return stream, self.layer.input_layernorm(stream)
+
+    def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
+        """See TrainableHead."""
+        output: Tensor = self.final_layernorm(super().finish(stream, attended))
+        return output
+
+    def public_state(self) -> dict[str, Tensor]:
+        """See TrainableDrafter."""
+        state = {name.removeprefix("layer."): tensor.detach() for name, tensor in self.state_dict().items()}
+        return {MTP_PREFIX + name: tensor for name, tensor in state.items()}
+
+    def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
+        """See TrainableDrafter. In a folder of its own: the target's, and how many modules there are."""
+        return {**target_fields, "num_nextn_predict_layers": 1}
