@@ -10,9 +10,8 @@ from torch.nn import functional
 
 from kernels.amx import GROUP, MAX_ROWS, TILE, four_bit_product, has_amx, packed_blocks
 from kernels.elementwise import add_rms_norm, gate_mul
-from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear
 from kernels.launch import use_triton
-from kernels.linear import dequantize, norm_linear, ring_pays, stream_linear
+from kernels.linear import MAX_FP8_ROWS, dequantize, fits_fp8_linear, fp8_linear, norm_linear, ring_pays, stream_linear
 from kernels.linear_configs import MAX_ROWS as MAX_STREAM_ROWS
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
 from kernels.quant_weight import QuantWeight, joined, reordered, unpacked
@@ -54,7 +53,7 @@ class Linear:
     `quantized`, which stays in its few bits, and is made wide for many rows alone; elsewhere `weight`, dequantized
     once. Activations keep their dtype, whatever the checkpoint has scales for: rounded to fp8 they cost SmolLM2-135M
     0.4 to 1.1 % of perplexity more than fp8 weights do. Where fp8 weights meet many rows, two fp8 products hold all
-    bits of the rows (kernels.fp8_linear).
+    bits of the rows (kernels.linear.fp8_linear).
     """
 
     def __init__(
