@@ -17,7 +17,7 @@ from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, Laye
 from outrider.attention.paged import MAX_PATH, PagedBatch, RoundTokens, TreeBuffers, choose_splits
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM

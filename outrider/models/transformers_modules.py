@@ -20,8 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kernels.attention_tiles import ScoreRules
 from outrider.attention.base import AttentionPlan, LayerRules
-from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary, rotate
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
