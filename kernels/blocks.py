@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.block_state import BlockLayout, BlockRoots, BlockStore
-from kernels.frontier_state import BurstRows, RegionPlan, StepTokens
+from kernels.frontier_state import BlockLayout, BlockRoots, BlockStore, BurstRows, RegionPlan, StepTokens
 from kernels.launch import backend
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.expert_tiles import MAX_EXPERTS, SWIGLU, Gating, Routes, max_tiles, tile_of
 from kernels.launch import use_triton
 from kernels.quant_weight import QuantWeight
-from kernels.reference import experts as reference
+from kernels.reference import linear as reference
 
 __all__ = ["MAX_EXPERTS", "SWIGLU", "Gating", "Routes", "combine", "expert_linear", "gate", "in_tiles", "route"]
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from kernels.frontier import choose_entries
-from kernels.frontier_state import HEADER_WORDS, BurstRows, CandidatePool
+from kernels.frontier_state import (
+    HEADER_WORDS,
+    BurstRows,
+    CandidatePool,
+    CommittedTokens,
+    GrownTrees,
+    MergeLimits,
+    NodePicker,
+)
 from kernels.launch import backend
-from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, NodePicker
 from kernels.sampling_state import RoundTokens
 
 

@@ -71,7 +71,7 @@ def walk(
         max_row_tokens: no row has more tokens from its root on.
         vocab_size: V.
         lossy: apply acceptance thresholds to requests with one below 1 and a temperature, as
-            outrider.sampling.lossy does; `sample_rows` must have been told so too.
+            outrider.sampling.sampler does; `sample_rows` must have been told so too.
 
     Raises:
         ValueError: `out` has too few rows.

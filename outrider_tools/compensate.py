@@ -17,8 +17,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.base import expand
 from outrider.errors import ConfigError, reason_of
-from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import Linear, RMSNorm
 from outrider.models.decoder import CausalLM, GatedMlp
 from outrider.models.fields import read_json
 from outrider.models.loader import load_decoder

@@ -17,13 +17,13 @@ from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, Laye
 from outrider.attention.paged import MAX_PATH, PagedBatch, RoundTokens, TreeBuffers, choose_splits
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
 from outrider.sampling.device import DeviceSampler
-from outrider.sampling.lossy import EXACT
 from outrider.sampling.params import SamplingParams
+from outrider.sampling.sampler import EXACT
 from verify_service.executors.round_buffers import NUM_COMMITTED, Bucket
 
 # Layers with weights of their own: several times the L2 cache.

@@ -32,8 +32,8 @@ from kernels.elementwise import gate_mul
 from kernels.expert_tiles import SWIGLU, Routes, tile_of
 from kernels.experts import expert_linear, in_tiles
 from kernels.quant_weight import QuantWeight, packed, piece_of, unpacked
-from kernels.reference.experts import choose
-from kernels.reference.experts import expert_linear as reference
+from kernels.reference.linear import choose
+from kernels.reference.linear import expert_linear as reference
 from outrider.layers.formats import nibble_words
 from outrider_tools.bench.report import Row, write_report
 

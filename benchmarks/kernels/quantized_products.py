@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.elementwise import gate_mul
-from kernels.fp8_linear import fits_fp8_linear, fp8_linear
-from kernels.linear import dequantize, stream_linear
+from kernels.linear import dequantize, fits_fp8_linear, fp8_linear, stream_linear
 from kernels.linear_configs import MAX_QUANTIZED_ROWS
 from kernels.quant_weight import QuantWeight, packed, piece_of
 from outrider_tools.bench.report import Row, write_report

@@ -27,7 +27,7 @@ from benchmarks.split.load import read_prompts
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.block import BlockHead
 from outrider.models.loader import load_model

@@ -39,7 +39,7 @@ import verify_service.speculation.health as health
 from benchmarks.simulate.draft import DraftService
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.world import Actor, Costs, Notes, SimulatedVerifyInbox, SimulatedWorld
-from outrider.buckets import TOKEN_BUCKETS
+from outrider.models.capacity import TOKEN_BUCKETS
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import DraftMessage
 from outrider.sampling.params import SamplingParams

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_state import BlockLayout, BlockRoots, BlockStore
-from kernels.frontier_state import RegionPlan, StepTokens
+from kernels.frontier_state import BlockLayout, BlockRoots, BlockStore, RegionPlan, StepTokens
 from kernels.launch import power_of_two
 
 _NEVER: tl.constexpr = tl.constexpr(float("-inf"))

@@ -9,9 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import frontier_state as state
-from kernels.frontier_state import BurstRows, CandidatePool
+from kernels.frontier_state import BurstRows, CandidatePool, CommittedTokens, GrownTrees, MergeLimits
 from kernels.launch import power_of_two
-from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits
 from kernels.sampling_state import RoundTokens
 
 _ROW: tl.constexpr = tl.constexpr(state.ROW)

@@ -19,8 +19,10 @@ from kernels.frontier_state import (
     TOKEN,
     BurstRows,
     CandidatePool,
+    CommittedTokens,
+    GrownTrees,
+    MergeLimits,
 )
-from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits
 from kernels.sampling_state import RoundTokens
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kernels.attention_tiles import PLAIN_SCORES, ScoreRules
 from outrider.cache.kv import KVCache
-from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary
 
 

@@ -19,7 +19,7 @@ from outrider.attention.base import (
     TokenBatch,
 )
 from outrider.cache.kv import KVCache
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary, rotate
 
 # The rows of a folded product: attention is folded while these are few. Measured on 2 Zen 4 cores this halves

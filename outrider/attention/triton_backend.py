@@ -13,8 +13,7 @@ from kernels.linear_configs import fits_qkv_kernel
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache
-from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary
 
 

@@ -3,15 +3,27 @@
 Which tokens may come next is known after an answer and after every draft path below it: in a trie below the answer's
 newest committed token, a mask at each node. Following a commit means to go down the trie; what drafts have guessed
 right has its mask already. One matcher of the library moves about in it.
+
+Run as `python -m outrider.grammar.compiler` it tries grammars in a process of its own, which a hostile one may break.
+Arguments: the model's folder, its vocabulary's size, the tokens that end an answer. Reads frames from stdin and answers
+each on stdout: four bytes of length, little-endian, then msgpack; a `Grammar`, and a `Verdict` on it. An empty frame
+comes first, when it is ready. Ends with its stdin.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
+import struct
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
@@ -19,6 +31,11 @@ from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
 from outrider.grammar.spec import Grammar, GrammarKind
+
+LENGTH = struct.Struct("<I")
+"""In front of each frame."""
+MEMORY_BYTES = 2 << 30
+"""Address space of the process that tries grammars; it needs a tenth of that for the tokenizer."""
 
 
 class GrammarVocabulary:
@@ -360,3 +377,55 @@ def _end_mask(end_ids: frozenset[int], num_words: int) -> Mask:
     for token in end_ids:
         words[token >> 5] |= np.uint32(1 << (token & 31))
     return words.view(np.int32)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What was found; an empty problem means that the grammar can be used."""
+
+    problem: str = ""
+    fix: str = ""
+    lasting: bool = True
+    """Whether the same would be found again: what a busy machine had no time or memory for is no such thing."""
+
+
+def judge(grammar: Grammar, vocabulary: GrammarVocabulary | None) -> Verdict:
+    """Compile a grammar and try it out. Without a vocabulary none can be used."""
+    if vocabulary is None:
+        return Verdict("cannot be used: the grammar library does not know the model's tokenizer", "leave it out")
+    try:
+        probe(compile_grammar(grammar, vocabulary))
+    except InvalidRequestError as error:
+        return Verdict(error.problem, error.fix)
+    return Verdict()
+
+
+def serve(vocabulary: GrammarVocabulary | None, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Judge what comes until nothing does any more."""
+    decoder = msgspec.msgpack.Decoder(Grammar)
+    _write(answers, b"")
+    while len(head := requests.read(LENGTH.size)) == LENGTH.size:
+        grammar = decoder.decode(requests.read(LENGTH.unpack(head)[0]))
+        _write(answers, msgspec.msgpack.encode(judge(grammar, vocabulary)))
+
+
+def _write(answers: BinaryIO, body: bytes) -> None:
+    answers.write(LENGTH.pack(len(body)) + body)
+    answers.flush()
+
+
+def main(argv: list[str]) -> int:
+    """Serve stdin; returns the exit code."""
+    folder, size, *end_ids = argv
+    os.nice(5)
+    vocabulary: GrammarVocabulary | None = None
+    # The engine serves such a model, too, without grammars.
+    with suppress(ConfigError):
+        vocabulary = GrammarVocabulary.from_folder(Path(folder), int(size), [int(token) for token in end_ids])
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    serve(vocabulary, sys.stdin.buffer, sys.stdout.buffer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ from outrider.cuda_ipc import ExportedMemory, ImportedMemory
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.exchange import Exchange, OrderedExchange, add_up
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.logs import get_logger
 
 log = get_logger(__name__)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.host.rank_memory import BOX_BYTES, RankMemory
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 
 
 class Exchange(ABC):

@@ -15,8 +15,7 @@ from outrider.attention.base import AttentionPlan
 from outrider.layers.exchange import Exchange
 from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.humming_weight import HummingExperts, humming_experts
-from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import Linear, RMSNorm
 from outrider.models.config import ExpertsConfig, ModelConfig
 from outrider.models.quantization import Scheme
 

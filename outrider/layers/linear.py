@@ -1,4 +1,4 @@
-"""Matrix products with the fastest kernel for their device, dtype, shape and how their weights were stored."""
+"""RMS norms, and matrix products with the fastest kernel for their device, dtype, shape and how weights were stored."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.amx import GROUP, MAX_ROWS, TILE, four_bit_product, has_amx, packed_blocks
-from kernels.elementwise import add_rms_norm, gate_mul
-from kernels.fp8_linear import MAX_FP8_ROWS, fits_fp8_linear, fp8_linear
+from kernels.elementwise import add_rms_norm, gate_mul, rms_norm
 from kernels.launch import use_triton
-from kernels.linear import dequantize, norm_linear, ring_pays, stream_linear
+from kernels.linear import MAX_FP8_ROWS, dequantize, fits_fp8_linear, fp8_linear, norm_linear, ring_pays, stream_linear
 from kernels.linear_configs import MAX_ROWS as MAX_STREAM_ROWS
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
 from kernels.quant_weight import QuantWeight, joined, reordered, unpacked
 from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.humming_weight import HummingWeight, humming_weight
-from outrider.layers.norm import RMSNorm
 from outrider.models.quantization import Scheme
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
@@ -30,6 +28,37 @@ _ROUNDING = 2.0**-7
 """Of bfloat16, twice: by so much of its largest weight may a group's weights lie off its levels."""
 _SAMPLE = 16
 """Rows that are looked at before the whole matrix: most have no levels."""
+
+
+class RMSNorm:
+    """Scale rows to unit root mean square, then by a weight, of which checkpoints may have the part above `offset`."""
+
+    def __init__(
+        self, shape: tuple[int, ...], eps: float, dtype: torch.dtype, device: torch.device, offset: float = 0.0
+    ) -> None:
+        # Rounded to half precision, a sum near one would lose bits that the checkpoint has.
+        self.weight = torch.empty(shape, dtype=torch.float32 if offset else dtype, device=device)
+        self.eps = eps
+        self._offset = offset
+        self._done: tuple[Tensor, Tensor] | None = None
+
+    def finish_loading(self) -> None:
+        """Called once when the weight is filled."""
+        if self._offset:
+            self.weight += self._offset
+
+    def note(self, rows: Tensor, normed: Tensor) -> None:
+        """What the next call is to return for `rows`, if it is asked for these: another kernel has made it already."""
+        self._done = rows, normed
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[..., size] to the same shape; the mean is taken over the last dimension."""
+        done, self._done = self._done, None
+        if done is not None and done[0] is rows:
+            return done[1]
+        if self.weight.ndim == 1 and rows.ndim == 2 and use_triton(rows):
+            return rms_norm(rows, self.weight, self.eps)
+        return functional.rms_norm(rows, rows.shape[-1:], None, self.eps).mul_(self.weight)
 
 
 def _padded(rows: Tensor) -> Tensor:
@@ -54,7 +83,7 @@ class Linear:
     `quantized`, which stays in its few bits, and is made wide for many rows alone; elsewhere `weight`, dequantized
     once. Activations keep their dtype, whatever the checkpoint has scales for: rounded to fp8 they cost SmolLM2-135M
     0.4 to 1.1 % of perplexity more than fp8 weights do. Where fp8 weights meet many rows, two fp8 products hold all
-    bits of the rows (kernels.fp8_linear).
+    bits of the rows (kernels.linear.fp8_linear).
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Memory of a GPU or a machine that a process may take. Torch-free."""
+"""Room for a model's work: memory of a GPU or a machine, and the sizes that work is padded to. Torch-free."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
@@ -17,6 +18,8 @@ SCRATCH_BYTES = 16
 _MAX_CPU_TOKENS, _CPU_SHARE = 65536, 0.25
 _UNPLANNED_SHARE = 0.01
 """Of a GPU's memory, left to everything that no plan knows of."""
+TOKEN_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens of a round."""
 
 
 def memory_room(free: int, total: int, own: int, share: float) -> int:
@@ -32,3 +35,13 @@ def cpu_tokens(token_bytes: int, num_processes: int = 1) -> int:
     """Tokens whose KV a quarter of the machine's free memory holds for each process, within what one CPU can use."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(min(int(free * _CPU_SHARE / num_processes) // token_bytes, _MAX_CPU_TOKENS), 1024)
+
+
+def width_buckets(widths: Sequence[int], max_width: int) -> list[int]:
+    """Those of the rising `widths` that are below `max_width`, which ends the list."""
+    return [width for width in widths if width < max_width] + [max_width]
+
+
+def row_buckets(max_rows: int) -> list[int]:
+    """1, 2, 4, ... up to `max_rows`, which ends the list."""
+    return [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows] + [max_rows]

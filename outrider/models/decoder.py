@@ -17,8 +17,7 @@ from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, Laye
 from outrider.cache.kv import KVCache
 from outrider.layers.exchange import Exchange
 from outrider.layers.experts import ExpertMlp
-from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary, pair_order
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig

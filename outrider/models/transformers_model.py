@@ -24,16 +24,17 @@ from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, stated_dtype
 from outrider.models.fields import read_configs
-from outrider.models.transformers_attention import (
-    NAME,
+from outrider.models.transformers_modules import (
+    ATTENTION,
     Attends,
     LayerCall,
     PlannedForward,
     attending,
     attention,
+    replace_attention,
+    replace_modules,
     under_way,
 )
-from outrider.models.transformers_modules import replace_attention, replace_modules
 from outrider.models.weights import Progress
 
 log = get_logger(__name__)
@@ -245,7 +246,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=NAME,
+            attn_implementation=ATTENTION,
             device_map=device if direct else None,
             use_safetensors=True,
             local_files_only=True,
@@ -337,7 +338,7 @@ def _empty(folder: Path, name: str) -> Any:
     logging, auto = (getattr(transformers, name) for name in ("logging", "AutoModelForCausalLM"))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    transformers.AttentionInterface.register(NAME, attention)
+    transformers.AttentionInterface.register(ATTENTION, attention)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -350,9 +351,11 @@ def _empty(folder: Path, name: str) -> Any:
         raise ConfigError(f"config.json: {name} is no causal language model of transformers {transformers.__version__}")
     try:
         with _META:
-            model = auto.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME, trust_remote_code=False)
+            model = auto.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=ATTENTION, trust_remote_code=False
+            )
     except Exception as error:  # as above
-        if isinstance(error, KeyError) and error.args == (NAME,):
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
             raise ConfigError(
                 f"config.json: {name} is not supported: transformers makes it with attention of its own alone"
             ) from error

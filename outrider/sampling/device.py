@@ -29,8 +29,8 @@ from kernels.tree import walk
 from outrider.device import put
 from outrider.errors import InternalError
 from outrider.protocol.generation import TokenLogprobs
-from outrider.sampling.lossy import AcceptRule
 from outrider.sampling.params import ANY_END, AnswerEnd, SamplingParams
+from outrider.sampling.sampler import AcceptRule
 
 __all__ = ["DeviceSampler", "LogprobOutputs", "failure", "read_logprobs"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.metrics import MetricsPage
+from outrider_tools.bench.clients import LoadRun
 from outrider_tools.bench.report import Row
 from outrider_tools.bench.requests import RequestRecord
-from outrider_tools.bench.runner import LoadRun
 
 PERCENTILES = (50, 90, 99)
 MAX_DEPTHS = 16

@@ -21,11 +21,19 @@ from outrider.config.service import TlsFiles, gateway_key, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
 from outrider.rpc.tls import TlsSource, client_context
-from outrider_tools.bench.clients import Client, GrpcClient, RequestOptions, RestClient, first_answer
+from outrider_tools.bench.clients import (
+    Client,
+    GrpcClient,
+    LoadPoint,
+    LoadRun,
+    RequestOptions,
+    RestClient,
+    first_answer,
+    run_point,
+)
 from outrider_tools.bench.figures import errors_of, rows_of
 from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib, write_report
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts, read_prompts
-from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
 from outrider_tools.files import check_writable, writing
 
 DEFAULT_PROMPTS = 64

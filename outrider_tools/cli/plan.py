@@ -11,7 +11,6 @@ from typing import Any, cast
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
-from outrider.buckets import TOKEN_BUCKETS, row_buckets, width_buckets
 from outrider.cli.options import add_service_options, parse_service_options, whole_number
 from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import aligned, make_console
@@ -26,6 +25,9 @@ from outrider.models.capacity import (
     GIB,
     ROUND_REGION,
     SCRATCH_BYTES,
+    TOKEN_BUCKETS,
+    row_buckets,
+    width_buckets,
 )
 from outrider.models.config import ModelConfig, ModelShape, check_heads, choose_impl, foreign_shape
 from outrider.models.cuts import cut

@@ -21,7 +21,7 @@ from kernels.elementwise import rope_write, rotary_angles
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
 
 aten = torch.ops.aten

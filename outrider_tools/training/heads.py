@@ -16,8 +16,7 @@ from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.drafters.config import EMBEDDING, OUTPUT, HeadConfig, eagle3_config
 from outrider.models.drafters.kinds import MTP_PREFIX, algorithm_of, head_name
-from outrider.models.drafters.loader import CONFIG
-from outrider.models.drafters.token_ids import ids_of_offsets
+from outrider.models.drafters.loader import CONFIG, ids_of_offsets
 from outrider.models.fields import read_json
 from outrider.models.weights import StoredTensor, check_tensors, stored_tensors
 from outrider_tools.training.layers import (

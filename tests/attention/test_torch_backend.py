@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from outrider.attention.base import ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import HeadSplit, TorchAttention, folded_attention
 from outrider.cache.kv import KVCache
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.rope import RopeConfig
 

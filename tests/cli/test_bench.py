@@ -13,7 +13,16 @@ from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import Histogram, MetricsPage
-from outrider_tools.bench.clients import Clock, GrpcClient, RequestOptions, RestClient, first_answer
+from outrider_tools.bench.clients import (
+    Clock,
+    GrpcClient,
+    LoadPoint,
+    LoadRun,
+    RequestOptions,
+    RestClient,
+    first_answer,
+    run_point,
+)
 from outrider_tools.bench.figures import acceptance, errors_of, rows_of, spread_of
 from outrider_tools.bench.report import Row, draw, load_text, points_of
 from outrider_tools.bench.requests import (
@@ -27,7 +36,6 @@ from outrider_tools.bench.requests import (
     random_prompts,
     read_prompts,
 )
-from outrider_tools.bench.runner import LoadPoint, LoadRun, run_point
 from outrider_tools.cli.bench import table_of
 
 pytestmark = pytest.mark.xdist_group("live")

@@ -13,7 +13,7 @@ from tiny_models import relative_error, save_tiny
 from kernels.expert_tiles import Gating
 from kernels.experts import gate, route
 from kernels.quant_weight import QuantWeight, packed, piece_of
-from kernels.reference.experts import expert_linear as reference
+from kernels.reference.linear import expert_linear as reference
 from outrider.attention.base import AttentionPlan
 from outrider.layers.experts import ExpertMlp
 from outrider.layers.humming_weight import humming_experts

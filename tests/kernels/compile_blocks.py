@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.block_state import BlockLayout, BlockRoots, BlockStore
-from kernels.frontier_state import RegionPlan, StepTokens
+from kernels.frontier_state import BlockLayout, BlockRoots, BlockStore, RegionPlan, StepTokens
 
 _REGION = 256
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from kernels.frontier_state import NUM_FIELDS, BurstRows, CandidatePool
-from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, NodePicker
+from kernels.frontier_state import (
+    NUM_FIELDS,
+    BurstRows,
+    CandidatePool,
+    CommittedTokens,
+    GrownTrees,
+    MergeLimits,
+    NodePicker,
+)
 from kernels.sampling_state import RoundTokens
 
 _REGION, _BRANCHING, _MOST_NODES = 256, 8, 256

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import blocks
-from kernels.block_state import BlockRoots, BlockStore
-from kernels.frontier_state import BurstRows, RegionPlan, StepTokens
+from kernels.frontier_state import BlockRoots, BlockStore, BurstRows, RegionPlan, StepTokens
 from kernels.reference import blocks as reference
 
 PAGE = 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.expert_tiles import max_tiles, tile_of
 from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, gate, in_tiles, route
 from kernels.quant_weight import QuantWeight
-from kernels.reference import experts as reference
+from kernels.reference import linear as reference
 from outrider.layers.formats import decode, weight_tensors
 from outrider.models.quantization import Scheme
 

@@ -7,8 +7,8 @@ import torch
 from test_quant_gemm import exact_product, made
 from torch import Tensor
 
-from kernels.fp8_linear import fits_fp8_linear, fp8_linear
-from kernels.jit import fp8_linear as jit
+from kernels.jit import gemm as jit
+from kernels.linear import fits_fp8_linear, fp8_linear
 from kernels.quant_weight import packed
 
 SIZE = 192

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.propose import propose
-from kernels.reference import propose as reference
+from kernels.reference import sampling as reference
+from kernels.sampling import propose
 from kernels.sampling_state import GROUP, RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.sampling import noise
 

@@ -8,10 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.frontier_state import BASE, NUM_FIELDS, PARENT, POSITION, ROW, SCORE, SLOT, TOKEN, BurstRows, CandidatePool
+from kernels.frontier_state import (
+    BASE,
+    NUM_FIELDS,
+    PARENT,
+    POSITION,
+    ROW,
+    SCORE,
+    SLOT,
+    TOKEN,
+    BurstRows,
+    CandidatePool,
+    CommittedTokens,
+    GrownTrees,
+    MergeLimits,
+    NodePicker,
+)
 from kernels.reference import round_trees as reference
 from kernels.round_trees import lay_out_committed, merge_trees, pick_nodes, plant_roots
-from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, NodePicker
 from kernels.sampling_state import RoundTokens
 
 PAGE = 4

@@ -11,7 +11,7 @@ import torch
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 
 from outrider.errors import ConfigError
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut, spans
 from outrider.models.loader import load_decoder

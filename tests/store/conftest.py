@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_gguf import write_wheel
 
-from outrider.models.store_wheel import PinnedWheel
+from outrider.models.store import PinnedWheel
 
 
 @pytest.fixture

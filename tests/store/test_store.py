@@ -22,16 +22,15 @@ from outrider.cli.models import installed_models
 from outrider.errors import ConfigError
 from outrider.models import store
 from outrider.models.shipped import is_default_target
-from outrider.models.store import embedded_model, resolve_model, served_name
+from outrider.models.store import PinnedWheel, embedded_model, resolve_model, served_name
 from outrider.models.store_folder import check_model_folder
-from outrider.models.store_wheel import PinnedWheel
 
 # A process that resolves the wheel of its arguments, tells each new stage, and kills itself at the stage named last.
 CHILD = """
 import json, os, signal, sys
 from pathlib import Path
 from outrider.models.store import embedded_model
-from outrider.models.store_wheel import PinnedWheel
+from outrider.models.store import PinnedWheel
 
 stages = []
 

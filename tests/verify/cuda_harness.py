@@ -21,8 +21,8 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import eagle3_config
 from outrider.models.drafters.heads import Eagle3Head
 from outrider.models.loader import load_model
-from outrider.sampling.lossy import EXACT, AcceptRule
 from outrider.sampling.params import SamplingParams
+from outrider.sampling.sampler import EXACT, AcceptRule
 from verify_service.engine.build import round_growth
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Growth

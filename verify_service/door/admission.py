@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from outrider.errors import ContextLengthError, InternalError, InvalidRequestError, OverloadedError
-from outrider.grammar.sandbox import LENGTH, Verdict
+from outrider.grammar.compiler import LENGTH, Verdict
 from outrider.grammar.spec import Grammar, check_grammar
 from outrider.protocol.generation import GenerationRequest
 from outrider.protocol.generation_codec import REQUEST
@@ -173,7 +173,7 @@ _NUM_PROCESSES = 2
 _MAX_WAITING = 64
 _MAX_VERDICTS = 1024
 _AGAIN = "send a smaller one, or try again later"
-_MODULE = "outrider.grammar.sandbox"
+_MODULE = "outrider.grammar.compiler"
 
 
 class GrammarChecker:

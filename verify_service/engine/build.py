@@ -34,7 +34,7 @@ from outrider.models.shipped import choose_drafters
 from outrider.models.store import served_name
 from outrider.models.store_folder import TOKENIZER_FILE, hash_tokenizer
 from outrider.protocol.generation import VerifyInfo
-from outrider.sampling.lossy import AcceptRule
+from outrider.sampling.sampler import AcceptRule
 from outrider.tree.handshake import HandshakeError, agree
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.loading import RoundDraft, kv_tokens, load, load_draft

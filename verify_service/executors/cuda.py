@@ -23,7 +23,7 @@ from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.drafters.base import DraftModel
 from outrider.sampling.device import DeviceSampler, LogprobOutputs, failure, read_logprobs
-from outrider.sampling.lossy import EXACT, AcceptRule
+from outrider.sampling.sampler import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result, varied_tokens
 from verify_service.engine.scheduler import EngineLimits

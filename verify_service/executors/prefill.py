@@ -13,13 +13,13 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch
 from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
-from outrider.buckets import width_buckets
 from outrider.cache.features import FeatureStore
 from outrider.cache.kv import KVCache
 from outrider.cache.pages import page_slots
 from outrider.device import put
 from outrider.graphs import GraphPool
 from outrider.models.base import LanguageModel
+from outrider.models.capacity import width_buckets
 from verify_service.engine.round import Entry
 from verify_service.executors.prompt_logprobs import PromptScores
 from verify_service.executors.ranks import CAPTURE_SMALL, LOGITS, PROMPTS, ExecutorLink

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from outrider.attention.base import HostLengths
 from outrider.attention.paged import RoundTokens, update_pages
-from outrider.buckets import TOKEN_BUCKETS, row_buckets, width_buckets
 from outrider.device import put, stamp
+from outrider.models.capacity import TOKEN_BUCKETS, row_buckets, width_buckets
 from outrider.sampling.device import DeviceSampler
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry

@@ -14,7 +14,7 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.compiler import unpack
 from outrider.models.base import LanguageModel
 from outrider.protocol.generation import TokenLogprobs
-from outrider.sampling.lossy import EXACT, AcceptRule, walk_tree
+from outrider.sampling.sampler import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Result, varied_tokens
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt

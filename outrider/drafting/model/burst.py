@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.buckets import row_buckets, width_buckets
+from outrider.models.capacity import row_buckets, width_buckets
 from outrider.models.drafters.config import ALL_SEEN, ContextWindow
 
 Int32s = NDArray[np.int32]

@@ -16,10 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.block_state import BlockLayout, BlockRoots
 from kernels.blocks import find_roots, forget_injected, lay_out_blocks
 from kernels.frontier import append_candidates, choose_entries, place_entries
-from kernels.frontier_state import FLOOR, NUM_FIELDS, STEP, BurstRows, CandidatePool, StepTokens
+from kernels.frontier_state import (
+    FLOOR,
+    NUM_FIELDS,
+    STEP,
+    BlockLayout,
+    BlockRoots,
+    BurstRows,
+    CandidatePool,
+    StepTokens,
+)
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.attention.paged import PagedBatch, choose_splits
 from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.block_state import BlockStore
-from kernels.frontier_state import RegionPlan
+from kernels.frontier_state import BlockStore, RegionPlan
 from outrider.attention.paged import update_pages
 from outrider.device import put
 from outrider.drafting.model.burst import BurstShape

@@ -20,10 +20,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.block_state import BlockRoots
-from kernels.frontier_state import BASE, NUM_FIELDS, PARENT, ROW, SLOT, TOKEN, BurstRows
+from kernels.frontier_state import (
+    BASE,
+    NUM_FIELDS,
+    PARENT,
+    ROW,
+    SLOT,
+    TOKEN,
+    BlockRoots,
+    BurstRows,
+    CommittedTokens,
+    GrownTrees,
+    MergeLimits,
+    NodePicker,
+)
 from kernels.round_trees import lay_out_committed, merge_trees, pick_nodes, plant_roots
-from kernels.round_trees_state import CommittedTokens, GrownTrees, MergeLimits, NodePicker
 from kernels.sampling_state import RoundTokens
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PagedBatch, TreeBuffers, choose_splits

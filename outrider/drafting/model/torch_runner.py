@@ -27,7 +27,7 @@ from outrider.attention.torch_backend import HeadSplit, folded_attention
 from outrider.cache.kv import KVCache
 from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape
 from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.block import BlockHead

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.block_state import BlockStore
 from kernels.blocks import keep_blocks, read_inputs, read_logits
 from kernels.elementwise import recur, rotary_angles, write_keys
+from kernels.frontier_state import BlockStore
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
-from outrider.layers.linear import Linear
-from outrider.layers.norm import RMSNorm
+from outrider.layers.linear import Linear, RMSNorm
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.base import DraftHead, DraftModel, required

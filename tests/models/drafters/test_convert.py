@@ -17,7 +17,7 @@ from tiny_models import token_ids
 
 from outrider.cli.main import main
 from outrider.errors import ConfigError
-from outrider.models.drafters.token_ids import read_token_map
+from outrider.models.drafters.loader import read_token_map
 from outrider_tools.convert import convert
 
 

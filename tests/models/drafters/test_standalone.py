@@ -19,8 +19,7 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models import store, transformers_model
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.loader import load_draft_model
-from outrider.models.drafters.token_ids import read_token_map
+from outrider.models.drafters.loader import load_draft_model, read_token_map
 
 
 def save(folder: Path, **changes: Any) -> Any:
