@@ -1,4 +1,4 @@
-"""The engine process: `python -m draft_service.engine.worker FD FD`, with its sockets to the door. One thread, no loop.
+"""The engine process: `outrider.host.launch` calls `main` with the sockets to the door. One thread, no loop.
 
 It loads what the door's `Start` names, says `Ready` or `Refused`, and grows trees until told to stop or the door is
 gone. Signals are the door's business: it starts this process with SIGINT and SIGTERM blocked.
@@ -6,7 +6,6 @@ gone. Signals are the door's business: it starts this process with SIGINT and SI
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -22,7 +21,7 @@ from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import drafters_of_any_target, introduce
 from outrider.host.line import listen
 from outrider.host.process import switch_threads_often
-from outrider.host.worker import BuiltEngine, Pipe, disable_automatic_collection, exit_process, pin_to_cores, run_worker
+from outrider.host.worker import BuiltEngine, Pipe, disable_automatic_collection, pin_to_cores, run_worker
 from outrider.protocol.speculation import LineOffer
 
 Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]
@@ -67,7 +66,3 @@ def describe(
     """What the door is told of the drafter that the options name."""
     hello = replace(introduce(drafter, options), line=line)
     return DrafterProfile(hello, drafters_of_any_target(drafter), maps_memory, tuple(drafter.gauges()))
-
-
-if __name__ == "__main__":
-    exit_process(main(sys.argv[1:]))

@@ -264,12 +264,12 @@ def switch_threads_often() -> None:
 def spawn(
     module: str, descriptors: Sequence[int], environment: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    """Run a module as an engine, with these descriptors as its arguments, and others behind them.
+    """Run a module's `main` as an engine, with these descriptors as its arguments, and others behind them.
 
     Call it on the main thread: on Linux the end of the starting thread is what ends the child.
     `environment`: variables that it gets whatever this process has.
     """
-    launcher = [sys.executable, "-m", "outrider.cli.child", str(os.getpid())]
+    launcher = [sys.executable, "-m", "outrider.host.launch", str(os.getpid())]
     # Threads that spin while they wait starve the services beside them on the same cores, and themselves: measured
     # with one busy process beside it on 2 cores, a 57 ms forward took 746 ms.
     env = {"OMP_WAIT_POLICY": "passive", **KERNEL_CACHES, **os.environ, **(environment or {})}

@@ -1,4 +1,4 @@
-"""The engine process: `python -m verify_service.engine.worker FD`, with the socket to the door. One thread, no loop.
+"""The engine process: `outrider.host.launch` calls `main` with the socket to the door. One thread, no loop.
 
 It loads what the door's `Start` names, says `Ready` or `Refused`, and runs rounds until told to stop or the door is
 gone. Its inbox takes frames of the door, and of draft engines of this host on lines; its reporter gathers what the
@@ -7,7 +7,6 @@ engine tells the door. Signals are the door's business: it starts this process w
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import InternalError, OutriderError
 from outrider.host.frames import SessionDown, Start, Stop
 from outrider.host.line import DraftBatch, Line, dial
-from outrider.host.worker import BuiltEngine, Pipe, exit_process, run_worker, wait_for_any
+from outrider.host.worker import BuiltEngine, Pipe, run_worker, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import DraftMessage
@@ -318,7 +317,3 @@ def connect(options: VerifyOptions, pipe: Pipe[FromDoor], build: Build) -> Built
         return inbox.stopped
 
     return BuiltEngine(built.served, run)
-
-
-if __name__ == "__main__":
-    exit_process(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The process of a rank behind rank 0: `python -m verify_service.ranks.worker FD RANK WORLD`.
+"""The process of a rank behind rank 0: `outrider.host.launch` calls `main` with FD, RANK and WORLD.
 
 It loads its part of the model, and does what rank 0 does until the kernel ends it with rank 0. Why it cannot go on it
 leaves in the memory that they share.
@@ -7,7 +7,6 @@ leaves in the memory that they share.
 from __future__ import annotations
 
 import gc
-import sys
 from dataclasses import replace
 
 import msgspec
@@ -20,7 +19,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.graphs import compile_aside
 from outrider.host.rank_memory import RankMemory
-from outrider.host.worker import exit_process, pin_to_cores
+from outrider.host.worker import pin_to_cores
 from outrider.logs import configure_logging, get_logger
 from outrider.models.decoder import CausalLM
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
@@ -106,7 +105,3 @@ def bucket_of(numbers: NDArray[np.int32]) -> Bucket:
     """The bucket that was told as four numbers."""
     tokens, rows, only, is_bare = numbers.tolist()
     return Bucket(tokens, rows, bool(only), bool(is_bare))
-
-
-if __name__ == "__main__":
-    exit_process(main(sys.argv[1:]))

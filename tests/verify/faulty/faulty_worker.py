@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,6 +60,6 @@ def build(options: VerifyOptions, inbox: VerifyInbox, observer: VerifyReporter) 
     return built
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> int:
     worker.assemble = build
-    worker.exit_process(worker.main(sys.argv[1:]))
+    return worker.main(argv)

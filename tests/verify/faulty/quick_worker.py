@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
-from outrider.host.worker import exit_process
 from verify_service.engine import worker
 from verify_service.speculation import budget
 
-if __name__ == "__main__":
+
+def main(argv: list[str]) -> int:
     budget._MAX_SWEEPS = 1
-    exit_process(worker.main(sys.argv[1:]))
+    return worker.main(argv)
