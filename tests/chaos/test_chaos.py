@@ -68,7 +68,7 @@ async def test_a_stopped_draft_is_given_up_among_requests_that_are_shorter_than_
     async def num_peers() -> float:
         return await asyncio.to_thread(metric, page, "outrider_verify_draft_connected")
 
-    async with ChaosLoad(world.cluster.gateway_address, known, CLIENTS) as load, asyncio.timeout(10):
+    async with ChaosLoad(world.cluster.gateway_address, known, CLIENTS) as load, asyncio.timeout(30):
         await load.accepted()
         async with stopped(world, random.Random(), "draft"):
             while await num_peers():
