@@ -271,8 +271,7 @@ def choose_ring(
     steps, at_once = ceil_div(size, config.block_k), config.per_sm * processors
     if tiles > at_once:
         return None
-    parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
-    split = max(part for part in parts if steps % part == 0)
+    split = _even_split(tiles, steps, at_once)
     # Codes of four bits are read so fast that programs must not be missed.
     if tiles * split >= (0.9 if code_bits == 4 else _BUSY) * at_once:
         config = replace(config, split_k=split, stages=min(config.stages, steps // split))
@@ -283,6 +282,12 @@ def choose_ring(
     while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > SHARED_MEMORY - SHARED_MARGIN:
         config = replace(config, stages=config.stages - 1)
     return config
+
+
+def _even_split(tiles: int, steps: int, at_once: int) -> int:
+    """Programs that share a tile: as many as run at once and have four steps or more each, all of them as many."""
+    parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
+    return max(part for part in parts if steps % part == 0)
 
 
 def _choose_by_warp(
@@ -301,8 +306,7 @@ def _choose_by_warp(
     steps, at_once = ceil_div(size, 256), 2 * processors
     for config in (short,) if blocks else (tall, short):
         tiles = ceil_div(num_out, config.tile)
-        parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
-        split = max(part for part in parts if steps % part == 0)
+        split = _even_split(tiles, steps, at_once)
         if (0.9 if blocks else _BUSY) * at_once <= tiles * split <= at_once:
             return replace(config, split_k=split, stages=min(config.stages, steps // split))
     return RingConfig(128, 128, split_k=0, per_sm=2, stages=4, warps=8, by_warp=True) if blocks else None

@@ -3,7 +3,8 @@
 The steps of all tiles stand in one line and programs take equal stretches of it, as in kernels.jit.gemm. Here a program
 keeps its next steps in a ring of shared memory: weights by the copy engine as soon as it begins, while the launch in
 front still runs, and what they are multiplied with as soon as that has ended. Codes become bfloat16 in registers. While
-the tensor cores multiply step n, the place of step n - 1 in the ring is filled anew.
+the tensor cores multiply step n, the place of step n - 1 in the ring is filled anew; where each warp multiplies its own
+weight rows, that of step n, which is in registers then.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def _of_group(table, group, of_row, num_scales, LIKE: gl.constexpr):
     if table is None:
         found = gl.full([of_row.shape[0]], LIKE, gl.float32, of_row.type.layout)
     else:
+        # In 32 bits: RING_WEIGHTS bounds the table.
         found = gl.load(table + (group * num_scales + of_row)).to(gl.float32)
     return found
 
@@ -250,8 +252,8 @@ def _ring_gemm(
     VERSION: gl.constexpr = [2, 0] if BY_WARP else [3, 0]
     INSTRUCTION: gl.constexpr = [16, 8] if BY_WARP else [16, BLOCK_M, 16]
     D: gl.constexpr = gl.NVMMADistributedLayout(VERSION, [WARPS, 1], INSTRUCTION)
-    B: gl.constexpr = gl.DotOperandLayout(1, D, 2)
     A: gl.constexpr = gl.DotOperandLayout(0, D, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, D, 2)
     OF_ROW: gl.constexpr = gl.SliceLayout(1, D)
     BYTES: gl.constexpr = (TILE * STORED_K + BLOCK_M * BLOCK_K) * 2
     program = gl.program_id(0)
@@ -327,14 +329,14 @@ def _ring_gemm(
                 )
             total = gl.where(begun, total, 0.0)
             none = gl.zeros_like(total)
-            if PARTS == 2:
+            if not GROUPED:
+                total = mma_v2(_wide(words, less, KIND, PIECE, A), factor, total)
+            elif PARTS == 1:
+                total = _scaled(mma_v2(_wide(words, less, KIND, PIECE, A), factor, none), behind, total)
+            else:
                 words, words_2 = _halves(words, A)
                 total = _scaled(mma_v2(_wide(words, less, KIND, PIECE, A), factor, none), behind, total)
                 total = _scaled(mma_v2(_wide(words_2, less_2, KIND, PIECE, A), factor_2, none), behind_2, total)
-            elif GROUPED:
-                total = _scaled(mma_v2(_wide(words, less, KIND, PIECE, A), factor, none), behind, total)
-            else:
-                total = mma_v2(_wide(words, less, KIND, PIECE, A), factor, total)
         elif PARTS == 1:
             new = _wide(ring.index(slot).load(A), zero, KIND, PIECE, A)
             sums, wide = warpgroup_mma_wait(0, deps=[pending, wide])
