@@ -32,18 +32,31 @@ def make(step: float = 0.27e-3, fixed: Growth | None = None, max_steps: int = 8)
     return GrowthPolicy(seconds, lambda _: GrowthCost(0.35e-3, step), lambda _: SIZES, max_steps, fixed)
 
 
-def play(policy: GrowthPolicy, chance: float, num_rounds: int, spread: int = 2) -> list[Growth | None]:
-    """Rounds in which the best child of a node is committed with this chance; each level has `spread` better nodes."""
+def play(
+    policy: GrowthPolicy, chance: float, num_rounds: int, spread: int = 2, cost: GrowthCost | None = None
+) -> list[Growth | None]:
+    """Rounds in which the best child of a node is committed with this chance; each level has `spread` better nodes.
+
+    `cost`: what growth is found to take, where it is measured.
+    """
     source, grown, pending = random.Random(1), [], None
     for _ in range(num_rounds):
         if pending is not None:
             depth = 0
             while depth < pending.num_steps and depth * spread < pending.num_nodes and source.random() < chance:
                 depth += 1
-            policy.note(pending, 1, [OwnPath(0, [level * spread for level in range(depth)])])
+            found = None if cost is None else cost.seconds(pending.num_steps) * source.uniform(0.95, 1.1)
+            policy.note(pending, 1, [OwnPath(0, [level * spread for level in range(depth)])], seconds=found)
         pending = policy.plan(1)
         grown.append(pending)
     return grown
+
+
+def rate(chance: float, spread: int, growth: Growth, cost: GrowthCost) -> float:
+    """Tokens a second of rounds as `play` has them that all grow so much."""
+    depth = min(growth.num_steps, -(-growth.num_nodes // spread))
+    tokens = 1 + sum(chance**level for level in range(1, depth + 1))
+    return tokens / (seconds(1 + growth.num_nodes) + cost.seconds(growth.num_steps))
 
 
 def usual(grown: list[Growth | None]) -> Growth | None:
@@ -103,19 +116,33 @@ def test_dear_steps_make_shallow_trees() -> None:
     assert cheap is not None and dear is not None and cheap.num_steps > dear.num_steps
 
 
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_times_that_were_measured_wrong_at_the_start_are_put_right(factor: float) -> None:
+    """As where other services start on the device at that time."""
+    cost = GrowthCost(0.35e-3, 0.2e-3)
+    wrong = GrowthCost(cost.fixed * factor, cost.step * factor)
+    policies = [GrowthPolicy(seconds, lambda _: wrong, lambda _: SIZES, 8) for _ in range(2)]
+    mended = usual(play(policies[0], 0.75, 3000, cost=cost))
+    unmended = usual(play(policies[1], 0.75, 3000))
+    best = max(rate(0.75, 2, Growth(steps, nodes), cost) for steps in range(1, 9) for nodes in SIZES)
+    assert mended is not None and rate(0.75, 2, mended, cost) > 0.96 * best
+    assert unmended is None or rate(0.75, 2, unmended, cost) < rate(0.75, 2, mended, cost)
+
+
+def test_a_prompt_that_the_drafter_catches_up_with_does_not_make_growth_dear() -> None:
+    policy, cost = make(0.2e-3), GrowthCost(0.35e-3, 0.2e-3)
+    play(policy, 0.8, 200, cost=cost)
+    before = usual(play(policy, 0.8, 100, cost=cost))
+    policy.note(Growth(4, 31), 1, [OwnPath(0, [0, 2])], seconds=0.5)
+    assert usual(play(policy, 0.8, 40, cost=cost)) == before
+
+
 def test_what_is_chosen_is_about_the_best_there_is() -> None:
     chance, spread = 0.75, 2
     growth = usual(play(make(), chance, 4000, spread))
-
-    def rate(steps: int, nodes: int) -> float:
-        depth = min(steps, -(-nodes // spread))
-        tokens = 1 + sum(chance**level for level in range(1, depth + 1))
-        cost = GrowthCost(0.35e-3, 0.27e-3).seconds(steps)
-        return tokens / (seconds(1 + nodes) + cost)
-
-    assert growth is not None
-    best = max(rate(steps, nodes) for steps in range(9) for nodes in SIZES)
-    assert rate(*growth) > 0.96 * best
+    cost = GrowthCost(0.35e-3, 0.27e-3)
+    best = max(rate(chance, spread, Growth(steps, nodes), cost) for steps in range(1, 9) for nodes in SIZES)
+    assert growth is not None and rate(chance, spread, growth, cost) > 0.96 * best
 
 
 def test_a_drafter_that_gets_better_is_used_again() -> None:

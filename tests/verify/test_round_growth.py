@@ -272,7 +272,9 @@ class Sleepy:
     def rests(self, num_rows: int, num_rounds: int = 1) -> bool:
         return self.num_planned % 16 + min(num_rounds, 3) < 10
 
-    def note(self, growth: Growth, num_rows: int, paths: object, num_given: int = 0) -> None:
+    def note(
+        self, growth: Growth, num_rows: int, paths: object, num_given: int = 0, seconds: float | None = None
+    ) -> None:
         self.num_learned += 1
 
 

@@ -93,7 +93,7 @@ class RoundPostprocessor:
         log_long_gap(done.gap, done.phases)
         self._drafts.learn()
         if self._growth is not None and done.batch.taken is not None:
-            self._growth.learn(done.batch.taken, done.batch.entries, done.results)
+            self._growth.learn(done.batch.taken, done.batch.entries, done.results, done.pending.drafting_seconds)
         self._cost.follow_contexts(sum(entry.start for entry in done.batch.entries if entry.samples))
         # Behind a round with prefill the device may still be busy with it.
         if not done.prefills and not self._prefilled:

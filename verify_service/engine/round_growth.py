@@ -128,8 +128,13 @@ class RoundGrowth:
             if entry.samples
         )
 
-    def learn(self, taken: TakenTrees, entries: Sequence[Entry], results: Sequence[Result]) -> None:
-        """Learn how many nodes a finished round accepted from the trees it was given, beside what others had found."""
+    def learn(
+        self, taken: TakenTrees, entries: Sequence[Entry], results: Sequence[Result], seconds: float | None
+    ) -> None:
+        """Learn how many nodes a finished round accepted from the trees it was given, beside what others had found.
+
+        `seconds`: what the growth of those trees took, if it was measured.
+        """
         scores = np.sort([-score for entry in entries for score in entry.nodes.scores if score <= 0])
         paths, num_given = [], 0
         for entry, result in zip(entries, results, strict=True):
@@ -142,7 +147,7 @@ class RoundGrowth:
             if own:
                 ranks = np.searchsorted(scores, [-nodes.scores[node] for node in own])
                 paths.append(OwnPath(first, ranks.tolist()))
-        self._policy.note(taken.growth, taken.num_rows, paths, num_given)
+        self._policy.note(taken.growth, taken.num_rows, paths, num_given, seconds)
 
 
 def _are_drafted(entries: Sequence[Entry]) -> bool:

@@ -32,6 +32,8 @@ _LOOK_EVERY = 8
 _LEARN = 0.02
 _LEARN_FROM_PROBES = 0.15
 """Weights of the newest round in the averages, where every round is drafted for and where only probes are."""
+_LEARN_COST = 0.05
+"""Weight of the newest round in the average time of growth by as many levels."""
 _HYSTERESIS = 1.02
 
 
@@ -49,6 +51,39 @@ class GrowthCost:
         return self.fixed + (num_steps - 1) * self.step if num_steps else 0.0
 
 
+class _FollowedCost:
+    """The cost of growth behind rounds of one size: measured at start, followed while serving.
+
+    Other services may start on the device just then, and make it look dear.
+    """
+
+    def __init__(self, measured: GrowthCost, max_steps: int) -> None:
+        self.cost = measured
+        self._levels = np.arange(max_steps + 1, dtype=np.float64)
+        self._seconds: NDArray[np.float64] = np.array([measured.seconds(steps) for steps in range(max_steps + 1)])
+        """By levels, the average of what rounds took; as measured, where none have."""
+        self._weights: NDArray[np.float64] = np.zeros(max_steps + 1)
+        self._weights[[1, max_steps]] = 1.0
+
+    def observe(self, num_steps: int, seconds: float) -> None:
+        """Follow the growth behind a round, which took so long."""
+        known = self.cost.seconds(num_steps)
+        # Now and then the drafter catches up with a prompt meanwhile.
+        seconds = min(max(seconds, 0.5 * known), 2.0 * known)
+        self._weights[num_steps] = min(self._weights[num_steps] + 1.0, 1.0 / _LEARN_COST)
+        self._seconds[num_steps] += (seconds - self._seconds[num_steps]) / self._weights[num_steps]
+        self.cost = self._line()
+
+    def _line(self) -> GrowthCost:
+        """The line that lies closest to all averages."""
+        total = self._weights.sum()
+        levels, seconds = (float(self._weights @ values) / total for values in (self._levels, self._seconds))
+        beside = self._weights * (self._levels - levels)
+        spread = float(beside @ self._levels)
+        step = max(float(beside @ self._seconds) / spread, 0.0) if spread else 0.0
+        return GrowthCost(max(seconds + (1.0 - levels) * step, 0.0), step)
+
+
 class OwnPath(NamedTuple):
     """The part of an accepted path that none but the device had found."""
 
@@ -64,8 +99,9 @@ class _Table:
     Those that draft services had found are counted apart: they are accepted with any growth, and with none.
     """
 
-    def __init__(self, num_steps: int, sizes: Sequence[int], trial_rounds: int) -> None:
+    def __init__(self, num_steps: int, sizes: Sequence[int], cost: GrowthCost, trial_rounds: int) -> None:
         self.sizes = np.array(sizes)
+        self.followed = _FollowedCost(cost, num_steps)
         self.trial_rounds = trial_rounds
         self.accepted: NDArray[np.float64] = np.zeros((num_steps + 1, len(sizes)))
         self.num_seen = np.zeros(self.accepted.shape, np.int64)
@@ -112,7 +148,7 @@ class GrowthPolicy:
         max_steps: int,
         fixed: Growth | None = None,
     ) -> None:
-        """`round_seconds`: seconds of a round by its tokens. `costs`: cost of growth by a round's requests.
+        """`round_seconds`: seconds of a round by its tokens. `costs`: measured cost of growth by a round's requests.
 
         `sizes`: numbers of nodes that fill rounds of so many requests, ascending. `fixed`: growth of every round, where
         none is to be chosen.
@@ -161,12 +197,22 @@ class GrowthPolicy:
             return False
         return table.num_rounds > table.trial_rounds + 1 and table.since_probe + num_rounds < table.probe_every
 
-    def note(self, growth: Growth, num_rows: int, paths: Sequence[OwnPath], num_given: int = 0) -> None:
+    def note(
+        self,
+        growth: Growth,
+        num_rows: int,
+        paths: Sequence[OwnPath],
+        num_given: int = 0,
+        seconds: float | None = None,
+    ) -> None:
         """Learn from a round that verified a growth.
 
-        `paths`: of requests. `num_given`: accepted nodes that draft services had found, over all requests.
+        `paths`: of requests. `num_given`: accepted nodes that draft services had found, over all requests. `seconds`:
+        of the growth, if it was measured.
         """
         table = self._table(num_rows)
+        if seconds is not None:
+            table.followed.observe(growth.num_steps, seconds)
         size = int(np.searchsorted(table.sizes, growth.num_nodes))
         if size >= len(table.sizes):
             return
@@ -183,30 +229,29 @@ class GrowthPolicy:
         found = self._tables.get(num_rows)
         if found is None or len(found.sizes) != len(sizes):
             useless = [table for rows, table in self._tables.items() if table.is_useless(rows)]
-            found = self._tables[num_rows] = _Table(self._max_steps, sizes, self._trial_rounds(num_rows, sizes[-1]))
+            cost = self._costs(num_rows)
+            dear = self._largest_seconds(num_rows, sizes[-1], cost) / (_DEAR_TRIAL * self._round_seconds(num_rows))
+            trial_rounds = max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(dear, 1.0)))
+            found = self._tables[num_rows] = _Table(self._max_steps, sizes, cost, trial_rounds)
             if useless:
                 # What is useless in some rounds is so in all: it is tried now and then, and not at first.
                 found.num_rounds, found.choice = found.trial_rounds + 2, (0, 0)
                 found.probe_every = max(table.probe_every for table in useless)
         return found
 
-    def _trial_rounds(self, num_rows: int, most_nodes: int) -> int:
-        dear = self._largest_seconds(num_rows, most_nodes) / (_DEAR_TRIAL * self._round_seconds(num_rows))
-        return max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(dear, 1.0)))
-
-    def _largest_seconds(self, num_rows: int, most_nodes: int) -> float:
+    def _largest_seconds(self, num_rows: int, most_nodes: int, cost: GrowthCost) -> float:
         """Seconds of a round that grows the largest tree, and verifies as large a one."""
-        return self._round_seconds(num_rows + most_nodes) + self._costs(num_rows).seconds(self._max_steps)
+        return self._round_seconds(num_rows + most_nodes) + cost.seconds(self._max_steps)
 
     def _least_probe_rounds(self, table: _Table, num_rows: int) -> int:
         """Rounds from one probe to the next in which probes take no more than their share of the time."""
-        cost, (steps, size) = self._costs(num_rows), table.choice
+        cost, (steps, size) = table.followed.cost, table.choice
         usual = self._round_seconds(num_rows + int(table.sizes[size]) if steps else num_rows) + cost.seconds(steps)
-        probe = self._largest_seconds(num_rows, int(table.sizes[-1]))
+        probe = self._largest_seconds(num_rows, int(table.sizes[-1]), cost)
         return round((1 if steps else PROBE_LENGTH) * (probe / usual - 1.0) / _PROBE_SHARE)
 
     def _best(self, table: _Table, num_rows: int) -> tuple[int, int]:
-        cost = self._costs(num_rows)
+        cost = table.followed.cost
         drafting = np.array([cost.seconds(steps) for steps in range(self._max_steps + 1)])
         verifying = np.array([self._round_seconds(num_rows + int(size)) for size in table.sizes])
         committed = num_rows + table.num_given
