@@ -226,7 +226,7 @@ def stretches(config: GemmConfig | RingConfig, tiles: int, steps: int, processor
 
 RING_WEIGHTS = (16_000_000, 128_000_000)
 """Smaller matrices, those of ranks included, and larger ones were not measured."""
-_RING_ROWS = {16: 64, 8: 32, 4: 16}
+_RING_ROWS = {16: 64, 8: 64, 4: 16}
 """Rows up to which they were faster than kernels.jit.gemm, by the bits of a weight."""
 _RING_ROWS_OF_GROUPS = 16
 """The same for weights with scales of groups of columns."""
@@ -255,7 +255,7 @@ def choose_ring(
     if gated:
         configs = {
             16: RingConfig(128, 64, stages=6),
-            8: RingConfig(128, 128, stages=4, warps=8),
+            8: RingConfig(128, 128, stages=4, warps=8) if rows <= 32 else RingConfig(128, 128, stages=3),
             4: RingConfig(128, 256, stages=3, warps=8),
         }
         return configs[code_bits] if tiles >= processors else None
@@ -266,6 +266,9 @@ def choose_ring(
         config = RingConfig(block_k=256, stages=5) if one_each else RingConfig(block_k=256, per_sm=2, stages=3)
         if rows > 16 and not one_each:
             config = RingConfig(per_sm=2, stages=6)
+        if rows > 32 and not one_each:
+            # Stretches of few steps are better not halved.
+            config = RingConfig(per_sm=2, stages=4) if size >= 8192 else RingConfig(stages=6)
     else:
         config = RingConfig(block_k=256, per_sm=2, stages=6)
     steps, at_once = ceil_div(size, config.block_k), config.per_sm * processors
@@ -279,7 +282,8 @@ def choose_ring(
         config = (
             RingConfig(block_k=256, split_k=0, per_sm=3, stages=3) if code_bits == 4 else replace(config, split_k=0)
         )
-    while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > SHARED_MEMORY - SHARED_MARGIN:
+    most = SHARED_MEMORY - (SHARED_MARGIN if rows <= 32 or config.per_sm == 1 else 0)
+    while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > most:
         config = replace(config, stages=config.stages - 1)
     return config
 
