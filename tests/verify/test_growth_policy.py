@@ -6,7 +6,10 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verify_service.engine.build import node_counts
 from verify_service.engine.round import Growth
@@ -18,7 +21,7 @@ from verify_service.speculation.growth_policy import (
     TRIAL_ROUNDS,
     GrowthCost,
     GrowthPolicy,
-    OwnPath,
+    VerifiedNodes,
 )
 
 SIZES = (3, 7, 15, 31, 63)
@@ -30,6 +33,16 @@ def seconds(tokens: int) -> float:
 
 def make(step: float = 0.27e-3, fixed: Growth | None = None, max_steps: int = 8) -> GrowthPolicy:
     return GrowthPolicy(seconds, lambda _: GrowthCost(0.35e-3, step), lambda _: SIZES, max_steps, fixed)
+
+
+def verified(growth: Growth, spread: int, depth: int) -> VerifiedNodes:
+    """The nodes of such a growth, `spread` of each level, of which the best of the first `depth` are accepted."""
+    count = min(growth.num_nodes, growth.num_steps * spread)
+    return VerifiedNodes(
+        [-0.1 * (node + 1) for node in range(count)],
+        [node // spread + 1 for node in range(count)],
+        [level * spread for level in range(depth)],
+    )
 
 
 def play(
@@ -46,7 +59,7 @@ def play(
             while depth < pending.num_steps and depth * spread < pending.num_nodes and source.random() < chance:
                 depth += 1
             found = None if cost is None else cost.seconds(pending.num_steps) * source.uniform(0.95, 1.1)
-            policy.note(pending, 1, [OwnPath(0, [level * spread for level in range(depth)])], seconds=found)
+            policy.note(pending, 1, verified(pending, spread, depth), seconds=found)
         pending = policy.plan(1)
         grown.append(pending)
     return grown
@@ -129,11 +142,37 @@ def test_times_that_were_measured_wrong_at_the_start_are_put_right(factor: float
     assert unmended is None or rate(0.75, 2, unmended, cost) < rate(0.75, 2, mended, cost)
 
 
+@given(data=st.data(), num_steps=st.integers(1, 4))
+def test_a_deep_tree_tells_what_shallower_and_smaller_ones_would_have_brought(
+    data: st.DataObject, num_steps: int
+) -> None:
+    parents = data.draw(
+        st.lists(st.integers(-1, 11), max_size=12).map(lambda p: [min(q, i - 1) for i, q in enumerate(p)])
+    )
+    costs = data.draw(st.lists(st.floats(0.01, 3), min_size=len(parents), max_size=len(parents), unique=True))
+    scores: list[float] = []
+    depths: list[int] = []
+    for node, (parent, cost) in enumerate(zip(parents, costs, strict=True)):
+        scores.append((scores[parent] if parent >= 0 else 0.0) - cost - 1e-6 * node)
+        depths.append((depths[parent] if parent >= 0 else 0) + 1)
+    path, node = [], data.draw(st.integers(-1, len(parents) - 1))
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    sizes = np.array([1, 3, 12])
+    found = VerifiedNodes(scores, depths, path[::-1]).accepted_within(num_steps, sizes)
+    for steps in range(num_steps + 1):
+        fitting = sorted(
+            (node for node in range(len(parents)) if depths[node] <= steps), key=lambda node: -scores[node]
+        )
+        assert found[steps].tolist() == [sum(node in fitting[:size] for node in path) for size in sizes]
+
+
 def test_a_prompt_that_the_drafter_catches_up_with_does_not_make_growth_dear() -> None:
     policy, cost = make(0.2e-3), GrowthCost(0.35e-3, 0.2e-3)
     play(policy, 0.8, 200, cost=cost)
     before = usual(play(policy, 0.8, 100, cost=cost))
-    policy.note(Growth(4, 31), 1, [OwnPath(0, [0, 2])], seconds=0.5)
+    policy.note(Growth(4, 31), 1, verified(Growth(4, 31), 2, 2), seconds=0.5)
     assert usual(play(policy, 0.8, 40, cost=cost)) == before
 
 
@@ -159,7 +198,7 @@ def test_nothing_is_planned_while_it_rests() -> None:
     policy, num_rests, pending = make(), 0, None
     for _ in range(4000):
         if pending is not None:
-            policy.note(pending, 1, [])
+            policy.note(pending, 1, verified(pending, 2, 0))
         rests, long = policy.rests(1), policy.rests(1, 64)
         assert rests or not long
         pending = policy.plan(1)

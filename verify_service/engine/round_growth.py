@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Entry, Growth, Nodes, Result, TakenTrees, count_given, follow
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.round_drafts import RoundDrafts
-from verify_service.speculation.growth_policy import GrowthPolicy, OwnPath
+from verify_service.speculation.growth_policy import GrowthPolicy, VerifiedNodes
 
 _LEAST_SHARE = 8
 """Least limit on the nodes of one request among many, if its tree has as many."""
@@ -135,19 +134,20 @@ class RoundGrowth:
 
         `seconds`: what the growth of those trees took, if it was measured.
         """
-        scores = np.sort([-score for entry in entries for score in entry.nodes.scores if score <= 0])
-        paths, num_given = [], 0
+        scores: list[float] = []
+        depths: list[int] = []
+        accepted: list[int] = []
+        num_given = 0
         for entry, result in zip(entries, results, strict=True):
-            if not result.num_accepted:
-                continue
             nodes, tokens = entry.nodes, result.token_ids[: result.num_accepted]
             first = count_given(nodes, tokens)
             num_given += first
-            own = follow(nodes.parents, nodes.token_ids, tokens)[first:] if nodes.scores else []
-            if own:
-                ranks = np.searchsorted(scores, [-nodes.scores[node] for node in own])
-                paths.append(OwnPath(first, ranks.tolist()))
-        self._policy.note(taken.growth, taken.num_rows, paths, num_given, seconds)
+            if nodes.scores:
+                path = follow(nodes.parents, nodes.token_ids, tokens)
+                accepted += [len(scores) + node for node in path[first:]]
+                scores += [score if score <= 0 else -math.inf for score in nodes.scores]
+                depths += nodes.depths
+        self._policy.note(taken.growth, taken.num_rows, VerifiedNodes(scores, depths, accepted), num_given, seconds)
 
 
 def _are_drafted(entries: Sequence[Entry]) -> bool:

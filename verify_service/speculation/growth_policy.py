@@ -84,13 +84,28 @@ class _FollowedCost:
         return GrowthCost(max(seconds + (1.0 - levels) * step, 0.0), step)
 
 
-class OwnPath(NamedTuple):
-    """The part of an accepted path that none but the device had found."""
+class VerifiedNodes(NamedTuple):
+    """The nodes that a round verified of the trees that had grown for it, of all its requests."""
 
-    num_given: int
-    """Accepted nodes above it."""
-    ranks: Sequence[int]
-    """How many of all nodes that grew on the device were better than each one along it."""
+    scores: Sequence[float]
+    """Path scores; -inf for nodes that did not grow on the device."""
+    depths: Sequence[int]
+    """Below the root, which has 0."""
+    accepted: Sequence[int]
+    """Indices of those that were accepted, without those that draft services had found."""
+
+    def accepted_within(self, num_steps: int, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[num_steps + 1, sizes], how many of them had been there had trees grown by fewer levels, or nodes.
+
+        With d levels trees have the best nodes that are no deeper: an accepted node needs none of the others' places.
+        """
+        levels, depths = np.arange(num_steps + 1), np.array(self.depths, np.int64)
+        scores, accepted = np.array(self.scores), np.array(self.accepted, np.int64)
+        is_better = scores > scores[accepted][:, None]
+        # [accepted, levels], the better ones no deeper than each level.
+        ranks = is_better.astype(np.float64) @ (depths[:, None] <= levels)
+        is_there = (ranks[:, :, None] < sizes) & (depths[accepted][:, None] <= levels)[:, :, None]
+        return np.asarray(is_there.sum(axis=0), np.float64)
 
 
 class _Table:
@@ -136,8 +151,9 @@ class _Table:
 class GrowthPolicy:
     """Picks levels and nodes that maximise expected committed tokens over measured time.
 
-    Every round that was drafted for tells what less would have brought: an accepted node of depth d that was the r-th
-    best of all requests' would have been there with d levels and r nodes. What more would bring is tried now and then.
+    Every round that was drafted for tells what less would have brought: an accepted node of depth d would have been
+    there with d levels or more, if it was among the best of all requests' nodes that are no deeper than so many levels.
+    What more would bring is tried now and then.
     """
 
     def __init__(
@@ -201,14 +217,14 @@ class GrowthPolicy:
         self,
         growth: Growth,
         num_rows: int,
-        paths: Sequence[OwnPath],
+        nodes: VerifiedNodes,
         num_given: int = 0,
         seconds: float | None = None,
     ) -> None:
         """Learn from a round that verified a growth.
 
-        `paths`: of requests. `num_given`: accepted nodes that draft services had found, over all requests. `seconds`:
-        of the growth, if it was measured.
+        `num_given`: accepted nodes that draft services had found, over all requests. `seconds`: of the growth, if it
+        was measured.
         """
         table = self._table(num_rows)
         if seconds is not None:
@@ -216,12 +232,7 @@ class GrowthPolicy:
         size = int(np.searchsorted(table.sizes, growth.num_nodes))
         if size >= len(table.sizes):
             return
-        accepted = np.zeros(table.accepted.shape)
-        levels = np.arange(table.accepted.shape[0])[:, None]
-        for above, ranks in paths:
-            within = np.searchsorted(np.asarray(ranks), table.sizes)
-            accepted += np.minimum(np.maximum(levels - above, 0), within[None, :])
-        table.learn(growth.num_steps, size, accepted, num_given)
+        table.learn(growth.num_steps, size, nodes.accepted_within(self._max_steps, table.sizes), num_given)
         table.num_new += 1 if table.choice[0] else _LOOK_EVERY
 
     def _table(self, num_rows: int) -> _Table:
