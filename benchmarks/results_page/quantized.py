@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from benchmarks.results_page.reports import Cells, report, table, targets
 
-TEXT, ENGINE = "quantized_text", "engine_quantized_warps_h200"
+TEXT, ENGINE = "quantized_text", "engine_quantized_growth_h200"
 LONG_ENGINE = "engine_quantized_h100"
-SPEC = {"fp8": "split_fp8_warps_h200", "bf16": "split_bf16_warps_h200"}
+SPEC = {"fp8": "split_fp8_growth_h200", "bf16": "split_bf16_growth_h200"}
 TEXT_CASES = {
     "fp8": "fp8 per channel",
     "fp8-block": "fp8 in blocks",
