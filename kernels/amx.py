@@ -104,6 +104,8 @@ def four_bit_product(rows: Tensor, blocks: Tensor, num_out: int) -> Tensor:
     count, size = rows.shape
     if not 1 <= count <= MAX_ROWS or rows.stride(1) != 1 or rows.dtype != torch.bfloat16:
         raise ValueError(f"{rows.dtype} {tuple(rows.shape)} rows; 1 to {MAX_ROWS} in bfloat16 can be taken")
+    if size % GROUP or num_out % TILE or blocks.numel() != size // GROUP * (num_out // TILE) * _BLOCK:
+        raise ValueError(f"{blocks.numel()} bytes of blocks are no weights of [{num_out}, {size}]")
     out = torch.empty(count, num_out, dtype=torch.bfloat16)
     for first in range(0, count, _VARIANTS[-1]):
         some = min(count - first, _VARIANTS[-1])

@@ -288,7 +288,7 @@ def _check_target(verify: VerifyOptions) -> None:
 def _check_config(folder: Path, verify: VerifyOptions) -> None:
     with under("--model"):
         positions = check_config(folder, verify.model_impl)
-    verify.check_context_length(positions)
+    verify.check_lengths(positions)
 
 
 def _check_draft_model(path: str) -> None:

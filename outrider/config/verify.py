@@ -10,6 +10,8 @@ from outrider.config.service import GRPC_DOOR, PeerServiceOptions
 from outrider.errors import ConfigError
 
 MAX_RANKS = 16
+LEAST_TOKENS = 512
+"""Of a KV cache: rounds are warmed up in as many."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,16 @@ class VerifyOptions(PeerServiceOptions):
         maximum=1,
     )
 
-    def check_context_length(self, positions: int, room: int = 0) -> None:
-        """Raise ConfigError for a context over the model's `positions`, 0 for unknown, or over what has room."""
+    def longest_request(self, num_tokens: int) -> int:
+        """Tokens of the longest request that a KV cache of so many has room for, beside draft tokens."""
+        return num_tokens // self.page_size * self.page_size - self.max_draft_tokens - self.page_size
+
+    def check_lengths(self, positions: int, num_tokens: int | None = None) -> None:
+        """Raise ConfigError for a KV cache that is too small, or a context over that or over the model's `positions`.
+
+        `num_tokens`: of the KV cache as it was sized; before that `max_total_tokens` is checked, if it was given.
+        `positions`: 0 for unknown.
+        """
         if self.context_length == 1:
             raise ConfigError(
                 "--context-length: 1 is no room for a prompt and an answer; use 2 or more, or leave it out"
@@ -181,10 +191,23 @@ class VerifyOptions(PeerServiceOptions):
                 f"--context-length: {self.context_length} is over the {positions} positions of the model "
                 "(max_position_embeddings in its config.json); lower it, or leave it out to have them all"
             )
-        room = room or self.max_total_tokens
-        if 0 < room < self.context_length:
+        if num_tokens is not None or self.max_total_tokens:
+            self._check_cache(self.max_total_tokens if num_tokens is None else num_tokens)
+
+    def _check_cache(self, num_tokens: int) -> None:
+        if num_tokens // self.page_size * self.page_size < LEAST_TOKENS:
             raise ConfigError(
-                f"--context-length: {self.context_length} is over the {room} tokens that the KV cache has room for; "
+                f"--max-total-tokens: {num_tokens} tokens are too few to warm up; allow at least {LEAST_TOKENS}"
+            )
+        longest = self.longest_request(num_tokens)
+        if longest < 2:
+            raise ConfigError(
+                f"--max-total-tokens: {num_tokens} leave no room beside {self.max_draft_tokens} draft tokens; "
+                "raise it or lower --max-draft-tokens"
+            )
+        if longest < self.context_length:
+            raise ConfigError(
+                f"--context-length: {self.context_length} is over the {longest} tokens that the KV cache has room for; "
                 "lower it, or raise --max-total-tokens"
             )
 

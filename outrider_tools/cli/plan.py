@@ -15,7 +15,7 @@ from outrider.cli.options import add_service_options, parse_service_options, who
 from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import aligned, make_console
 from outrider.config.draft import DraftOptions
-from outrider.config.verify import VerifyOptions
+from outrider.config.verify import LEAST_TOKENS, VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.capacity import (
     CONTEXT_BYTES,
@@ -172,8 +172,8 @@ def plan_target(
         tokens = 0  # the service takes the number as it is, whatever --mem-fraction-static says
     pages = tokens // options.page_size
     tokens = pages * options.page_size
-    longest = min(config.max_positions, tokens - options.max_draft_tokens - options.page_size)
-    if longest < 2:  # the service refuses to start
+    longest = min(config.max_positions, options.longest_request(tokens))
+    if longest < 2 or tokens < LEAST_TOKENS:  # the service refuses to start
         tokens = pages = longest = 0
     return Capacity(
         memory=memory,
@@ -193,9 +193,7 @@ def plan_target(
         outside=outside,
         kv_tokens=tokens,
         num_pages=pages,
-        context=min(options.context_length or longest, longest)
-        if tokens or memory
-        else options.context_length or config.max_positions,
+        context=options.context_length or (longest if tokens or memory else config.max_positions),
         max_running=options.max_running_requests,
         num_ranks=options.tensor_parallel_size,
     )
@@ -261,6 +259,7 @@ def run(arguments: argparse.Namespace) -> int:
     fields, generation = read_configs(folder)
     ours = choose_impl(fields, verify.model_impl) == "outrider"
     config = ModelConfig.from_fields(fields, generation) if ours else foreign_shape(fields, generation)
+    verify.check_lengths(config.max_positions)
     if gpu.memory:
         check_heads(config)
     whole, ranks = config, verify.tensor_parallel_size
@@ -275,6 +274,8 @@ def run(arguments: argparse.Namespace) -> int:
         beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
         features = drafter.features_per_token if drafter is not None else 0
         plan = plan_target(config, elements, dtype, verify, gpu.memory, features, beside)
+    if plan.kv_tokens:
+        verify.check_lengths(config.max_positions, plan.kv_tokens)
     each = arguments.request_tokens
     if plan.kv_tokens and each is not None and each > plan.context:
         raise ConfigError(f"--request-tokens: {each} is over {plan.context}, the longest request here; lower it")

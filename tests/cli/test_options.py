@@ -136,8 +136,8 @@ def test_a_context_that_the_model_has_not_is_told_with_the_other_mistakes(
         f"--context-length: 999999 is over the {limit} positions of the model (max_position_embeddings in its "
         "config.json); lower it, or leave it out to have them all"
     )
-    assert main(["up", "--ephemeral", *wrong, "--context-length=512", "--max-total-tokens=256"]) == 2
-    assert "--context-length: 512 is over the 256 tokens that the KV cache has room for" in capsys.readouterr().err
+    assert main(["up", "--ephemeral", *wrong, "--context-length=512", "--max-total-tokens=512"]) == 2
+    assert "--context-length: 512 is over the 433 tokens that the KV cache has room for" in capsys.readouterr().err
 
 
 def test_what_the_gateway_and_tls_would_refuse_is_told_before_anything_starts(

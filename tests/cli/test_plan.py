@@ -320,10 +320,23 @@ def test_a_model_that_does_not_fit_is_said_and_the_exit_code_tells(
     assert "longest request" not in text and "131072" not in text
 
 
-def test_a_cache_too_small_for_any_request_does_not_fit(llama_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told = plan(capsys, f"--model={llama_8b}", "--gpu=L4", "--max-total-tokens=64")
-    assert (code, told["fits"], told["context"], told["requests"]) == (1, False, 0, 0)
-    assert "or another --max-total-tokens" in told["warnings"][0]
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--max-total-tokens=64"], "--max-total-tokens: 64 tokens are too few to warm up; allow at least 512"),
+        (["--context-length=200000"], "--context-length: 200000 is over the 131072 positions of the model"),
+        (
+            ["--context-length=100000", "--max-total-tokens=4096"],
+            "--context-length: 100000 is over the 4017 tokens that the KV cache has room for",
+        ),
+        (["--context-length=100000", "--gpu-memory=20GiB"], "tokens that the KV cache has room for; lower it"),
+    ],
+)
+def test_what_the_service_refuses_is_refused(
+    llama_8b: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"--model={llama_8b}", "--gpu=L4", *words]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_cuda_itself_is_counted_once_with_what_the_share_is_for(

@@ -72,6 +72,9 @@ def test_rows_that_it_does_not_take_are_refused() -> None:
     for rows in (torch.zeros(MAX_ROWS + 1, 64).bfloat16(), torch.zeros(1, 64), torch.zeros(64, 2).bfloat16().T):
         with pytest.raises(ValueError, match=f"1 to {MAX_ROWS} in bfloat16 can be taken"):
             four_bit_product(rows, blocks, 16)
+    for num_out, size in ((32, 32), (16, 64), (20, 32), (16, 40)):
+        with pytest.raises(ValueError, match=rf"320 bytes of blocks are no weights of \[{num_out}, {size}\]"):
+            four_bit_product(torch.zeros(1, size).bfloat16(), torch.zeros(320, dtype=torch.uint8), num_out)
 
 
 def test_it_compiles_on_any_processor() -> None:

@@ -147,7 +147,9 @@ def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("bits", "num_rows"), [(16, 16), (16, MAX_ROWS), (8, 1), (8, 32), (8, MAX_ROWS), (4, 1), (4, 16)])
+@pytest.mark.parametrize(
+    ("bits", "num_rows"), [(16, 16), (16, MAX_ROWS), (8, 1), (8, 32), (8, MAX_ROWS), (4, 1), (4, 16)]
+)
 def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
     for (num_out, size, gated), processors, grouped in itertools.product(SHAPES, (114, 132), (False, True)):
         if grouped and (bits == 16 or num_rows > 16):
@@ -166,7 +168,9 @@ def test_what_has_no_ring() -> None:
     def has_ring(num_out: int, size: int, num_rows: int, bits: int, grouped: bool = False) -> bool:
         return choose_ring(num_out, size, num_rows, False, 132, bits, grouped) is not None
 
-    assert has_ring(4096, 4096, MAX_ROWS, 16) and has_ring(4096, 4096, MAX_ROWS, 8) and has_ring(4096, 4096, 16, 4, True)
+    assert (
+        has_ring(4096, 4096, MAX_ROWS, 16) and has_ring(4096, 4096, MAX_ROWS, 8) and has_ring(4096, 4096, 16, 4, True)
+    )
     assert not has_ring(2048, 4096, 16, 16), "too small"
     assert choose_ring(7168, 4096, 16, True, 132, 8) is None, "half of a gated matrix"
     assert not has_ring(49152, 4096, 16, 16) and not has_ring(32000, 2048, 16, 8), "output matrices were not measured"

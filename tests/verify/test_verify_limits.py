@@ -16,7 +16,15 @@ from verify_service import main
 from verify_service.engine import build
 from verify_service.engine.build import _limits
 from verify_service.engine.loading import load
-from verify_service.engine.memory import Memory
+
+
+def write_model(folder: Path, positions: int) -> None:
+    """A model without weights: there is nothing to read in its files but what it is."""
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32,
+              "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": positions}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
 
 
 def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
@@ -24,7 +32,7 @@ def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
     model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"))
     options = VerifyOptions(max_draft_tokens=600)
     with pytest.raises(ConfigError, match="max-draft-tokens"):
-        _limits(options, Path("unused"), model, Memory(32, 16))  # type: ignore[arg-type]
+        _limits(options, Path("unused"), model, 32)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("pages", "told"), [(512, 8113), (1024, 0)])
@@ -36,23 +44,35 @@ def test_a_context_below_the_model_s_is_told_with_its_reason(
     model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"))
     options = VerifyOptions(max_draft_tokens=63)
     with caplog.at_level("INFO", logger="verify_service"):
-        limits = _limits(options, tmp_path, model, Memory(pages, 16))  # type: ignore[arg-type]
+        limits = _limits(options, tmp_path, model, pages)  # type: ignore[arg-type]
     text = "context of 8113 tokens, not the model's 8192: a KV cache of 8192 has to hold 63 draft tokens, too; "
     assert limits.context_length == (told or 8192)
     assert caplog.messages == ([f"{text}--max-total-tokens raises it"] if told else [])
 
 
-@pytest.mark.parametrize(("context_length", "cache", "most"), [(257, 0, 256), (129, 128, 128)])
+@pytest.mark.parametrize(("context_length", "cache", "most"), [(257, 0, 256), (1010, 1024, 945)])
 def test_a_context_that_cannot_be_is_refused_before_weights_are_read(
     tmp_path: Path, context_length: int, cache: int, most: int
 ) -> None:
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32,
-              "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "model.safetensors"):  # there is nothing to read in them
-        (tmp_path / name).write_text("{}")
+    write_model(tmp_path, 2048 if cache else 256)
     options = VerifyOptions(model=str(tmp_path), context_length=context_length, max_total_tokens=cache)
     with pytest.raises(ConfigError, match=f"--context-length: {context_length} is over the {most} "):
+        load(options)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft_tokens", "told"),
+    [
+        (15, 63, "15 tokens are too few to warm up; allow at least 512"),
+        (527, 700, "527 leave no room beside 700 draft"),
+    ],
+)
+def test_a_cache_that_is_too_small_is_refused_before_weights_are_read(
+    tmp_path: Path, tokens: int, draft_tokens: int, told: str
+) -> None:
+    write_model(tmp_path, 256)
+    options = VerifyOptions(model=str(tmp_path), max_total_tokens=tokens, max_draft_tokens=draft_tokens)
+    with pytest.raises(ConfigError, match=f"--max-total-tokens: {told}"):
         load(options)
 
 

@@ -191,7 +191,7 @@ def following_executor(
     """What another rank than 0 replays rounds with; `draft`: if that is cut, too. Raises ConfigError."""
     tokens = link.least(options.max_total_tokens or gpu_tokens(options, model, draft))
     num_pages = tokens // options.page_size
-    limits = _limits(options, path, model, Memory(num_pages, options.page_size))
+    limits = _limits(options, path, model, num_pages)
     with out_of_memory("KV cache and rounds", "lower --max-total-tokens or --mem-fraction-static"):
         return _cuda_executor(options, model, num_pages, limits, draft, link)
 
@@ -210,11 +210,9 @@ def build(
     )
     tokens = tokens if link is None else link.least(tokens)
     num_pages = tokens // options.page_size
-    if num_pages * options.page_size < 512:
-        raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few to warm up; allow at least 512")
+    limits = _limits(options, path, model, num_pages)
     keep = not options.disable_radix_cache
     memory = Memory(num_pages, options.page_size, keep_prefixes=keep, share_generated=not options.deterministic)
-    limits = _limits(options, path, model, memory)
     fix = "lower --max-total-tokens, --mem-fraction-static, --max-running-requests or --context-length"
     with out_of_memory("KV cache and rounds", fix):
         executor: CudaExecutor | TorchExecutor
@@ -357,22 +355,17 @@ def _max_round_tokens(options: VerifyOptions) -> int:
     return max(options.max_running_requests + options.max_draft_tokens, 1)
 
 
-def _limits(options: VerifyOptions, path: Path, model: LanguageModel, memory: Memory) -> EngineLimits:
+def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages: int) -> EngineLimits:
     """A lone request must always fit, tree included, or preemption could not make room for it."""
     on_gpu = model.device.type == "cuda"
-    room = memory.num_pages * memory.page_size - options.max_draft_tokens - memory.page_size
-    most = min(model.config.max_positions, room)
-    if most < 2:
-        raise ConfigError(
-            f"--max-total-tokens: {memory.num_pages * memory.page_size} leave no room beside "
-            f"{options.max_draft_tokens} draft tokens; raise it or lower --max-draft-tokens"
-        )
-    options.check_context_length(model.config.max_positions, most)
+    num_tokens = num_pages * options.page_size
+    options.check_lengths(model.config.max_positions, num_tokens)
+    most = min(model.config.max_positions, options.longest_request(num_tokens))
     if most < model.config.max_positions and not options.context_length:
         log.info(
             "context of %d tokens, not the model's %d: a KV cache of %d has to hold %d draft tokens, too; "
             "--max-total-tokens raises it",
-            *(most, model.config.max_positions, memory.num_pages * memory.page_size, options.max_draft_tokens),
+            *(most, model.config.max_positions, num_tokens, options.max_draft_tokens),
         )
     limits = EngineLimits(
         # Output matrices are often padded past the tokenizer; what has no text is never sampled.

@@ -66,7 +66,7 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     if memory is not None:
         config = part = cut(config, memory.world)
         device = _rank_device(options, device, memory)
-    options.check_context_length(config.max_positions)
+    options.check_lengths(config.max_positions)
     told = named_draft(options, path)
     if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
         check_drafter(told, path)
