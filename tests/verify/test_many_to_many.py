@@ -142,8 +142,9 @@ def test_one_draft_serves_two_verify_replicas_and_a_killed_one_is_a_clear_error_
         assert sum(reply.num_accepted for reply in replies) > 0
     wait_until(lambda: metric(draft.metrics_url("draft"), "outrider_draft_open_requests") == 0)
     killed, other = replicas.clusters
-    # Without drafts a whole answer takes as many rounds as it has tokens: none is over before the service is.
-    calls = generate_all(killed, PROMPTS, 240, False, lambda count: killed.verify.kill())
+    # Without drafts a whole answer takes as many rounds as it has tokens, and many make them long: none is over before
+    # the service is.
+    calls = generate_all(killed, 8 * PROMPTS, 240, False, lambda count: killed.verify.kill())
     for reply in asyncio.run(calls):
         assert reply.code is grpc.StatusCode.UNAVAILABLE and len(reply.token_ids) < 240, reply
     with openai.OpenAI(base_url=f"{killed.rest_url}/v1", api_key="none", max_retries=0) as client:

@@ -179,6 +179,17 @@ async def test_a_write_that_never_ends_is_given_up() -> None:
         await outbox.write(forever)
 
 
+async def test_updates_gather_until_the_next_message_may_go() -> None:
+    outbox = Outbox(stall_seconds=10)
+    outbox.put(GenerationUpdate(token_ids=[1]))
+    assert [update.token_ids for update in await outbox.take(interval=0.3)] == [[1]]
+    outbox.put(GenerationUpdate(token_ids=[2]))
+    taking = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.put(GenerationUpdate(token_ids=[3]))
+    assert [update.token_ids for update in await taking] == [[2], [3]]
+
+
 async def test_what_gathers_is_sent_in_messages_of_bounded_size_and_in_order() -> None:
     outbox = Outbox(stall_seconds=10)
     for number in range(40_000):

@@ -24,6 +24,9 @@ MAX_UNREAD_WEIGHT = 2 << 20
 _MAX_MESSAGE_WEIGHT = 1 << 18
 """Weight of what is sent in one message, which is far below the limit of a message then."""
 _TOKEN_WEIGHT = 8
+_MESSAGE_SECONDS = 200e-6
+"""About what a gateway takes for a message: 140 us and 50 for each further token (benchmarks/notes/cpu.md). Of many
+answers at once more messages than that would only wait for it, and tokens that come together cost it less."""
 
 
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
@@ -46,6 +49,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._info = info
         self._load = load
         self._stall_seconds = stall_seconds
+        self._num_answers = 0
+        """Answers that are streamed now."""
         self.draining = False
         """While set, new requests are refused."""
 
@@ -58,12 +63,13 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         if self._grammars is not None and admitted.sampling.grammar is not None:
             await self._grammars.check(admitted.sampling.grammar)
         number = self._engine.submit(admitted, outbox.put)
+        self._num_answers += 1
         try:
             # Apart: a status cannot follow a first message that is given up on its way, if it bears the metadata.
             await context.send_initial_metadata(())
             last = False
             while not last:
-                gathered = await outbox.take()
+                gathered = await outbox.take(self._num_answers * _MESSAGE_SECONDS)
                 last = gathered[-1].last
                 error = gathered[-1].error
                 if error is None or len(gathered) > 1:
@@ -74,6 +80,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             self._engine.backlog.slow_readers += error.code == "slow_reader"
             raise
         finally:
+            self._num_answers -= 1
             self._engine.cancel(number)
 
     async def GetInfo(
@@ -92,6 +99,8 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 class Outbox:
     """Gathers updates while the one before them is being written. A reader that falls behind loses its answer.
 
+    Messages follow each other no sooner than all answers' readers can take them.
+
     Used from one event loop.
     """
 
@@ -102,6 +111,8 @@ class Outbox:
         self._updates: deque[GenerationUpdate] = deque()
         self._weight = 0
         self._filled = asyncio.Event()
+        self._next_time = 0.0
+        """Of the event loop's clock, from which the next message may go."""
         self._write_limit: asyncio.Timeout | None = None
         self.overflowed = False
 
@@ -118,9 +129,16 @@ class Outbox:
             if self._write_limit is not None:
                 self._write_limit.reschedule(asyncio.get_running_loop().time())
 
-    async def take(self) -> Sequence[GenerationUpdate]:
-        """Updates for one message, after waiting for the first. Raises OverloadedError for a slow reader."""
+    async def take(self, interval: float = 0.0) -> Sequence[GenerationUpdate]:
+        """Updates for one message, after waiting for the first, and for `interval` seconds since the message before.
+
+        Raises OverloadedError for a slow reader.
+        """
         await self._filled.wait()
+        now = asyncio.get_running_loop().time
+        if (pause := self._next_time - now()) > 0:
+            await asyncio.sleep(pause)
+        self._next_time = now() + interval
         if self.overflowed:
             raise self._slow_reader()
         taken, weight = [], 0
