@@ -206,6 +206,7 @@ class Flood:
     """Stands for an engine: once it is let go on, says more of one answer than anybody could read, and fast."""
 
     def __init__(self) -> None:
+        self.num_running = 1
         self.goes_on = asyncio.Event()
         self.backlog = Backlog()
         self.cancelled = asyncio.Event()

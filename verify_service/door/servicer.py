@@ -49,8 +49,6 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self._info = info
         self._load = load
         self._stall_seconds = stall_seconds
-        self._num_answers = 0
-        """Answers that are streamed now."""
         self.draining = False
         """While set, new requests are refused."""
 
@@ -63,13 +61,12 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         if self._grammars is not None and admitted.sampling.grammar is not None:
             await self._grammars.check(admitted.sampling.grammar)
         number = self._engine.submit(admitted, outbox.put)
-        self._num_answers += 1
         try:
             # Apart: a status cannot follow a first message that is given up on its way, if it bears the metadata.
             await context.send_initial_metadata(())
             last = False
             while not last:
-                gathered = await outbox.take(self._num_answers * _MESSAGE_SECONDS)
+                gathered = await outbox.take(self._engine.num_running * _MESSAGE_SECONDS)
                 last = gathered[-1].last
                 error = gathered[-1].error
                 if error is None or len(gathered) > 1:
@@ -80,7 +77,6 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
             self._engine.backlog.slow_readers += error.code == "slow_reader"
             raise
         finally:
-            self._num_answers -= 1
             self._engine.cancel(number)
 
     async def GetInfo(
@@ -99,9 +95,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
 class Outbox:
     """Gathers updates while the one before them is being written. A reader that falls behind loses its answer.
 
-    Messages follow each other no sooner than all answers' readers can take them.
-
-    Used from one event loop.
+    Messages follow each other no sooner than `take` is told to. Used from one event loop.
     """
 
     def __init__(self, stall_seconds: float, max_weight: int = MAX_UNREAD_WEIGHT) -> None:
