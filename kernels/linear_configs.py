@@ -261,14 +261,15 @@ def choose_ring(
         return configs[code_bits] if tiles >= processors else None
     if code_bits == 16:
         config = RingConfig(stages=8)
+    elif code_bits == 8 and tiles >= _BUSY * processors:
+        config = RingConfig(block_k=256, stages=5)
+    elif code_bits == 8 and rows <= 16:
+        config = RingConfig(block_k=256, per_sm=2, stages=3)
+    elif code_bits == 8 and rows <= 32:
+        config = RingConfig(per_sm=2, stages=6)
     elif code_bits == 8:
-        one_each = tiles >= _BUSY * processors
-        config = RingConfig(block_k=256, stages=5) if one_each else RingConfig(block_k=256, per_sm=2, stages=3)
-        if rows > 16 and not one_each:
-            config = RingConfig(per_sm=2, stages=6)
-        if rows > 32 and not one_each:
-            # Stretches of few steps are better not halved.
-            config = RingConfig(per_sm=2, stages=4) if size >= 8192 else RingConfig(stages=6)
+        # Stretches of few steps are better not halved.
+        config = RingConfig(per_sm=2, stages=4) if size >= 8192 else RingConfig(stages=6)
     else:
         config = RingConfig(block_k=256, per_sm=2, stages=6)
     steps, at_once = ceil_div(size, config.block_k), config.per_sm * processors
@@ -282,6 +283,7 @@ def choose_ring(
         config = (
             RingConfig(block_k=256, split_k=0, per_sm=3, stages=3) if code_bits == 4 else replace(config, split_k=0)
         )
+    # Of 64 rows two programs fit without the margin, and with a step less each they are slower than no ring.
     most = SHARED_MEMORY - (SHARED_MARGIN if rows <= 32 or config.per_sm == 1 else 0)
     while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > most:
         config = replace(config, stages=config.stages - 1)

@@ -139,12 +139,14 @@ class RoundGrowth:
         accepted: list[int] = []
         num_given = 0
         for entry, result in zip(entries, results, strict=True):
-            nodes, tokens = entry.nodes, result.token_ids[: result.num_accepted]
-            first = count_given(nodes, tokens)
-            num_given += first
-            if nodes.scores:
-                path = follow(nodes.parents, nodes.token_ids, tokens)
+            nodes = entry.nodes
+            if result.num_accepted:
+                tokens = result.token_ids[: result.num_accepted]
+                first = count_given(nodes, tokens)
+                num_given += first
+                path = follow(nodes.parents, nodes.token_ids, tokens) if nodes.scores else []
                 accepted += [len(scores) + node for node in path[first:]]
+            if nodes.scores:
                 scores += [score if score <= 0 else -math.inf for score in nodes.scores]
                 depths += nodes.depths
         self._policy.note(taken.growth, taken.num_rows, VerifiedNodes(scores, depths, accepted), num_given, seconds)
