@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from gateway.core.reasoning import ReasoningSplitter
 from gateway.core.request import Job
@@ -12,8 +13,7 @@ from gateway.core.tool_parser import ToolCallDelta, ToolCallParser
 from outrider.protocol.generation import FinishReason, GenerationUpdate, TokenLogprobs, TokenOrigin, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True):
     """One committed token as clients see it."""
 
     id: int
@@ -25,8 +25,7 @@ class Token:
     """A stop or end-of-sequence token: not part of the text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """News of one answer: final text, committed tokens, and at its end the reason."""
 
     choice_index: int
@@ -35,7 +34,7 @@ class Delta:
     chunk: GenerationUpdate
     """What verify sent: log-probabilities of the prompt, which come before the first token, rounds and their trees."""
     finish_reason: FinishReason | None = None
-    usage: Usage | None = field(default=None)
+    usage: Usage | None = None
     """Of the request, in the last delta of its last answer."""
     reasoning: str = ""
     """What the model thinks, where that is told apart: final text, as `text` is."""
@@ -117,7 +116,7 @@ class Answer:
         """The text that was held back; what half a character left counts for the last token here."""
         rest = self._detokenizer.finish()
         if rest and tokens:
-            tokens[-1] = replace(tokens[-1], text=tokens[-1].text + rest)
+            tokens[-1] = msgspec.structs.replace(tokens[-1], text=tokens[-1].text + rest)
         text = self._stop.push(rest)
         if self._stop.hit:
             self.finish_reason = FinishReason.STOP

@@ -6,7 +6,10 @@ In `vllm:*` names a request is one answer. Loads of the verify replicas are aske
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections import Counter as Tally
 from collections.abc import Sequence
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -54,6 +57,15 @@ _LEAST_SECONDS = 0.01
 _ACCEPT_BUCKETS = (*range(1, 17), 24, 32, 64, 128, 256, 1025)
 
 
+class _ManyHistogram(Histogram):
+    """A histogram that takes equal values together: those of one message are, and there are many messages."""
+
+    def observe_many(self, value: float, count: int) -> None:
+        """As `count` times `observe`; of a child, or of a histogram without labels."""
+        self._sum.inc(value * count)
+        self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
+
+
 class GatewayMetrics:
     """The families of one gateway, in a registry of their own. Most have the label model_name."""
 
@@ -70,8 +82,8 @@ class GatewayMetrics:
         def gauge(name: str, text: str, labels: tuple[str, ...] = by_model) -> Gauge:
             return Gauge(name, text, labels, registry=registry)
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, text, by_model, registry=registry, buckets=buckets)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> _ManyHistogram:
+            return _ManyHistogram(name, text, by_model, registry=registry, buckets=buckets)
 
         self.running = gauge("vllm:num_requests_running", "Requests in rounds or prefill.")
         self.waiting = gauge("vllm:num_requests_waiting", "Requests admitted to a queue only.")
@@ -130,6 +142,14 @@ class GatewayMetrics:
         self.draining = gauge("outrider_gateway_draining", "1 while shutting down.", ())
         state = "1 for the state that a verify replica is in."
         self.replica_state = gauge("outrider_gateway_verify_state", state, ("replica", "state"))
+        self._answers_of: dict[str, _AnswerSeries] = {}
+
+    def answers_of(self, model_name: str) -> _AnswerSeries:
+        """What each message of the model's answers adds to."""
+        found = self._answers_of.get(model_name)
+        if found is None:
+            found = self._answers_of[model_name] = _AnswerSeries(self, model_name)
+        return found
 
     async def render(self, model_name: str, router: Router, gate: Gate) -> bytes:
         """The page for a scraper. `model_name` is empty before a model is known."""
@@ -161,12 +181,35 @@ class GatewayMetrics:
             gauge.labels(model_name).set(value)
 
 
+class _AnswerSeries:
+    """The series of one model that every message of an answer adds to: to look them up takes longer than to add."""
+
+    def __init__(self, metrics: GatewayMetrics, model_name: str) -> None:
+        self.generation_tokens = metrics.generation_tokens.labels(model_name)
+        self.inter_token = metrics.inter_token.labels(model_name)
+        self.per_output_token = metrics.per_output_token.labels(model_name)
+        self.accept_length = metrics.accept_length.labels(model_name)
+        self.rounds = metrics.rounds.labels(model_name)
+        self.drafts = metrics.drafts.labels(model_name)
+        self.draft_tokens = metrics.draft_tokens.labels(model_name)
+        self.accepted_tokens = metrics.accepted_tokens.labels(model_name)
+        self._accepted_at: list[Counter] = []
+        self._make_accepted = partial(metrics.accepted_per_position.labels, model_name)
+
+    def accepted_at(self, position: int) -> Counter:
+        """Draft tokens accepted at a depth; the series begins when the first is."""
+        while position >= len(self._accepted_at):
+            self._accepted_at.append(self._make_accepted(str(len(self._accepted_at))))
+        return self._accepted_at[position]
+
+
 class AnswerMeter:
     """Measures one answer."""
 
     def __init__(self, metrics: GatewayMetrics, model_name: str, answer: Answer) -> None:
         self._metrics = metrics
         self._name = model_name
+        self._series = metrics.answers_of(model_name)
         self._answer = answer
         self._arrived = answer.job.arrived
         self._first: float | None = None
@@ -179,41 +222,42 @@ class AnswerMeter:
         self._queued = max(self._queued, chunk.queue_seconds)
         if num_tokens:
             self._time(num_tokens)
-            self._metrics.generation_tokens.labels(self._name).inc(num_tokens)
-        left = len(chunk.token_ids)
-        for round_ in chunk.rounds:
-            # One that an accepted token ends has no bonus token.
-            length = min(round_.num_accepted_tokens + 1, left)
-            left -= length
-            self._metrics.accept_length.labels(self._name).observe(length)
-            self._round(round_.num_draft_tokens, round_.num_accepted_tokens)
+            self._series.generation_tokens.inc(num_tokens)
+        if chunk.rounds:
+            self._count_rounds(chunk)
 
     def _time(self, num_tokens: int) -> None:
-        now = time.monotonic()
-        metrics, name = self._metrics, self._name
+        now, series, later = time.monotonic(), self._series, num_tokens
         if self._first is None:
             self._first = now
-            metrics.first_token.labels(name).observe(now - self._arrived)
-            later = num_tokens - 1
-        else:
-            later = num_tokens
-        gap = (now - self._last) / num_tokens if self._last else 0.0
-        inter, per_output = metrics.inter_token.labels(name), metrics.per_output_token.labels(name)
-        for _ in range(later):
-            inter.observe(gap)
-            per_output.observe(gap)
+            self._metrics.first_token.labels(self._name).observe(now - self._arrived)
+            later -= 1
+        if later:
+            gap = (now - self._last) / num_tokens if self._last else 0.0
+            series.inter_token.observe_many(gap, later)
+            series.per_output_token.observe_many(gap, later)
         self._last = now
 
-    def _round(self, num_draft: int, num_accepted: int) -> None:
-        metrics, name = self._metrics, self._name
-        metrics.rounds.labels(name).inc()
-        if not num_draft:
-            return
-        metrics.drafts.labels(name).inc()
-        metrics.draft_tokens.labels(name).inc(num_draft)
-        metrics.accepted_tokens.labels(name).inc(num_accepted)
-        for position in range(min(num_accepted, _MAX_POSITIONS)):
-            metrics.accepted_per_position.labels(name, str(position)).inc()
+    def _count_rounds(self, chunk: GenerationUpdate) -> None:
+        series, rounds, left = self._series, chunk.rounds, len(chunk.token_ids)
+        series.rounds.inc(len(rounds))
+        lengths, depths = Tally[int](), Tally[int]()
+        for counts in rounds:
+            # One that an accepted token ends has no bonus token.
+            length = min(counts.num_accepted_tokens + 1, left)
+            left -= length
+            lengths[length] += 1
+            if counts.num_draft_tokens:
+                depths[counts.num_accepted_tokens] += 1
+        for length, count in lengths.items():
+            series.accept_length.observe_many(length, count)
+        if depths:
+            series.drafts.inc(depths.total())
+            series.draft_tokens.inc(chunk.num_draft_tokens)
+            series.accepted_tokens.inc(chunk.num_accepted_tokens)
+            for position in range(min(max(depths), _MAX_POSITIONS)):
+                reached = sum(count for depth, count in depths.items() if depth > position)
+                series.accepted_at(position).inc(reached)
 
     def finish(self, outcome: str) -> None:
         """Ends the measurement; `outcome` is "abort" or "error", for an answer that is not whole."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+
+import msgspec
 
 from gateway.core.answer import Answer, Delta
 from gateway.core.catalogue import Catalogue, GatewayModel
@@ -91,7 +92,7 @@ class Gateway:
         async with aclosing(merged) as deltas:
             async for delta in deltas:
                 unfinished -= delta.finish_reason is not None
-                yield delta if unfinished else replace(delta, usage=_usage(jobs, answers))
+                yield delta if unfinished else msgspec.structs.replace(delta, usage=_usage(jobs, answers))
 
     async def _merge(self, answers: Sequence[Answer], model: GatewayModel) -> AsyncGenerator[Delta, None]:
         queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)

@@ -68,6 +68,10 @@ class StructCodec(Generic[StructT, MessageT]):
                 self._convert_in.append((name, _decoder(nested[name], collect)))
             elif known[name].is_repeated:
                 self._convert_in.append((name, _container(hints[name])))
+        # Small structs of which a message brings many.
+        self._is_plain = not (self._convert_in or decoders or local) and not any(
+            known[name].has_presence for name in self._decoded
+        )
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
         self._unset = [
             (name, None if defaults[name] is msgspec.NODEFAULT else defaults[name])
@@ -86,7 +90,10 @@ class StructCodec(Generic[StructT, MessageT]):
 
     def decode(self, message: MessageT) -> StructT:
         """The struct of a message. Raises InvalidRequestError for an array that is no array."""
-        fields = dict(zip(self._decoded, self._of_message(message), strict=True))
+        values = self._of_message(message)
+        if self._is_plain:
+            return self._struct(*values)
+        fields = dict(zip(self._decoded, values, strict=True))
         for name, convert in self._convert_in:
             fields[name] = convert(fields[name])
         for name, default in self._unset:
