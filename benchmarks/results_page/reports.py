@@ -23,6 +23,7 @@ _MOVED = {
     "deterministic": "serving.deterministic",
     "draft_step": "split.draft_step",
     "engine": "engine",
+    "gateway_host": "serving.gateway_host",
     "host_gap": "engine.host_gap",
     "live": "serving.live",
     "load": "serving.load",

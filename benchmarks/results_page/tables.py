@@ -231,6 +231,24 @@ def host_gap_table() -> str:
     return f"{one.source()}\n\n{table(('requests', 'gap, ms', 'gap p99, ms', 'messages in a round, ms'), lines)}"
 
 
+def gateway_host_table() -> str:
+    """The gateway's Python for a message, part by part."""
+    one = report("gateway_host_cpu")
+    cases = {
+        "1 round of 1": "r1 m1",
+        "5 rounds of 1": "r5 m5",
+        "1 round of 5": "r1 m5",
+        "16 rounds of 1": "r16 m16",
+        "5 rounds of 1, stop strings": "r5 m5 stop",
+    }
+    parts = ("decode", "feed", "meter", "encode", "token")
+    lines = [
+        (title, *(one.cell(f"gateway {case}", f"{part}_us", ".1f") for part in parts)) for title, case in cases.items()
+    ]
+    head = ("tokens of a message", "decode, us", "text", "metrics", "encode", "all, a token")
+    return f"{one.source()}\n\n{table(head, lines)}"
+
+
 def attention_table() -> str:
     """Our attention against FlashInfer's."""
     one = report("attention_backends_h200")
@@ -398,6 +416,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine_rounds": engine_rounds,
     "live": live_table,
     "host_gap": host_gap_table,
+    "gateway_host": gateway_host_table,
     "attention": attention_table,
     "model_impl": model_impl_table,
     "exchange": exchange_table,

@@ -1,7 +1,7 @@
 """What a gateway's Python takes for a message of an answer, part by part, without sockets and event loop.
 
-Parts: decode verify's message, feed the answer (text, stop strings), meter it (Prometheus), encode the client's message.
-Each is the fastest of several passes over one answer, in microseconds a message and a token.
+Parts: decode verify's message, feed the answer (text, stop strings), meter it (Prometheus), encode the client's
+message. Each is the fastest of several passes over one answer, in microseconds a message and a token.
 
 python -m benchmarks.serving.gateway_host --out benchmarks/results/gateway_host_cpu.json
 """
@@ -29,12 +29,12 @@ _TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps for a w
 _PARTS = ("decode", "feed", "meter", "encode")
 _MESSAGES = 500
 
-InT, OutT = TypeVar("InT"), TypeVar("OutT")
+OutT = TypeVar("OutT")
 
 
-def _timed(step: Callable[[InT], OutT], items: Sequence[InT], spent: list[float]) -> list[OutT]:
+def _timed(spent: list[float], step: Callable[..., OutT], *columns: Sequence[object]) -> list[OutT]:
     start = time.perf_counter()
-    results = [step(item) for item in items]
+    results = list(map(step, *columns))
     spent.append(time.perf_counter() - start)
     return results
 
@@ -56,10 +56,10 @@ def measure(tokenizer: Tokenizer, num_rounds: int, per_round: int, stop: tuple[s
         answer = Answer(Job(request, 1, stop, time.monotonic()), 0, tokenizer, place=0)
         meter = AnswerMeter(GatewayMetrics(), "model", answer)
         spent: list[float] = []
-        chunks = _timed(UPDATE.decode, sent, spent)
-        deltas = _timed(answer.feed, chunks, spent)
-        _timed(lambda both: meter.chunk(*both), list(zip(chunks, deltas, strict=True)), spent)
-        _timed(lambda delta: encode_delta("bench", delta), deltas, spent)
+        chunks = _timed(spent, UPDATE.decode, sent)
+        deltas = _timed(spent, answer.feed, chunks)
+        _timed(spent, meter.chunk, chunks, deltas)
+        _timed(spent, encode_delta, ["bench"] * len(deltas), deltas)
         passes.append(spent)
     return [min(part) / _MESSAGES for part in zip(*passes, strict=True)]
 

@@ -25,7 +25,7 @@ _MAX_MESSAGE_WEIGHT = 1 << 18
 """Weight of what is sent in one message, which is far below the limit of a message then."""
 _TOKEN_WEIGHT = 8
 _MESSAGE_SECONDS = 200e-6
-"""About what a gateway takes for a message: 140 us and 50 for each further token (benchmarks/notes/cpu.md). Of many
+"""About what a message costs a gateway's process with its sockets (benchmarks/notes/cpu.md). Of many
 answers at once more messages than that would only wait for it, and tokens that come together cost it less."""
 
 
