@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.core.service import Gateway
 from gateway.http.body import BodyReader
 from gateway.http.info import InfoRoutes, TokenizerRoute, prepare_detokenize, prepare_tokenize
-from gateway.http.openapi import docs_page, openapi
+from gateway.http.openapi import documents
 from gateway.http.page import PAGE_HEADERS, Page
 from gateway.http.responses import DOOR, HttpError, error_response, internal_error
 from gateway.openai.chat import ChatBuilder, ChatCompletionRequest
@@ -46,8 +46,6 @@ class RestApp:
         """With `api_keys`, each with its tenant, all paths but pages and `_OPEN_PATHS` need one of them."""
         self._gateway = gateway
         self._api_keys = {key.encode(): tenant for key, tenant in (api_keys or {}).items()}
-        document = openapi(authenticated=bool(api_keys))
-        self._openapi, self._docs_page = json.dumps(document).encode(), docs_page(document)
         guarded = bool(api_keys or options.tls_cert)
         self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
         bodies = BodyReader(max_bytes=options.max_body_bytes, seconds=options.body_seconds)
@@ -130,10 +128,12 @@ class RestApp:
             )
 
     async def _docs(self, request: Request) -> Response:
-        return Response(self._docs_page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+        _, page = await asyncio.to_thread(documents, authenticated=bool(self._api_keys))
+        return Response(page, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def _document(self, request: Request) -> Response:
-        return Response(self._openapi, media_type="application/json")
+        document, _ = await asyncio.to_thread(documents, authenticated=bool(self._api_keys))
+        return Response(document, media_type="application/json")
 
 
 def _check_framing(headers: Headers) -> None:

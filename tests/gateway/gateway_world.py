@@ -8,7 +8,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,12 @@ import openai
 from scripted_verify import ScriptedVerify, VerifyHost
 
 from gateway import main
-from gateway.http import app
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
 from outrider.rpc.channel import open_channel
 from outrider.rpc.tls import TlsSource
 from outrider.v1.gateway_pb2_grpc import GatewayServiceStub
 
-# Making the document takes a tenth of a second, and nearly every test has a gateway of its own, which it waits for.
-app.openapi = cache(app.openapi)  # type: ignore[attr-defined]
 main._READINESS_SECONDS = 0.005
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For clients of plain HTTP: httpx reads all certificates of the machine for each client that is given none."""

@@ -32,7 +32,7 @@ def main() -> None:
     """Call every launcher once; each launch is a compilation."""
     from kernels.jit import frontier
 
-    width = 128
+    width = 64
     burst = _burst(width)
     told = torch.zeros(2, REROOT_WORDS + _REGION, dtype=torch.int32)
     frontier.begin_burst(burst.header, burst.seeds, burst.pool, burst.rows, burst.plan)

@@ -97,7 +97,7 @@ chances = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.2, 0.05, 1e-3, 0.0]), max_s
     st.integers(1, 5),
     st.integers(0, 30),
     st.integers(0, 30),
-    st.lists(st.floats(1e-3, 1.0), min_size=10, max_size=10),
+    st.lists(st.floats(1e-3, 1.0), min_size=len(WIDTHS), max_size=len(WIDTHS)),
     st.sampled_from([0.0, 0.5]),
     st.booleans(),
 )
