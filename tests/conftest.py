@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+from outrider.rpc.lifecycle import new_event_loop
+
+# What a property's example takes hangs on what else the machine does.
+settings.register_profile("outrider", deadline=None)
+settings.load_profile("outrider")
 # Before anything loads torch: tests run in several processes, whose threads would slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -70,6 +77,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "loadgroup", False):  # a process that tests run in
         config.pluginmanager.register(GroupedIds())
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests run on the loop that services run on."""
+    return {"service": new_event_loop}
 
 
 @pytest.fixture(scope="session")

@@ -190,7 +190,7 @@ def test_a_lone_block_is_timed_from_the_commit_to_its_answer() -> None:
 
 
 @pytest.mark.parametrize("shape", [{}, GOES_ON, BLOCKS], ids=["one part", "goes on", "a block"])
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(length=st.integers(1, 30), trace=st.lists(steps, max_size=40))
 def test_features_may_come_in_any_order_or_not_at_all(shape: dict[str, int], length: int, trace: list[tuple]) -> None:
     rig = rig_of(**shape)

@@ -13,7 +13,7 @@ LONE = GOES_ON | {"branching": 2, "lone_branching": 3}
 
 
 @pytest.mark.parametrize("shape", [{}, GOES_ON, LONE], ids=["one part", "goes on", "more candidates of one"])
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(trace=st.lists(steps, max_size=50))
 def test_whatever_verify_does_the_runner_has_no_complaint_and_nothing_leaks(
     shape: dict[str, int], trace: list[tuple]

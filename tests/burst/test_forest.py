@@ -154,7 +154,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 1 << 16), st.lists(steps, max_size=25))
 def test_the_forest_is_what_plain_trees_are(seed: int, trace: list[tuple]) -> None:
     both, draw = Both(), random.Random(seed)

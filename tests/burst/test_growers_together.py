@@ -192,7 +192,7 @@ def test_a_burst_that_fails_leaves_the_n_grams() -> None:
 
 
 @pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(trace=st.lists(steps, max_size=40))
 def test_whatever_verify_does_both_follow_and_nothing_leaks(shape: dict[str, int], trace: list[tuple]) -> None:
     rig = together(**shape)

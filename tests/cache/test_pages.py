@@ -61,7 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=examples(30), deadline=None)
+TestPool.settings = settings(max_examples=examples(30))
 
 
 def test_a_fresh_pool_gives_pages_in_order() -> None:

@@ -113,7 +113,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 TestRadix = RadixMachine.TestCase
-TestRadix.settings = settings(max_examples=examples(30), deadline=None)
+TestRadix.settings = settings(max_examples=examples(30))
 
 
 def kept(cache: RadixCache, pool: PagePool, tokens: list[int]) -> list[int]:

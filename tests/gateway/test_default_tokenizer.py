@@ -39,7 +39,7 @@ def test_conversations_render_as_transformers_renders_them(model_path: Path) -> 
         assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_pieces_add_up_to_the_whole(model_path: Path, data: st.DataObject) -> None:
     tokenizer = load(model_path)

@@ -25,7 +25,7 @@ def pieces(subject: Tokenizer, token_ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_pieces_of_random_tokens_add_up_to_the_whole(kind: str, data: st.DataObject) -> None:
     subject = tokenizer(kind)
@@ -36,7 +36,7 @@ def test_pieces_of_random_tokens_add_up_to_the_whole(kind: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=examples(70), deadline=None)
+@settings(max_examples=examples(70))
 @given(text=st.text(max_size=60))
 def test_no_piece_of_a_text_holds_half_a_character(kind: str, text: str) -> None:
     subject = tokenizer(kind)
@@ -46,7 +46,7 @@ def test_no_piece_of_a_text_holds_half_a_character(kind: str, text: str) -> None
     assert not any("\ufffd" in piece for piece in found)
 
 
-@settings(max_examples=examples(70), deadline=None)
+@settings(max_examples=examples(70))
 @given(data=st.binary(max_size=30))
 def test_any_bytes_decode_as_the_library_decodes_them(data: bytes) -> None:
     subject = tokenizer("byte level")
@@ -104,7 +104,7 @@ def brute_force(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=examples(170), deadline=None)
+@settings(max_examples=examples(170))
 @given(pieces=st.lists(st.text(alphabet="abc", max_size=5), max_size=12), stops=st.lists(LETTERS, max_size=4))
 def test_any_cut_into_pieces_gives_what_the_whole_text_gives(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)

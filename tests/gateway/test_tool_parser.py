@@ -82,7 +82,7 @@ ALPHABET = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[A
             '{"name": "add", ', '"arguments": ', "é"]  # fmt: skip
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(ALPHABET), max_size=12), st.data())
 def test_any_cut_into_pieces_gives_the_same(form: str, parts: list[str], data: st.DataObject) -> None:
     answer = "".join(parts)
@@ -92,7 +92,7 @@ def test_any_cut_into_pieces_gives_the_same(form: str, parts: list[str], data: s
     assert parse(form, pieces, **options) == parse(form, [answer], **options)
 
 
-@settings(max_examples=examples(70), deadline=None)
+@settings(max_examples=examples(70))
 @given(st.sampled_from(sorted(FORMATS)), st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_text_without_calls_comes_through_unchanged(form: str, answer: str) -> None:
     if FORMATS[form].opener not in answer or form == "json":
@@ -106,7 +106,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=examples(70), deadline=None)
+@settings(max_examples=examples(70))
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.tuples(st.sampled_from(sorted(NAMES)),
        st.dictionaries(st.text(max_size=6), VALUES, max_size=3)), min_size=1, max_size=3), st.booleans())  # fmt: skip
 def test_every_call_that_is_written_is_read(form: str, written: list[tuple[str, Any]], ascii_only: bool) -> None:

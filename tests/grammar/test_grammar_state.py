@@ -94,7 +94,7 @@ def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[s
     return st.one_of(lists, objects)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(schema=st.recursive(leaves, nested, max_leaves=6), seed=st.integers(0, 2**32))
 def test_every_complete_answer_parses_and_fits_its_schema(
     vocabulary: GrammarVocabulary, schema: dict[str, Any], seed: int

@@ -114,7 +114,7 @@ def test_without_a_strict_tool_or_with_marks_that_are_no_text_nothing_is_held() 
     assert all(strict_grammar(TOOLS, FORMATS[form], "tools") is None for form in ("llama3", "mistral"))
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=60))
 def test_any_text_without_a_call_is_allowed(text: str, vocabulary: GrammarVocabulary) -> None:
     assert ends(compiled("hermes", vocabulary), text) is ("<tool_call>" not in text)

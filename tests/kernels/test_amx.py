@@ -27,7 +27,7 @@ def made(num_out: int, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @with_amx
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(tiles=st.integers(1, 9), groups=st.integers(1, 12), count=st.integers(1, MAX_ROWS), threads=st.integers(1, 3))
 def test_products_are_those_of_the_wide_weights(tiles: int, groups: int, count: int, threads: int) -> None:
     num_out, size = tiles * TILE, groups * GROUP

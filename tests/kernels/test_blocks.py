@@ -16,7 +16,7 @@ from kernels.frontier_state import BlockRoots, BlockStore, BurstRows, RegionPlan
 from kernels.reference import blocks as reference
 
 PAGE = 4
-vary = settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+vary = settings(max_examples=examples(6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Shapes(NamedTuple):

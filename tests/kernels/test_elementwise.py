@@ -201,7 +201,7 @@ def test_write_equals_reference(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @example(layers=3, kv_heads=4, dim=64, count=4, normed=True, dtype=torch.float32)  # large numbers
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_keys_of_all_layers_are_those_of_each(
     layers: int, kv_heads: int, dim: int, count: int, normed: bool, dtype: torch.dtype, device: str
 ) -> None:

@@ -262,7 +262,7 @@ def test_candidates_join_the_pool(device: str) -> None:
     assert burst.header[0] == 1
 
 
-@settings(max_examples=examples(6), deadline=None)
+@settings(max_examples=examples(6))
 @given(
     seed=st.integers(0, 10_000),
     num_rows=st.integers(1, 4),

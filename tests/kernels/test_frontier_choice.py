@@ -186,7 +186,7 @@ def test_a_list_is_cut_down_to_few(device: str, width: int, score: str) -> None:
     assert width <= len(kept) <= most and torch.equal(kept[:width], best)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 10_000),
     count=st.integers(1, 3000),

@@ -151,7 +151,6 @@ MASKED_TO_FEWER_THAN_TOP_K = [
 @pytest.mark.parametrize("candidates", [16, 2048])
 # An interpreted round takes a second at worst: shrinking would run hundreds.
 @settings(
-    deadline=None,
     max_examples=examples(6),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -163,7 +162,7 @@ def test_tokens_equal_the_reference_sampler(device: str, candidates: int, cases:
     check(trial, random_logits(len(trial.tokens.rows), VOCAB + 3, seed, device), candidates)
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 @given(cases=st.lists(cases(), min_size=1, max_size=3), seed=st.integers(0, 9))
 def test_the_torch_reference_equals_the_reference_sampler(cases: list[Case], seed: int) -> None:
     trial = make_round(cases, VOCAB, "cpu", seed=seed)

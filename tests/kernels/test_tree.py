@@ -39,7 +39,7 @@ def test_longest_path_and_word_borders(device: str) -> None:
     check(make_round([chain(MAX_PATH), random_tree(70, 1, extend=33)], [0, 9], device=device, padding=3, empty_rows=2))
 
 
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=examples(10))
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4), st.integers(0, 30)), min_size=1, max_size=4),
     seed=st.integers(0, 1000),

@@ -94,14 +94,14 @@ def check(trial: Round, logits: torch.Tensor, max_depth: int) -> None:
     assert torch.equal(trial.tables.counts, counts)
 
 
-@settings(deadline=None, max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases=st.lists(trees(), min_size=1, max_size=3), seed=st.integers(0, 9), max_depth=st.sampled_from([3, 8, 20]))
 def test_walks_equal_the_reference(device: str, cases: list[Case], seed: int, max_depth: int) -> None:
     trial = make_round(cases, VOCAB, device, seed=seed)
     check(trial, random_logits(len(trial.tokens.rows), VOCAB, seed, device), max_depth)
 
 
-@settings(deadline=None, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(cases=st.lists(trees(), min_size=1, max_size=3), seed=st.integers(0, 9), max_depth=st.sampled_from([3, 8, 20]))
 def test_the_torch_reference_does_too(cases: list[Case], seed: int, max_depth: int) -> None:
     trial = make_round(cases, VOCAB, "cpu", seed=seed)
@@ -216,13 +216,13 @@ def check_lossy(cases: list[Case], vocab_size: int, seed: int, device: str, cand
         assert out.accepted[row, : len(accepted)].tolist() == [trial.index(row, node) for node in accepted]
 
 
-@settings(deadline=None, max_examples=examples(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases=st.lists(lossy_trees(), min_size=1, max_size=3), seed=st.integers(0, 9))
 def test_lossy_walks_equal_the_rule(device: str, cases: list[Case], seed: int) -> None:
     check_lossy(cases, VOCAB, seed, device)
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 @given(cases=st.lists(lossy_trees(), min_size=1, max_size=3), seed=st.integers(0, 9))
 def test_lossy_walks_of_the_torch_reference_do_too(cases: list[Case], seed: int) -> None:
     check_lossy(cases, VOCAB, seed, "cpu")

@@ -17,7 +17,6 @@ EXAMPLES = examples(25)
 
 fuzz = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.sampling.noise import gumbel, gumbel_of_words, philox
@@ -37,7 +37,6 @@ def test_philox_gives_the_published_answers(
     assert tuple(words[0].tolist()) == expected
 
 
-@settings(deadline=None)
 @given(SEEDS, WORDS, WORDS, st.integers(0, 2**18))
 def test_a_value_is_the_documented_function_of_its_key(seed: int, choice: int, position: int, token_id: int) -> None:
     word = int(philox(np.array([token_id // 4], np.uint64), position, choice, 0, seed)[0, token_id % 4])
@@ -47,7 +46,6 @@ def test_a_value_is_the_documented_function_of_its_key(seed: int, choice: int, p
     np.testing.assert_allclose(value, [expected], rtol=2e-7, atol=1e-9)
 
 
-@settings(deadline=None)
 @given(SEEDS, WORDS, st.integers(1, 700), st.data())
 def test_a_subset_equals_the_same_entries_of_the_row_bitwise(
     seed: int, position: int, vocab_size: int, data: st.DataObject

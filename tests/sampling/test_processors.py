@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -106,7 +106,6 @@ def test_a_path_is_forgotten_after_the_call() -> None:
     assert history.counts([]).tolist() == before.tolist()
 
 
-@settings(deadline=None)
 @given(TIED_ROWS, st.integers(1, 70))
 def test_top_k_keeps_the_lowest_ids_of_a_tie(values: list[float], k: int) -> None:
     row = np.array(values, np.float32)
@@ -114,7 +113,6 @@ def test_top_k_keeps_the_lowest_ids_of_a_tie(values: list[float], k: int) -> Non
     assert top_k_indices(row, k).tolist() == expected
 
 
-@settings(deadline=None)
 @given(TIED_ROWS, st.floats(0, 1))
 def test_top_p_keeps_the_shortest_prefix_that_reaches_the_mass(values: list[float], top_p: float) -> None:
     row = np.array(values, np.float32)

@@ -39,7 +39,7 @@ def random_row(seed: int, size: int = VOCAB) -> torch.Tensor:
     return torch.from_numpy((2.5 * np.random.default_rng(seed).normal(size=size)).astype(np.float32))
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(PARAMS, st.lists(TOKENS, min_size=1, max_size=9), st.lists(TOKENS, max_size=9), st.lists(TOKENS, max_size=5))
 def test_sampling_along_a_path_equals_committing_it_first(
     params: SamplingParams, prompt: list[int], output: list[int], path: list[int]
@@ -59,7 +59,7 @@ def test_sampling_along_a_path_equals_committing_it_first(
     assert on_path.sample(row, [], position) == expected
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(PARAMS, st.lists(TOKENS, min_size=1, max_size=5), st.lists(TOKENS, max_size=4))
 def test_a_token_is_the_argmax_of_processed_logits_plus_the_row_of_noise(
     params: SamplingParams, prompt: list[int], path: list[int]

@@ -141,7 +141,7 @@ class Twins:
             assert getattr(bulk, name) == getattr(single, name), name
 
 
-@settings(max_examples=examples(130), deadline=None)
+@settings(max_examples=examples(130))
 @given(st.lists(steps, max_size=40))
 def test_extended_authors_are_as_those_whose_nodes_were_added(trace: list[tuple[Any, ...]]) -> None:
     twins = Twins()

@@ -101,7 +101,7 @@ def exchange(pair: Pair) -> bool:
     return held
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(steps, max_size=60))
 def test_copies_agree_and_memory_is_bounded_over_any_faults(trace: list[tuple]) -> None:
     pair = Pair()
@@ -110,7 +110,7 @@ def test_copies_agree_and_memory_is_bounded_over_any_faults(trace: list[tuple]) 
         pair.check_safety()
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(steps, max_size=60))
 def test_hits_resume_within_two_exchanges_once_faults_stop(trace: list[tuple]) -> None:
     pair = Pair()
@@ -128,7 +128,7 @@ def test_hits_resume_within_two_exchanges_once_faults_stop(trace: list[tuple]) -
 lies = st.tuples(st.integers(0, 9) | st.integers(1, 2**64 - 1), st.integers(-3, 3), st.lists(tokens, max_size=3))
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(steps | lies, max_size=40))
 def test_hits_resume_within_two_exchanges_after_epochs_that_never_began(trace: list[tuple]) -> None:
     pair = Pair()
@@ -215,7 +215,7 @@ grows = st.builds(
 )
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(grows | st.lists(tokens, min_size=1, max_size=3), max_size=20))
 def test_a_hostile_draft_is_dropped_and_counted_and_what_enters_is_legal(trace: list) -> None:
     pair = Pair()
