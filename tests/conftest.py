@@ -11,9 +11,8 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from hypothesis import settings
-
-from outrider.rpc.lifecycle import new_event_loop
 
 # What a property's example takes hangs on what else the machine does.
 settings.register_profile("outrider", deadline=None)
@@ -81,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Tests run on the loop that services run on."""
-    return {"service": new_event_loop}
+    return {"service": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")

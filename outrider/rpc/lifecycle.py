@@ -19,6 +19,12 @@ from typing import Any, TypeVar
 from outrider.errors import ConfigError
 from outrider.logs import configure_logging, get_logger, redact
 
+if sys.platform == "win32":
+    from asyncio import new_event_loop
+else:
+    # A gateway's process takes a fifth less for a token than with asyncio's own.
+    from uvloop import new_event_loop
+
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
@@ -66,15 +72,6 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     finally:
         with suppress(ConfigError):
             remove_ready_file(ready_file)
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The fastest loop that the system has: a gateway's process takes a fifth less for a token with uvloop."""
-    try:
-        import uvloop
-    except ImportError:  # there is none for Windows
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 async def _with_signals(
