@@ -76,7 +76,7 @@ class SimulatedRunner(runner.BurstRunner):
         self._results: dict[runner.PendingBurst, BurstResult] = {}
         self._free_at = 0.0
         actor.pace = lambda: costs.host * (1.0 if self._free_at > actor.now else costs.idle_host)
-        self._step_seconds, self._launch_seconds = {}, 0.0
+        self._step_seconds, self.launch_seconds = {}, 0.0
 
     def open(self, row: int, sampling: SamplingParams) -> None:
         """See BurstRunner."""

@@ -193,6 +193,7 @@ class DrawingRunner:
     def __init__(self, shape: BurstShape, clock: Clock) -> None:
         self.shape = shape
         self.queued: list[DrawnBurst] = []
+        self.launch_seconds = 0.0
         device = torch.device("cpu")
         self.input, self.output = BurstInput(shape, device), BurstOutput(shape, device)
         self.buckets = StepBuckets(shape)

@@ -33,7 +33,7 @@ class PendingBurst:
 
     @property
     def step_seconds(self) -> float:
-        return 0.0
+        return 0.0 if self._run is None else self._run.runner.step_seconds
 
     def nearly(self, interrupted: Callable[[], bool]) -> bool:
         return self.over(interrupted)
@@ -73,6 +73,8 @@ class ScriptedRunner:
         self.told_at: list[int] = []
         """Steps of the burst before each of those."""
         self.page_owner: dict[int, int] = {}
+        self.launch_seconds = self.step_seconds = 0.0
+        """What it takes the host to queue a part, and the device for a step, which is not known yet."""
         self.launch_fault: Exception | None = None
         self.wait_fault: Callable[[Burst], Exception | None] = lambda burst: None
         self.extend_fault: Exception | None = None

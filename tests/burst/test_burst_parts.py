@@ -30,6 +30,15 @@ def test_a_burst_goes_on_from_its_own_pool_while_nothing_waits_for_its_end() -> 
     check_forest(rig.growth._forest)
 
 
+def test_parts_have_two_steps_where_the_host_needs_longer_than_one_to_queue_them() -> None:
+    rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.0), **GOES_ON)
+    rig.runner.step_seconds, rig.runner.launch_seconds = 0.1, 0.15
+    rig.open(1, [1, 2, 3], credit=60)
+    for _ in range(3):
+        rig.turn()
+    assert rig.runner.parts == [2, 2]
+
+
 def test_parts_run_what_bursts_would_run() -> None:
     """Best first over all that is known, whether the host looks or not."""
     grown = []

@@ -18,7 +18,7 @@ class Launches:
 
     def __init__(self, expected: float) -> None:
         self.expected = expected
-        self._launch_seconds = 0.0
+        self.launch_seconds = 0.0
 
     def expected_seconds(self, pending: object) -> float:
         return self.expected

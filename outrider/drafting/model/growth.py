@@ -87,6 +87,7 @@ class BurstGrowth(Grower):
         """A burst whose requests are still to be brought up to date."""
         self._withheld: set[int] = set()  # lockstep: handles of trees of which nothing is sent until they are complete
         self._host_seconds = PART_SECONDS
+        """Of a part, beside queueing the next."""
         self._part_ended_at = 0.0  # when the part ended whose result is being published; 0 for none
         self._nothing_to_run = True  # whether the last attempt to launch found nothing to run
 
@@ -263,8 +264,8 @@ class BurstGrowth(Grower):
         needy = batch_manager.to_run(planner.needs_run)
         if len(needy) < batch_manager.num_incomplete:  # some need a forward apart
             return None
-        seconds = (active.pending.step_seconds, self._host_seconds)
-        steps = planner.more_steps(plan, *seconds, forced=bool(needy))
+        host_seconds = self._host_seconds + self._runner.launch_seconds
+        steps = planner.more_steps(plan, active.pending.step_seconds, host_seconds, forced=bool(needy))
         if not steps:
             return None
         # Those that do not fit wait for the others, or for the end of the burst.

@@ -170,7 +170,8 @@ class BurstRunner(ABC):
         self._launched: deque[PendingBurst] = deque()
         self._turn = 0
         self._step_seconds: dict[StepBucket, float] = {}
-        self._launch_seconds = 0.0
+        self.launch_seconds = 0.0
+        """What it takes the host to queue a part."""
 
     def at_work(self) -> AbstractContextManager[None]:
         """The device and inference mode for a thread that calls often; else each call enters them."""
@@ -269,11 +270,11 @@ class BurstRunner(ABC):
     def quiet_seconds(self, pending: PendingBurst) -> float:
         """How long after its begin a part is nearly over: early enough to queue the next one."""
         expected = self.expected_seconds(pending)
-        return expected - min(max(_LEAD_PART * expected, _LAUNCH_MARGIN * self._launch_seconds), expected)
+        return expected - min(max(_LEAD_PART * expected, _LAUNCH_MARGIN * self.launch_seconds), expected)
 
     def note_launch(self, seconds: float) -> None:
         """Queueing a part took the host so long."""
-        self._launch_seconds += _EMA_WEIGHT * (seconds - self._launch_seconds)
+        self.launch_seconds += _EMA_WEIGHT * (seconds - self.launch_seconds)
 
     def note_seconds(self, pending: PendingBurst, seconds: float) -> None:
         """A part took so long. One that had to wait for prompts counts little."""
