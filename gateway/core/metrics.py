@@ -9,7 +9,7 @@ import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -142,14 +142,8 @@ class GatewayMetrics:
         self.draining = gauge("outrider_gateway_draining", "1 while shutting down.", ())
         state = "1 for the state that a verify replica is in."
         self.replica_state = gauge("outrider_gateway_verify_state", state, ("replica", "state"))
-        self._answers_of: dict[str, _AnswerSeries] = {}
-
-    def answers_of(self, model_name: str) -> _AnswerSeries:
-        """What each message of the model's answers adds to."""
-        found = self._answers_of.get(model_name)
-        if found is None:
-            found = self._answers_of[model_name] = _AnswerSeries(self, model_name)
-        return found
+        self.answers_of = cache(partial(_AnswerSeries, self))
+        """What each message of a model's answers adds to, by the model's name."""
 
     async def render(self, model_name: str, router: Router, gate: Gate) -> bytes:
         """The page for a scraper. `model_name` is empty before a model is known."""
@@ -193,14 +187,8 @@ class _AnswerSeries:
         self.drafts = metrics.drafts.labels(model_name)
         self.draft_tokens = metrics.draft_tokens.labels(model_name)
         self.accepted_tokens = metrics.accepted_tokens.labels(model_name)
-        self._accepted_at: list[Counter] = []
-        self._make_accepted = partial(metrics.accepted_per_position.labels, model_name)
-
-    def accepted_at(self, position: int) -> Counter:
+        self.accepted_at = cache(partial(metrics.accepted_per_position.labels, model_name))
         """Draft tokens accepted at a depth; the series begins when the first is."""
-        while position >= len(self._accepted_at):
-            self._accepted_at.append(self._make_accepted(str(len(self._accepted_at))))
-        return self._accepted_at[position]
 
 
 class AnswerMeter:

@@ -59,14 +59,12 @@ class ReasoningSplitter:
         self._begin, self._end = ("", "") if start is None else (start.markers.begin, start.markers.end)
         self._step = self._take_text if start is None else self._inside if start.begun else self._before
         self._has_reasoned = False
-        self._is_behind = False
-        """Whether all that comes is text."""
         self.num_tokens = 0
         """Tokens of the reasoning, markers included."""
 
     def push(self, piece: str, *, num_tokens: int = 1) -> None:
         """Adds the text that came with some tokens."""
-        if self._is_behind:
+        if self._step == self._take_text:  # for good, and nothing is held
             self._text.append(piece)
             return
         was_inside = self._step == self._inside
@@ -127,5 +125,4 @@ class ReasoningSplitter:
     def _take_text(self, final: bool) -> bool:
         self._text.append(self._held)
         self._held = ""
-        self._is_behind = True
         return False

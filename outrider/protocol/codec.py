@@ -68,16 +68,14 @@ class StructCodec(Generic[StructT, MessageT]):
                 self._convert_in.append((name, _decoder(nested[name], collect)))
             elif known[name].is_repeated:
                 self._convert_in.append((name, _container(hints[name])))
-        # Small structs of which a message brings many.
-        self._is_plain = not (self._convert_in or decoders or local) and not any(
-            known[name].has_presence for name in self._decoded
-        )
         defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
         self._unset = [
             (name, None if defaults[name] is msgspec.NODEFAULT else defaults[name])
             for name in self._decoded
             if known[name].has_presence
         ]
+        # Small structs of which a message brings many.
+        self._is_plain = not (self._convert_in or self._unset or decoders or local)
 
     def encode(self, struct: StructT) -> MessageT:
         """The message of a struct."""
