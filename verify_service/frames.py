@@ -27,6 +27,11 @@ from outrider.protocol.speculation import PROTOCOL_VERSION, DraftMessage, Featur
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import Terms
 
+ENGINE_FAILED = "the verify engine failed; the service restarts"
+ENGINE_STOPPED = "the verify service stopped before the answer was complete"
+"""What unfinished requests are told, by the engine or, if its process died, by the door. UNAVAILABLE, as for a service
+that is gone: what has no token yet is tried elsewhere."""
+
 
 class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
     """The model that an engine serves, and its limits."""

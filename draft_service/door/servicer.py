@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
@@ -39,6 +40,8 @@ from outrider.protocol.speculation_codec import (
 from outrider.tree.handshake import HandshakeError, agree
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
+_MAX_BROKEN_RINGS = 64
+
 _logger = get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse]
@@ -61,6 +64,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> None:
         """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused."""
         self._maps_memory = profile.maps_memory
+        self._broken_rings: deque[bytes] = deque(maxlen=_MAX_BROKEN_RINGS)
+        """Handles of those that could not be read."""
         self._may_leave_out = may_leave_out
         self._engine = engine
         self._features = features
@@ -104,7 +109,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         session = self._awaiting.pop(begin.token, None)
         if session is None:
             raise InvalidRequestError("begin.token", "names no session that waits for features")
-        if not self._maps_memory:
+        ring = begin.ring
+        if not self._maps_memory or (ring is not None and ring.handle in self._broken_rings):
             begin = replace(begin, ring=None)
         stream = await self._features.open(session.number, begin)
         if not stream.uses_ring:
@@ -118,9 +124,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 _ended(session),
             )
         finally:
-            if stream.broken:
+            if stream.broken and ring is not None:
                 # The session is dialled again, and goes without a ring.
-                self._maps_memory = False
+                self._broken_rings.append(ring.handle)
             stream.close()
 
     async def GetInfo(

@@ -284,6 +284,7 @@ def _arguments(call: ToolCall) -> Any:
     """The arguments as templates want them, an object; what a model wrote that is none stays text."""
     try:
         value = json.loads(call.arguments or "{}")
+        json.dumps(value, ensure_ascii=False).encode()  # half an emoji, escaped, is JSON and no text
     except (ValueError, RecursionError):
         return call.arguments
     return value if isinstance(value, dict) else call.arguments

@@ -54,6 +54,8 @@ class ReasoningSplitter:
     def __init__(self, start: ReasoningStart | None) -> None:
         """Without a start all is the answer's text."""
         self._held = ""
+        self._spaces: list[str] = []
+        """White space behind the last reasoning, which more may follow."""
         self._reasoning: list[str] = []
         self._text: list[str] = []
         self._begin, self._end = ("", "") if start is None else (start.markers.begin, start.markers.end)
@@ -104,13 +106,11 @@ class ReasoningSplitter:
             safe = len(text) - (0 if final else overlap_length(text, self._end))
             text, rest = text[:safe], text[safe:]
         shown = text.rstrip()
-        if not marker:  # more reasoning may come behind the white space
-            rest = text[len(shown) :] + rest
-        if not self._has_reasoned:
-            shown = shown.lstrip()
         if shown:
+            self._reasoning += [*self._spaces, shown] if self._has_reasoned else [shown.lstrip()]
             self._has_reasoned = True
-            self._reasoning.append(shown)
+            self._spaces.clear()
+        self._spaces.append(text[len(shown) :])
         self._held = rest
         if marker:
             self._step = self._behind

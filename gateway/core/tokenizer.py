@@ -257,7 +257,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; special tokens are left out or spelled out."""
-        return str(self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        # As above.
+        return str(self._inner.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def added_id(self, text: str) -> int | None:
         """The token, beside those that the tokenizer has learned, that stands for the whole text; None without one."""

@@ -107,8 +107,8 @@ class _CallReader:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.arguments = ""
-        """Those not yet taken."""
+        self.arguments: list[str] = []
+        """Pieces not yet taken."""
         self.has_arguments = False
         self.is_done = False
         self.has_failed = False
@@ -132,7 +132,7 @@ class _CallReader:
             yield from _next_mark(":")
             first = yield from _next_mark()
             if first == "{" and key in _ARGUMENTS:
-                yield from _read_nested(first, self._stream)
+                yield from _read_nested(first, self.arguments.append)
                 self.has_arguments = True
                 mark = yield from _next_mark(",}")
             elif first in '"{[':
@@ -154,15 +154,12 @@ class _CallReader:
         json.loads(text)
         return character if not character.isspace() else (yield from _next_mark(",}"))
 
-    def _stream(self, character: str) -> None:
-        self.arguments += character
-
     def _take(self, key: str, value: Any) -> None:
         if key == "name" and isinstance(value, str):
             self.name = value
         elif key in _ARGUMENTS and isinstance(value, str):
             # Some models write the arguments' JSON into a string.
-            self.arguments, self.has_arguments = value, True
+            self.arguments, self.has_arguments = [value], True
 
 
 def _next_mark(allowed: str = "") -> _Steps[str]:
@@ -199,7 +196,8 @@ def _read_nested(character: str, take: Callable[[str], None] | None = None) -> _
 class ToolCallParser:
     """Splits an answer's text in what is said and what is called; any cut into pieces gives the same.
 
-    Whitespace around calls belongs to nobody. What only looked like a call is text.
+    Whitespace around calls belongs to nobody. What only looked like a call is text. Models get stuck in whitespace: a
+    run of it is kept in pieces, and none is looked at again before something else comes.
     """
 
     def __init__(self, calls: ToolCalls) -> None:
@@ -209,10 +207,14 @@ class ToolCallParser:
         self._bare = form.bare
         self._any_name = not form.bare
         self._step = self._read_between if calls.forced else self._read_text
-        self._raw = ""
+        self._raw: list[str] = []
         """Text since the last call that may still turn out to be none."""
+        self._tail = ""
+        """Of it, the beginning of a call or a mark."""
+        self._spaces: list[str] = []
+        """Whitespace that may belong to nobody."""
         self._held = ""
-        """Whitespace, or the beginning of a mark, that may belong to nobody."""
+        """The beginning of a mark behind it."""
         self._reader = _CallReader()
         self._name = ""
         self._begun = False
@@ -234,9 +236,12 @@ class ToolCallParser:
     def finish(self) -> tuple[str, list[ToolCallDelta]]:
         """Ends the answer. What was held back is text, unless it is whitespace behind a call."""
         unfinished = self._step in (self._read_name, self._read_call) and not self._begun
-        if unfinished or (self._step == self._read_between and self._raw.strip(_SEPARATORS if self._called else "")):
+        ignored = _SEPARATORS if self._called else ""
+        if unfinished or (self._step == self._read_between and "".join(self._raw).strip(ignored)):
             self._give_up()
-        rest, self._held = self._held, ""
+        rest = "".join([*self._spaces, self._held])
+        self._held = ""
+        self._spaces.clear()
         if rest.strip() or self._spoke or not self.num_calls:
             self._text.append(rest)
         return self._news()
@@ -247,45 +252,56 @@ class ToolCallParser:
         return text, calls
 
     def _read_text(self, character: str) -> None:
-        if self._bare and not self._held.strip() and character in "{[":
-            self._raw, self._step, self._bare = self._held, self._read_between, False
-            self._held = ""
-            self._step(character)
-            return
+        if not self._held:
+            if character.isspace():
+                self._spaces.append(character)
+                return
+            if self._bare and character in "{[":
+                self._await_call(self._spaces)
+                self._spaces, self._bare = [], False
+                self._step(character)
+                return
         self._held += character
         opener = self._form.opener
-        if opener and self._held.endswith(opener):
-            self._let_through(self._held[: -len(opener)].rstrip())
-            self._raw, self._held, self._step, self._any_name = opener, "", self._read_between, True
-            self._called = False
-            return
-        # As far as it is neither whitespace at the end nor what an opener may begin with.
-        safe = self._held[: len(self._held) - overlap_length(self._held, opener)].rstrip()
-        self._let_through(safe)
+        if opener and self._held == opener:
+            self._await_call([opener])
+            self._spaces.clear()
+            self._held, self._any_name, self._called = "", True, False
+        else:
+            self._let_through(len(self._held) - overlap_length(self._held, opener))
 
-    def _let_through(self, text: str) -> None:
-        if not text:
-            return
-        self._held = self._held[len(text) :]
-        if self.num_calls and not self._spoke:
-            text = text.lstrip()
-        self._spoke, self._bare = True, False
-        self._text.append(text)
+    def _let_through(self, length: int) -> None:
+        """So much of what is held is text, but for whitespace at its end."""
+        held, self._held = self._held[:length], self._held[length:]
+        text = held.rstrip()
+        if text:
+            if self.num_calls and not self._spoke:
+                text = text.lstrip()
+            else:
+                self._text += self._spaces
+            self._spaces.clear()
+            self._spoke, self._bare = True, False
+            self._text.append(text)
+        self._spaces += held[len(held.rstrip()) :]
+
+    def _await_call(self, raw: list[str]) -> None:
+        """Calls and what stands between them come next; `raw` was read of it."""
+        self._raw, self._tail, self._step = raw, "", self._read_between
 
     def _read_between(self, character: str) -> None:
-        self._raw += character
+        self._raw.append(character)
+        if not self._tail and character in _SEPARATORS:
+            return
+        self._tail = tail = self._tail + character
         closer, opener = self._form.closer, self._form.opener
-        tail = (self._raw.removeprefix(opener) if opener else self._raw).lstrip(_SEPARATORS)
-        if character == "{" and tail == "{":
+        if tail == "{":
             self._reader, self._step = _CallReader(), self._read_call
             self._reader.read(character)
-            return
-        if not tail:
-            return
-        if closer and tail == closer and self._called:
-            self._raw, self._step, self._spoke = "", self._read_text, False
+        elif closer and tail == closer and self._called:
+            self._raw, self._step, self._spoke = [], self._read_text, False
         elif opener and tail == opener:
-            self._raw, self._any_name = opener, True
+            self._await_call([opener])
+            self._any_name = True
         elif any(mark.startswith(tail) and mark != tail for mark in (closer, opener)):
             return
         elif self._form.is_list and (character.isalnum() or character == "_"):
@@ -294,7 +310,7 @@ class ToolCallParser:
             self._give_up()
 
     def _read_name(self, character: str) -> None:
-        self._raw += character
+        self._raw.append(character)
         if character == "{":
             # A further opener begins with a separator, which is not here any more.
             name = self._name.removeprefix(self._form.opener[1:]).removesuffix("[ARGS]").partition("[CALL_ID]")[0]
@@ -314,7 +330,7 @@ class ToolCallParser:
 
     def _read_call(self, character: str) -> None:
         if not self._begun:
-            self._raw += character
+            self._raw.append(character)
         self._reader.read(character)
         self._look()
 
@@ -330,12 +346,12 @@ class ToolCallParser:
             if not self._any_name and reader.name not in self._names:
                 self._give_up()
                 return
-            self._begun, self._raw, self._spoke = True, "", False
+            self._begun, self._raw, self._spoke = True, [], False
             self._tell(ToolCallDelta(self.num_calls, self._form.new_id(), reader.name))
             self.num_calls += 1
         if self._begun and reader.arguments:
-            self._tell(ToolCallDelta(self.num_calls - 1, arguments=reader.arguments))
-            reader.arguments = ""
+            self._tell(ToolCallDelta(self.num_calls - 1, arguments="".join(reader.arguments)))
+            reader.arguments.clear()
         if reader.has_failed:
             self._end_call()
         elif reader.is_done:
@@ -356,12 +372,13 @@ class ToolCallParser:
             self._calls.append(delta)
 
     def _end_call(self) -> None:
-        self._step, self._begun, self._raw, self._name, self._called = self._read_between, False, "", "", True
+        self._await_call([])
+        self._begun, self._name, self._called = False, "", True
 
     def _give_up(self) -> None:
         """What was taken for the beginning of a call is text."""
-        raw = self._raw.lstrip(_SEPARATORS) if self._called else self._raw
-        self._raw, self._name, self._called = "", "", False
-        self._step, self._bare, self._held = self._read_text, False, raw
-        keep = overlap_length(raw, self._form.opener)
-        self._let_through(raw[: len(raw) - keep].rstrip())
+        raw = "".join(self._raw)
+        self._held = raw.lstrip(_SEPARATORS) if self._called else raw
+        self._raw, self._name, self._called = [], "", False
+        self._step, self._bare = self._read_text, False
+        self._let_through(len(self._held) - overlap_length(self._held, self._form.opener))

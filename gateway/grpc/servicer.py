@@ -133,7 +133,11 @@ def _json(text: str, field: str, limit: int, example: str) -> Any:
     if len(text) > limit:
         raise InvalidRequestError(field, f"{len(text)} characters, over the limit of {limit}", "send less")
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        raise InvalidRequestError(field, "holds a lone surrogate, which is not Unicode text", "send UTF-8") from None
     except (ValueError, RecursionError):
         raise InvalidRequestError(field, "is no JSON", f"send an object, like {example}") from None
 

@@ -13,6 +13,8 @@ import os
 import secrets
 import socket
 import struct
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +32,9 @@ log = get_logger(__name__)
 MAX_LINE_FRAME_BYTES = 32 << 20
 """An Open of a million tokens fits."""
 MAX_UNSENT_BYTES = 8 << 20
-"""Bytes that may wait for an end that does not read; with more the line is lost."""
+"""Bytes that may wait for an end that does not read; more only wait while it does."""
+MAX_STALL_SECONDS = 2.0
+"""How long more bytes than that may wait without one being read; then the line is lost."""
 _MAX_PENDING_CALLS = 16
 """Calls that the kernel holds until they are accepted."""
 _CREDENTIALS = struct.Struct("3i")
@@ -87,16 +91,39 @@ to_verify: msgspec.msgpack.Decoder[DraftBatch] = decoder(DraftBatch)
 class Line(Pipe[FrameT]):
     """One end. It never waits for the other: what does not read loses the line."""
 
-    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[FrameT],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(sock, decoder, max_frame_bytes=MAX_LINE_FRAME_BYTES, max_reads=1)
+        self._clock = clock
+        self._read_at = 0.0
+        """When the other end was last seen to read, or to have little to read."""
 
     def send(self, frame: msgspec.Struct) -> None:
-        """Send a frame, after all earlier ones; lost, with the line, if too much waits."""
-        if self.closed:
-            return
-        self._backlog += pack(frame)
-        self.flush()
-        if len(self._backlog) > MAX_UNSENT_BYTES:
+        """Send a frame, after all earlier ones; lost, with the line, if too much waits for too long.
+
+        Many prompts of one batch go as several frames.
+        """
+        packed = pack(frame)
+        if len(packed) > MAX_LINE_FRAME_BYTES and isinstance(frame, VerifyBatch) and len(frame.messages) > 1:
+            middle = len(frame.messages) // 2
+            self.send(VerifyBatch(frame.messages[:middle]))
+            self.send(VerifyBatch(frame.messages[middle:]))
+        elif not self.closed:
+            self._backlog += packed
+            self.flush()
+
+    def flush(self) -> None:
+        """See Pipe."""
+        before = len(self._backlog)
+        super().flush()
+        left = len(self._backlog)
+        if left < before or left <= MAX_UNSENT_BYTES:
+            self._read_at = self._clock()
+        elif self._clock() - self._read_at > MAX_STALL_SECONDS:
             self.close()
 
     def close(self) -> None:

@@ -20,7 +20,20 @@ from msgspec.structs import replace
 from service_process import start_door, wait_until
 
 from outrider.config.draft import DraftOptions
-from outrider.host.line import DraftBatch, FeatureBatch, Line, LineHello, Listener, VerifyBatch, dial, host_id
+from outrider.host.line import (
+    MAX_LINE_FRAME_BYTES,
+    MAX_STALL_SECONDS,
+    DraftBatch,
+    FeatureBatch,
+    Line,
+    LineHello,
+    Listener,
+    VerifyBatch,
+    dial,
+    host_id,
+    to_draft,
+    to_verify,
+)
 from outrider.protocol.speculation import Close, DraftMessage, Grow, Hello, LineOffer, VerifyMessage
 from outrider.rpc.channel import open_channel
 
@@ -269,3 +282,24 @@ def test_only_this_host_is_called(tmp_path: Path) -> None:
 
 def test_a_hello_without_its_line_is_as_before() -> None:
     assert HELLO.line is None
+
+
+def test_more_than_may_wait_is_sent_while_it_is_read_and_loses_the_line_while_it_is_not() -> None:
+    now = 0.0
+    here, there = socket.socketpair()
+    line, reader = Line(here, to_verify, lambda: now), Line(there, to_draft)
+    prompts = [open_message(list(range(100_000, 400_000)), request=number) for number in range(24)]
+    line.send(VerifyBatch(list(prompts)))
+    assert line.backlog > MAX_LINE_FRAME_BYTES and not line.closed
+    seen: list[int] = []
+    while len(seen) < len(prompts):
+        now += 0.9 * MAX_STALL_SECONDS
+        line.flush()
+        batches = [frame for frame in reader.receive() if isinstance(frame, VerifyBatch)]
+        seen += [message.request for batch in batches for message in batch.messages]
+    assert seen == [message.request for message in prompts] and not line.closed and not reader.closed
+    line.send(VerifyBatch(prompts[:12]))
+    now += 1.1 * MAX_STALL_SECONDS
+    line.send(VerifyBatch([]))
+    assert line.closed and not line.backlog
+    reader.close()

@@ -227,6 +227,12 @@ async def test_a_ring_that_cannot_be_read_any_more_ends_the_stream_and_the_next_
     await second.released(1)
     assert [part.request for _, part in drafter.features] == [7]
     line.close()
+    # Of another verify service's ring nothing is known.
+    third, token = await greet(door)
+    await opened(third, 8)
+    (tmp_path / "other").mkdir()
+    _, healthy = make_ring(tmp_path / "other")
+    assert (await FeaturesEnd(door).begin(token, ring=healthy)).uses_ring is True
 
 
 def test_what_is_read_lies_in_the_ring_whoever_asks(tmp_path: Path) -> None:

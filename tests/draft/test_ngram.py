@@ -159,6 +159,14 @@ def test_what_one_tenant_put_out_another_never_gets() -> None:
     assert ask(drafter, root_of(tokens, 3))[0].token == output[14]
 
 
+def test_tenants_whose_requests_put_nothing_out_make_room() -> None:
+    drafter = opened([1, 2], tenant="first")
+    for number in range(2, 1500):
+        opened([1, 2], drafter=drafter, handle=number, tenant=f"tenant {number}")
+        drafter.close(number)
+    assert len(drafter._tenants) <= 1024
+
+
 def test_tenants_that_nothing_is_done_for_make_room() -> None:
     drafter = NgramDrafter(DraftOptions(capacity=4096))
     rng = random.Random(4)

@@ -64,3 +64,9 @@ def test_the_template_names_the_markers_and_the_prompt_where_the_answer_begins()
     assert ReasoningStart.of(markers, "assistant:<think>\n") == ReasoningStart(markers, True)
     assert ReasoningStart.of(markers, "assistant:<think>\n\n</think>\n\n") is None
     assert ReasoningStart.of(None, "<think>") is None
+
+
+def test_white_space_without_an_end_is_read_on() -> None:
+    pieces = ["a", *[" " * 64] * 30_000, "b"]
+    assert split(pieces, begun=True) == ("".join(pieces), "")
+    assert split([*pieces[:-1], "</think>c"], begun=True) == ("a", "c")

@@ -144,3 +144,11 @@ def test_the_format_is_found_by_the_marks_of_the_template() -> None:
         assert find_format("auto", template) is FORMATS[name]
     assert find_format("llama3", "<tool_call>") is FORMATS["llama3"]
     assert find_format("none", "<tool_call>") is None
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS))
+@pytest.mark.parametrize("in_call", [False, True])
+def test_a_model_stuck_in_whitespace_is_read_on(form: str, in_call: bool) -> None:
+    """Half a million characters: looked at again for each that follows, the run would take minutes."""
+    opener = (FORMATS[form].opener or "[") if in_call else ""
+    assert parse(form, [opener, *[" " * 64] * 8000]) == (opener + " " * 512_000, [])

@@ -263,6 +263,24 @@ async def test_grpc_has_the_prompts_and_calls_that_rest_has(tmp_path: Path, form
         assert {delta.index for part in answer for delta in part.tool_calls} == {0}
 
 
+async def test_half_an_emoji_in_the_history_stays_as_it_was_written(tmp_path: Path) -> None:
+    written = [r'{"a": "\ud83d"}', r'{"\udc00": 1}']
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "weather", "arguments": text}}
+        for n, text in enumerate(written)
+    ]
+    messages = [*HELLO, {"role": "assistant", "tool_calls": calls}]
+    for form in ("hermes", "json"):
+        folder = tmp_path / form
+        folder.mkdir()
+        verify = make_verify(folder, form)
+        async with open_world(verify, folder) as world:
+            verify.say("so")
+            response = await world.http.post(CHAT, json={"messages": messages, "tools": TOOLS})
+            assert response.status_code == 200, response.text
+            assert all(json.dumps(text) in prompt(world) for text in written)
+
+
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [
@@ -273,6 +291,8 @@ async def test_grpc_has_the_prompts_and_calls_that_rest_has(tmp_path: Path, form
           "tool_choice": "required"}, r"chat\.tools: .*together.*limit of 65536"),
         ({"tools": [{"name": f"f{i}", "parameters": json.dumps({"title": "x" * 40_000}), "strict": True}
           for i in range(2)]}, r"chat\.tools: .*together.*limit of 65536"),
+        ({"tools": [{"name": "f", "parameters": '{"title": "\\ud83d"}'}]},
+         r"chat\.tools\[0\]\.parameters: holds a lone surrogate.*send"),
         ({"tools": [{"name": "f g"}]}, r"chat\.tools\[0\]\.name: holds more than letters"),
         ({"tools": [{"name": "f"}, {"name": "f"}]}, r"chat\.tools\[1\]\.name: 'f' is there twice"),
         ({"tools": [{}] * 129}, r"chat\.tools: 129 entries, over the limit of 128"),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_grammar import CHOICE, END, OBJECT, SCHEMA, VOCAB
 
-from outrider.errors import InvalidRequestError
-from outrider.grammar.compiler import GrammarVocabulary, compile_grammar, probe
+from outrider.errors import InternalError, InvalidRequestError
+from outrider.grammar.compiler import LENGTH, GrammarVocabulary, compile_grammar, probe
 from outrider.grammar.spec import MAX_DEPTH, Grammar, GrammarKind, check_grammar
 from outrider.protocol.generation_codec import decode_grammar, encode_grammar
 from outrider.protocol.speculation import Open
@@ -19,7 +21,7 @@ from outrider.protocol.speculation_codec import decode_verify, encode_verify
 from outrider.sampling.params import SamplingParams
 from outrider.v1 import common_pb2, verify_pb2
 from verify_service.door import admission
-from verify_service.door.admission import Admission, GrammarChecker
+from verify_service.door.admission import Admission, GrammarChecker, Sandbox
 
 
 def schema(value: Any) -> Grammar:
@@ -187,6 +189,25 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(
             await checker.check(slow)
     finally:
         await checker.close()
+
+
+async def test_a_process_that_does_not_start_is_started_again(tmp_path: Path) -> None:
+    """What uvloop runs between fork and exec dies now and then; see `outrider`."""
+    once = tmp_path / "once"
+    ready = f"import sys; sys.stdout.buffer.write({LENGTH.pack(0)!r}); sys.stdout.flush(); sys.stdin.read()"
+    die = f"import os, pathlib; path = pathlib.Path({str(once)!r}); path.exists() or (path.touch(), os.abort())\n"
+    sandbox = Sandbox([sys.executable, "-c", die + ready], 20.0)
+    try:
+        assert (await sandbox._started()).returncode is None and once.exists()
+    finally:
+        await sandbox.close()
+    for command in ([sys.executable, "-c", "import os; os.abort()"], [str(tmp_path / "no such program")]):
+        with pytest.raises(InternalError, match="does not start"):
+            await Sandbox(command, 20.0).judge(OBJECT)
+
+
+def test_grpc_does_nothing_when_a_program_is_started() -> None:
+    assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
 
 
 async def test_a_grammar_that_broke_its_process_is_tried_again_and_what_the_process_said_is_kept(

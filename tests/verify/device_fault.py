@@ -76,8 +76,7 @@ def check_device_fault(folder: Path, tmp_path: Path, device: str) -> None:
         # On a fast device the second request may come when the first one has had all rounds but the last, or is over.
         assert any(reply.token_ids for reply in replies)
         for reply in replies:
-            late = not reply.token_ids and reply.code is grpc.StatusCode.UNAVAILABLE
-            assert late or reply.code is grpc.StatusCode.INTERNAL, reply
+            assert reply.code is grpc.StatusCode.UNAVAILABLE, reply
             assert len(reply.token_ids) < 60
             assert "device" not in reply.details, "what failed is for the log alone"
         events.wait_until_back()

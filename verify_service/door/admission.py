@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from outrider.errors import ContextLengthError, InternalError, InvalidRequestError, OverloadedError
 from outrider.grammar.compiler import LENGTH, Verdict
 from outrider.grammar.spec import Grammar, check_grammar
+from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest
 from outrider.protocol.generation_codec import REQUEST
 from outrider.rpc.call import client
@@ -174,6 +175,9 @@ _MAX_WAITING = 64
 _MAX_VERDICTS = 1024
 _AGAIN = "send a smaller one, or try again later"
 _MODULE = "outrider.grammar.compiler"
+_NOT_STARTED = (OSError, TimeoutError, asyncio.IncompleteReadError)
+
+log = get_logger(__name__)
 
 
 class GrammarChecker:
@@ -274,13 +278,23 @@ class Sandbox:
     async def _started(self) -> Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
+        with suppress(_NOT_STARTED):
+            return await self._start()
+        try:
+            return await self._start()
+        except _NOT_STARTED as error:
+            log.error("the process that compiles grammars does not start: %r", error)
+            raise InternalError("the process that compiles grammars does not start") from None
+
+    async def _start(self) -> Process:
+        """Raises one of _NOT_STARTED."""
         self._process = process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
         try:
             async with asyncio.timeout(START_SECONDS):
                 await _read(process)
-        except (TimeoutError, asyncio.IncompleteReadError):
+        except _NOT_STARTED:
             await self.close()
-            raise InternalError("the process that compiles grammars does not start") from None
+            raise
         return process
 
 

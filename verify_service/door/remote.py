@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
+from outrider.errors import OverloadedError, UnavailableError
 from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost
 from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
@@ -25,6 +25,8 @@ from outrider.protocol.speculation import (
 )
 from outrider.tree.handshake import Terms
 from verify_service.frames import (
+    ENGINE_FAILED,
+    ENGINE_STOPPED,
     Cancel,
     DraftUp,
     EngineUpdates,
@@ -234,9 +236,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
 
     def on_lost(self) -> None:
         """Everybody who waits is told."""
-        reason: OutriderError = InternalError("the verify engine failed; the service restarts")
-        if self.stopping:
-            reason = UnavailableError("the verify service stopped before the answer was complete")
+        reason = UnavailableError(ENGINE_STOPPED if self.stopping else ENGINE_FAILED)
         answers, self._answers = self._answers, {}
         for deliver in answers.values():
             if deliver is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from outrider.errors import InternalError, OutriderError, UnavailableError
+from outrider.errors import OutriderError, UnavailableError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.host.worker import GarbageCollector
 from outrider.logs import get_logger
@@ -25,6 +25,7 @@ from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
 from verify_service.features.base import FeatureExecutor
 from verify_service.features.sender import FeatureSender
+from verify_service.frames import ENGINE_FAILED, ENGINE_STOPPED
 from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.connection import DraftConnection
@@ -140,9 +141,9 @@ class VerifyEngine:
             self._fail_all(error)
         except Exception:
             log.exception("the engine failed; the service must be restarted")
-            self._fail_all(InternalError("the verify engine failed; the service restarts"))
+            self._fail_all(UnavailableError(ENGINE_FAILED))
         else:
-            self._fail_all(UnavailableError("the verify service stopped before the answer was complete"))
+            self._fail_all(UnavailableError(ENGINE_STOPPED))
 
     def stop(self) -> None:
         """End after the round in progress."""

@@ -80,6 +80,7 @@ class NgramDrafter(Drafter):
         self._share_capacity()
         if own.num_unshared:
             self._share_output(own, tenant)
+        self._drop_tenants()
 
     def work(self, deadline: float) -> list[int]:
         """Index prompts, then share outputs."""
