@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 from hypothesis import settings
 
 # What a property's example takes hangs on what else the machine does.
@@ -74,6 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "loadgroup", False):  # a process that tests run in
         config.pluginmanager.register(GroupedIds())
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests run on the loop that services run on."""
+    return {"service": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")

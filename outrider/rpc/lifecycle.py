@@ -19,6 +19,12 @@ from typing import Any, TypeVar
 from outrider.errors import ConfigError
 from outrider.logs import configure_logging, get_logger, redact
 
+if sys.platform == "win32":
+    from asyncio import new_event_loop
+else:
+    # A gateway's process takes a fifth less for a token than with asyncio's own.
+    from uvloop import new_event_loop
+
 EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
@@ -54,7 +60,8 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     ready_file = str(getattr(options, "ready_file", None) or "")
     try:
         remove_ready_file(ready_file)
-        return asyncio.run(_with_signals(main, options)) or EXIT_OK
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_with_signals(main, options)) or EXIT_OK
     except Exception as error:
         config_error = _only_config_error(error)
         if config_error is not None:
