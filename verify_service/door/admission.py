@@ -278,7 +278,7 @@ class Sandbox:
     async def _started(self) -> Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
-        with suppress(_NOT_STARTED):
+        with suppress(*_NOT_STARTED):
             return await self._start()
         try:
             return await self._start()
