@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 MAX_RANKS = 16
 LEAST_TOKENS = 512
 """Of a KV cache: rounds are warmed up in as many."""
+_DETERMINISTIC_ROUND_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,13 @@ class VerifyOptions(PeerServiceOptions):
         minimum=0.01,
         maximum=1,
     )
+
+    @property
+    def max_round_tokens(self) -> int:
+        """Tokens that a round may have on a GPU, chunks of prompts apart."""
+        if self.deterministic:
+            return _DETERMINISTIC_ROUND_TOKENS
+        return max(self.max_running_requests + self.max_draft_tokens, 1)
 
     def longest_request(self, num_tokens: int) -> int:
         """Tokens of the longest request that a KV cache of so many has room for, beside draft tokens."""

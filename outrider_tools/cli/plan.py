@@ -153,15 +153,14 @@ def plan_target(
     saved = config.bytes_saved(item)
     weights = elements.total * item - saved
     per_token = kv_elements(config) * (1 if options.kv_cache_dtype == "fp8_e4m3" else item)
-    round_tokens = max(options.max_running_requests + options.max_draft_tokens, 1)
-    rows = options.max_running_requests + 1 + round_tokens
+    rows = options.max_running_requests + 1 + options.max_round_tokens
     scratch = rows * config.vocab_size * SCRATCH_BYTES
     beside = 0
     if inside is not None:
         beside = inside.kv_per_token + inside.features_per_token * item
         scratch += inside.tree_slots + rows * inside.vocab_size * SCRATCH_BYTES
         other_bytes += inside.weights
-    num_graphs = 0 if options.disable_cuda_graph else count_graphs(round_tokens, options)
+    num_graphs = 0 if options.disable_cuda_graph else count_graphs(options.max_round_tokens, options)
     budget = memory * options.mem_fraction_static
     outside = memory - budget
     # Features are stored when a draft asks for them, in what is left outside of the budget.

@@ -204,20 +204,24 @@ def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
         assert allocated(kind(described, torch.bfloat16, meta)) == 2 * head_elements(name, described).total
 
 
-def test_kv_is_sized_as_the_service_sizes_it(monkeypatch: pytest.MonkeyPatch, llama_8b: Path) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kv_is_sized_as_the_service_sizes_it(
+    monkeypatch: pytest.MonkeyPatch, llama_8b: Path, deterministic: bool
+) -> None:
     import torch
 
     from outrider.models.decoder import CausalLM
-    from verify_service.engine.loading import kv_tokens
+    from verify_service.engine.build import gpu_tokens
 
     config = ModelConfig.from_folder(llama_8b)
-    options = VerifyOptions(max_running_requests=16, max_draft_tokens=31, mem_fraction_static=0.8)
+    options = VerifyOptions(
+        max_running_requests=48, max_draft_tokens=31, mem_fraction_static=0.8, deterministic=deterministic
+    )
     plan = plan_target(config, model_elements(config), "bfloat16", options, 80 * GIB)
     free = 80 * GIB - CONTEXT_BYTES - plan.weights
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 80 * GIB))
     model = CausalLM(config, torch.bfloat16, torch.device("meta"))
-    real = kv_tokens(model, 0.8, (16 + 1 + 47) * config.vocab_size * 16)
-    assert plan.kv_tokens == real // 16 * 16
+    assert plan.kv_tokens == gpu_tokens(options, model, None) // 16 * 16
 
 
 def test_drafting_inside_rounds_is_sized_as_the_service_sizes_it(

@@ -156,7 +156,6 @@ DETERMINISTIC_CHUNK = 512
 """Every prompt is padded to it, so that a large one would make short prompts wait."""
 LOCKSTEP_HOLD_MS = 1000.0
 """In lockstep a draft has this long to answer, if it is healthy."""
-_DETERMINISTIC_ROUND_TOKENS = 64
 _FAR_CONTEXT = 16
 """Cached tokens of a round that is timed to tell what they cost, in those of other rounds that are timed."""
 
@@ -333,7 +332,7 @@ def attention_backend(name: str, model: LanguageModel, page_size: int, determini
 
 def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft | None) -> int:
     """KV tokens in what --mem-fraction-static leaves beside weights, tables and logits."""
-    rows = options.max_running_requests + 1 + _max_round_tokens(options)
+    rows = options.max_running_requests + 1 + options.max_round_tokens
     reserve = rows * model.config.vocab_size * SCRATCH_BYTES
     if draft is None:
         return kv_tokens(model, options.mem_fraction_static, reserve)
@@ -347,12 +346,6 @@ def _chunk_size(options: VerifyOptions, on_gpu: bool) -> int:
     if not on_gpu:
         return CPU_CHUNK
     return DETERMINISTIC_CHUNK if options.deterministic else GPU_CHUNK
-
-
-def _max_round_tokens(options: VerifyOptions) -> int:
-    if options.deterministic:
-        return _DETERMINISTIC_ROUND_TOKENS
-    return max(options.max_running_requests + options.max_draft_tokens, 1)
 
 
 def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages: int) -> EngineLimits:
@@ -383,7 +376,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages:
         return limits
     return replace(
         limits,
-        max_round_tokens=_max_round_tokens(options),
+        max_round_tokens=options.max_round_tokens,
         max_depth=MAX_DEPTH,
         root_apart=True,
         spin=True,
