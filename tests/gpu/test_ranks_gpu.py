@@ -15,7 +15,7 @@ from service_process import is_gone, wait_until
 from tokenizers import Tokenizer, models
 
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, InternalError
+from outrider.errors import ConfigError, UnavailableError
 from outrider.models.drafters.loader import is_cut
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from verify_service.frames import RoundReport
@@ -147,7 +147,7 @@ async def test_a_rank_that_ends_or_hangs_is_named(
         last = await asyncio.wait_for(updates.get(), 20)
         while not last.last:
             last = await asyncio.wait_for(updates.get(), 20)
-        assert isinstance(last.error, InternalError) and "rank 1 of 2" in last.error.message
+        assert isinstance(last.error, UnavailableError) and "rank 1 of 2" in last.error.message
         await asyncio.wait_for(engine.lost(), 20)
     finally:
         await process.close()

@@ -13,7 +13,7 @@ from rank_threads import RankEnd, linked, ranked
 from threaded_engine import ThreadedEngine
 from torch import Tensor
 
-from outrider.host.rank_memory import RankError
+from outrider.errors import UnavailableError
 from outrider.models.decoder import CausalLM
 
 Phase = Callable[[ThreadedEngine, list[Answer], int], bool]
@@ -68,4 +68,4 @@ def test_all_requests_hear_which_rank_has_ended(
     assert engine.stopping
     for answer in answers:
         error = answer.updates[-1].error
-        assert isinstance(error, RankError) and "rank 1 of 2" in error.message
+        assert isinstance(error, UnavailableError) and "rank 1 of 2" in error.message

@@ -16,8 +16,8 @@ from local_draft import oracle
 from rank_threads import linked
 from threaded_engine import ThreadedEngine
 
+from outrider.errors import UnavailableError
 from outrider.graphs import GraphPool
-from outrider.host.rank_memory import RankError
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_decoder
 
@@ -100,4 +100,4 @@ def test_memory_that_ends_amid_a_run_ends_the_engine(ranks_folder: Path, truth: 
         wait_for([answer])
         engine.stop()
     error = answer.updates[-1].error
-    assert isinstance(error, RankError) and "no memory on rank 0 for a round with features" in error.message
+    assert isinstance(error, UnavailableError) and "no memory on rank 0 for a round with features" in error.message

@@ -21,8 +21,8 @@ from outrider.attention.prompts import PromptChunk
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.drafting.model.round_drafter import ChoiceShape, RoundShape
+from outrider.errors import UnavailableError
 from outrider.graphs import GraphPool
-from outrider.host.rank_memory import RankError
 from outrider.layers.device_exchange import PeerExchange
 from outrider.layers.exchange import Exchange
 from outrider.models.decoder import CausalLM
@@ -154,7 +154,7 @@ def test_a_drafter_that_fails_on_rank_0_ends_the_engine(
         (answer,) = run_all(engine, jobs()[:1])
         engine.stop()
     error = answer.updates[-1].error
-    assert isinstance(error, RankError)
+    assert isinstance(error, UnavailableError)
     assert "drafting on all ranks failed on rank 0: ValueError: no such step" in error.message
 
 

@@ -28,8 +28,7 @@ from threaded_engine import ThreadedEngine
 
 from outrider.config.base import parse_options
 from outrider.config.verify import VerifyOptions
-from outrider.errors import InternalError
-from outrider.host.rank_memory import RankError
+from outrider.errors import UnavailableError
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.heads import StandaloneDraft
@@ -199,7 +198,7 @@ def test_memory_that_ends_before_ranks_meet_ends_the_engine(folder: Path, monkey
         answers = run_all(engine, [(prompt, GREEDY) for prompt, _ in jobs()[:2]], 2, num_prompt_logprobs=2)
     for answer in answers:
         error = answer.updates[-1].error
-        assert isinstance(error, RankError) and "no memory on rank 0 for log-probabilities" in error.message
+        assert isinstance(error, UnavailableError) and "no memory on rank 0 for log-probabilities" in error.message
 
 
 def prompt_logprobs(answer: Answer) -> list[float]:
@@ -235,7 +234,7 @@ async def test_a_rank_that_ends_or_hangs_ends_the_engine_with_its_name(
             assert last.error is None
             await process.stop()
         else:
-            assert isinstance(last.error, InternalError)
+            assert isinstance(last.error, UnavailableError)
             assert "rank 1 of 2" in last.error.message
             await asyncio.wait_for(engine.lost(), 20)
     finally:

@@ -138,7 +138,7 @@ class VerifyEngine:
                 self._step()
         except OutriderError as error:
             log.exception("the engine failed; the service must be restarted")
-            self._fail_all(error)
+            self._fail_all(UnavailableError(f"{error.message}; the service restarts"))
         except Exception:
             log.exception("the engine failed; the service must be restarted")
             self._fail_all(UnavailableError(ENGINE_FAILED))
