@@ -10,15 +10,17 @@ WIDTHS = (4096, 8192)
 JOINED = "join m{} w64128 float32"
 HIDDEN, LAYERS = 8192, 80
 LARGE = (
-    ("ranks_70b_tp2_h100x4", "llama-70b", 2),
-    ("ranks_70b_tp4_h100x4", "llama-70b", 4),
-    ("ranks_70b_fp8_tp2_h100x4", "llama-70b-fp8", 2),
-    ("ranks_70b_fp8_tp4_h100x4", "llama-70b-fp8", 4),
+    ("ranks_70b_tp2_h100x4", "llama-70b", "H100", 2, (1, 16)),
+    ("ranks_70b_tp4_h100x4", "llama-70b", "H100", 4, (1, 16)),
+    ("ranks_70b_fp8_tp2_h100x4", "llama-70b-fp8", "H100", 2, (1, 16)),
+    ("ranks_70b_fp8_tp4_h100x4", "llama-70b-fp8", "H100", 4, (1, 16)),
+    ("ranks_70b_fp8_tp4_h200x4", "llama-70b-fp8", "H200", 4, (1,)),
 )
+"""Report, label, GPU, ranks, requests at once."""
 LARGE_MATRICES = LAYERS * (2 * HIDDEN**2 + 2 * HIDDEN * 1024 + 3 * HIDDEN * 28672)
 LARGE_HEAD_BYTES = 2 * 49152 * HIDDEN
 """Of the output matrix, which stays in bf16."""
-H100_BYTES_PER_SECOND = 3.35e12
+BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12}
 """By the vendor's datasheet."""
 
 
@@ -133,19 +135,19 @@ def head_table() -> str:
 def large_table() -> str:
     """A 70B target on two and four ranks, plain and with the 135M draft inside its rounds."""
     lines, drafted, read = [], [], []
-    for name, label, ranks in LARGE:
+    for name, label, gpu, ranks, batches in LARGE:
         one, form = report(name), "fp8" if "fp8" in label else "bf16"
         num_bytes = LARGE_MATRICES * (1 if form == "fp8" else 2) + LARGE_HEAD_BYTES
-        floor = 1e3 * num_bytes / ranks / H100_BYTES_PER_SECOND
-        for batch in (1, 16):
+        floor = 1e3 * num_bytes / ranks / BYTES_PER_SECOND[gpu]
+        for batch in batches:
             plain, draft = (f"{label} {how} tp{ranks} peer b{batch} bf16 greedy" for how in ("plain", "standalone"))
             over, ms = one(draft) / one(plain), one(plain, "round_gpu_ms")
             if batch == 1:
-                read.append((f"{form}, {ranks} GPUs", ms / floor))
-                drafted.append((f"{form}, {ranks} GPUs", over))
+                read.append((f"{form}, {ranks} {gpu}s", ms / floor))
+                drafted.append((f"{form}, {ranks} {gpu}s", over))
             cells = [one.cell(plain, "tokens_per_second", ",.0f"), f"{ms:.2f}", f"{floor:.1f}", f"{ms / floor:.2f}"]
             cells += [one.cell(draft, "tokens_per_second", ",.0f"), f"{over:.2f}", one.cell(draft, "accept_length")]
-            lines.append((form, f"{ranks}", f"{batch}", *cells))
+            lines.append((form, f"{ranks} {gpu}s", f"{batch}", *cells))
     head = (
         "weights",
         "GPUs",
@@ -162,7 +164,7 @@ def large_table() -> str:
         ("plain, one request, over bytes by bandwidth", "at most", 1.25, read),
         ("with the 135M draft over plain, one request", "at least", 2.2, drafted),
     ]
-    sources = "\n\n".join(report(name).source() for name, _, _ in LARGE)
+    sources = "\n\n".join(report(name).source() for name, *_ in LARGE)
     return f"{sources}\n\n{table(head, lines)}\n\n{targets(aims)}"
 
 

@@ -111,6 +111,7 @@ def drafting(folder: Path, head: Path, world: int, **fields: object) -> VerifyOp
     return options_for(folder, world, lockstep=True, speculative_num_steps=3, **fields)
 
 
+@pytest.mark.timeout(400)  # two engines compile and capture
 def test_a_cut_head_grows_the_trees_of_a_whole_one(folder: Path, head: Path, truth: Texts) -> None:
     assert is_cut(drafting(folder, head, 2).draft_model(str(folder)), 2, torch.float32)
     accepted = []
