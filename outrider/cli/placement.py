@@ -14,12 +14,12 @@ from outrider.cli.cluster import is_default, num_cores
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.drafters.kinds import ALGORITHMS
+from outrider.models.drafters.kinds import ALGORITHMS, BLOCK_ALGORITHMS
 from outrider.models.shipped import choose_drafters, shipped_head
 
 PLACEMENTS = ("auto", "remote", "colocated")
 NGRAM = ("NGRAM",)
-ROUND_MODELS = ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE", "NAIVE_EAGLE")
+ROUND_MODELS = ("EAGLE3", "EAGLE", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE", "NAIVE_EAGLE")
 """What drafts inside rounds; the last one there alone."""
 DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
 """Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""

@@ -28,8 +28,17 @@ KEY_FIX = "set OUTRIDER_API_KEY or --api-key-file"
 
 
 def gateway_key(arguments: argparse.Namespace) -> str:
-    """The key of the environment or of --api-key-file; empty without either. Raises ConfigError."""
-    return read_secret(os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file, "OUTRIDER_API_KEY")
+    """The key of the environment or of --api-key-file, a gateway's own file included; empty without either.
+
+    Raises ConfigError.
+    """
+    value, file = os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file
+    if value and file:
+        raise ConfigError("--api-key-file: OUTRIDER_API_KEY is set too; use one of them")
+    keys = list(read_api_keys(value, file, "--api-key"))
+    if len(keys) > 1:
+        raise ConfigError(f"--api-key-file: {file} has {len(keys)} keys; one is sent, so write one")
+    return keys[0] if keys else ""
 
 
 def read_secrets(value: str, file: str | Path | None, flag: str) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from outrider.errors import ConfigError
 MAX_RANKS = 16
 LEAST_TOKENS = 512
 """Of a KV cache: rounds are warmed up in as many."""
+LEAST_SIZED_TOKENS = 1024
+"""The same, where its size follows from a GPU's memory."""
 _DETERMINISTIC_ROUND_TOKENS = 64
 
 

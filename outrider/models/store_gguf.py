@@ -16,6 +16,7 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -68,7 +69,10 @@ def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
         weights[name] = np.ascontiguousarray(weight)
         done += weight.nbytes
     path = folder / "model.safetensors"
-    save_file(weights, path, {"format": "pt"})
+    try:
+        save_file(weights, path, {"format": "pt"})
+    except SafetensorError as error:  # a full disk's, too
+        raise OSError(str(error)) from error
     # safetensors lets the owner alone read it, but a cache may be shared like any folder.
     path.chmod(0o644)
     progress("converting", total, total)

@@ -15,7 +15,7 @@ from outrider.cli.options import add_service_options, parse_service_options, who
 from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import aligned, make_console
 from outrider.config.draft import DraftOptions
-from outrider.config.verify import LEAST_TOKENS, VerifyOptions
+from outrider.config.verify import LEAST_SIZED_TOKENS, LEAST_TOKENS, VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.capacity import (
     CONTEXT_BYTES,
@@ -172,7 +172,8 @@ def plan_target(
     pages = tokens // options.page_size
     tokens = pages * options.page_size
     longest = min(config.max_positions, options.longest_request(tokens))
-    if longest < 2 or tokens < LEAST_TOKENS:  # the service refuses to start
+    least = LEAST_TOKENS if options.max_total_tokens else LEAST_SIZED_TOKENS
+    if longest < 2 or tokens < least:  # the service refuses to start
         tokens = pages = longest = 0
     return Capacity(
         memory=memory,
@@ -264,7 +265,10 @@ def run(arguments: argparse.Namespace) -> int:
     whole, ranks = config, verify.tensor_parallel_size
     config = cut(config, ranks) if ranks > 1 else config
     elements, dtype = target_elements(config, folder), _dtype(verify.dtype, config)
-    if arguments.draft_placement == "colocated":
+    if verify.no_speculation:
+        drafter = None
+        plan = plan_target(config, elements, dtype, verify, gpu.memory)
+    elif arguments.draft_placement == "colocated":
         verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify
         drafter = _plan_inside(verify, whole, dtype, folder)
         plan = plan_target(config, elements, dtype, verify, gpu.memory, inside=drafter)

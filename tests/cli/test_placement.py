@@ -13,6 +13,7 @@ from outrider.cli.placement import Placed, is_colocated, num_gpus, place_draft_m
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
+from outrider.models.drafters.kinds import BLOCK_ALGORITHMS
 
 HEAD = DraftOptions(
     speculative_algorithm=("EAGLE3", "NGRAM"),
@@ -61,6 +62,8 @@ def test_auto_takes_the_round_on_one_gpu_and_the_split_on_two() -> None:
     # A target that two GPUs share leaves none.
     for gpus, wanted in ((2, True), (3, False)):
         assert is_colocated(VerifyOptions(tensor_parallel_size=2), HEAD, "auto", gpus) == wanted
+    for name in BLOCK_ALGORITHMS:
+        assert is_colocated(VerifyOptions(), replace(HEAD, speculative_algorithm=(name,)), "auto", 1)
     assert is_colocated(VerifyOptions(), HEAD, "colocated", 2)
     assert not is_colocated(VerifyOptions(), HEAD, "remote", 1)
     assert not is_colocated(VerifyOptions(lockstep=True), HEAD, "auto", 1)

@@ -370,6 +370,25 @@ def test_a_draft_on_the_same_gpu_takes_room_from_the_cache(
     assert lost > 0
 
 
+def test_without_speculation_nothing_is_kept_for_drafts(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model=smollm2", "--gpu=L4", "--no-speculation"]
+    inside, beside = (plan(capsys, *words, f"--draft-placement={place}")[1] for place in ("colocated", "remote"))
+    assert inside == beside and "draft" not in inside and inside["colocated_per_token"] == 0
+
+
+def test_a_cache_sized_by_memory_has_as_many_tokens_as_the_service_wants(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for tokens, fits in ((768, False), (1040, True)):
+        wanted = VerifyOptions(max_total_tokens=tokens)
+        config = ModelConfig.from_folder(model_path)
+        whole = plan_target(config, model_elements(config), "bfloat16", wanted, 0)
+        memory = int((whole.weights + whole.scratch + CONTEXT_BYTES + tokens * whole.kv_per_token) / 0.98) + 1
+        sized = replace(wanted, max_total_tokens=0, mem_fraction_static=0.98)
+        found = plan_target(config, model_elements(config), "bfloat16", sized, memory)
+        assert bool(found.kv_tokens) == fits and found.kv_tokens in (0, 1040)
+
+
 def test_features_that_find_no_room_are_warned_of(
     llama_8b: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from argparse import Namespace
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ from scripted_verify import ScriptedVerify
 
 from gateway.core.gate import Gate
 from outrider.config.gateway import GatewayOptions
+from outrider.config.service import gateway_key
 from outrider.errors import ConfigError, OverloadedError
 from outrider.v1 import gateway_pb2
 
@@ -168,3 +170,20 @@ def test_a_file_of_keys_is_read_strictly(tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="it is no text"):
         GatewayOptions(api_key_file=path).read_api_keys()
+
+
+def test_who_asks_a_gateway_reads_the_gateway_s_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTRIDER_API_KEY", raising=False)
+    path = tmp_path / "keys"
+    path.write_text("key tenant\n")
+    arguments = Namespace(api_key_file=str(path))
+    assert gateway_key(arguments) == "key"
+    path.write_text("key tenant\nother\n")
+    with pytest.raises(ConfigError, match=r"--api-key-file: .* has 2 keys; one is sent"):
+        gateway_key(arguments)
+    with pytest.raises(ConfigError, match=r"^--api-key-file: .* cannot be read"):
+        gateway_key(Namespace(api_key_file=str(tmp_path / "none")))
+    monkeypatch.setenv("OUTRIDER_API_KEY", "key")
+    with pytest.raises(ConfigError, match="OUTRIDER_API_KEY is set too"):
+        gateway_key(arguments)
+    assert gateway_key(Namespace(api_key_file=None)) == "key"

