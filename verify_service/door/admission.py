@@ -186,16 +186,9 @@ class GrammarChecker:
     The event loop uses it.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        vocab_size: int,
-        end_ids: Sequence[int],
-        seconds: float = CHECK_SECONDS,
-        module: str = _MODULE,
-    ) -> None:
+    def __init__(self, folder: str, vocab_size: int, end_ids: Sequence[int], seconds: float = CHECK_SECONDS) -> None:
         """`folder`: of the model, which holds the tokenizer."""
-        command = [sys.executable, "-m", module, folder, str(vocab_size), *map(str, end_ids)]
+        command = [sys.executable, "-m", _MODULE, folder, str(vocab_size), *map(str, end_ids)]
         self._sandboxes = [Sandbox(command, seconds) for _ in range(_NUM_PROCESSES)]
         self._idle: asyncio.Queue[Sandbox] = asyncio.Queue()
         for sandbox in self._sandboxes:

@@ -304,7 +304,7 @@ class RoundDrafts:
             action()
         except Exception as error:
             raise_device_failure(error)
-            self._link.give_up("drafting", error)
+            self._link.give_up_drafting(error)
             self.failed = True
             self._growing.clear()
             self._behind = ()
