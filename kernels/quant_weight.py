@@ -62,11 +62,6 @@ class QuantWeight:
         """Columns of the matrix."""
         return self.codes.shape[-1] * self.per_word
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of it all."""
-        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.zeros) if tensor is not None)
-
     def for_streaming(self) -> QuantWeight:
         """The same with float32 scales: four bytes each, they are copied ahead of their use as codes are."""
         return replace(self, scales=self.scales.float())

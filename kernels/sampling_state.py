@@ -148,13 +148,6 @@ class WalkOutputs:
     error: Tensor
     """int32 [B], UNUSABLE_LOGITS or ILLEGAL_TOKEN where the walk came to such, else 0."""
 
-    @classmethod
-    def new(cls, num_rows: int, max_depth: int, device: torch.device | str) -> WalkOutputs:
-        """Buffers for `num_rows` rows of at most `max_depth` tokens."""
-        return cls(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in (
-            (num_rows,), (num_rows, max_depth), (num_rows, max_depth), (num_rows,)
-        )))  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class LogprobOutputs:

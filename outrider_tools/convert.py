@@ -8,7 +8,6 @@ its own size in memory.
 from __future__ import annotations
 
 import json
-import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
-from outrider_tools.files import whole_output
+from outrider_tools.files import copy_files, whole_output
 
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -56,11 +55,7 @@ def _convert_folder(source: Path, work: Path) -> str:
                 raise ConfigError(f"{path}: tensor {name} is in two files")
             tensors[name] = tensor
     work.mkdir()
-    for pattern in COPIED:
-        for path in sorted(source.glob(pattern)):
-            # An index of the shards that were would send readers looking for them.
-            if not path.name.endswith(".index.json") and path.is_file():
-                shutil.copyfile(path, work / path.name)
+    copy_files(source, work, COPIED)
     save_tensors(tensors, work / "model.safetensors")
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return f"{len(tensors)} tensors, {num_bytes / 1e6:.1f} MB"

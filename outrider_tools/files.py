@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,12 @@ COPIED_FILES = (
 """What a model folder may hold beside config and weights, for its tokens and for people."""
 
 
-def copy_files(source: Path, folder: Path) -> None:
-    """Copy those that there are."""
-    for name in COPIED_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def copy_files(source: Path, folder: Path, patterns: Sequence[str] = COPIED_FILES) -> None:
+    """Copy those that there are. An index of the shards that were is left out: readers would look for them."""
+    for pattern in patterns:
+        for path in source.glob(pattern):
+            if path.is_file() and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
 
 
 def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +24,10 @@ from torch.nn import functional
 from outrider.errors import ConfigError
 from outrider.layers.formats import AWQ_ORDER, nibble_words
 from outrider.models.fields import read_json
-from outrider.models.store_folder import CONFIG_FILE, INDEX_FILE
+from outrider.models.store_folder import CONFIG_FILE
 from outrider.models.weights import StoredTensor, stored_tensors, write_shards
 from outrider_tools.compensate import InputMoments, calibrated, compensated
-from outrider_tools.files import whole_output
+from outrider_tools.files import copy_files, whole_output
 
 BLOCK = 128
 FOUR_BITS = ("int4", "awq", "gptq", "mxfp4")
@@ -98,10 +97,8 @@ def quantize(
             progress(f"reading {'its own text' if calibration == 'own' else calibration}", 0, total)
             moments = calibrated(source, calibration, device)
         rounding = _Rounding(FORMATS[name], group, device, moments)
+        copy_files(source, work, ("*.json", "*.jinja", "*.txt", "*.model"))
         (work / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        for path in source.iterdir():
-            if path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in (CONFIG_FILE, INDEX_FILE):
-                shutil.copyfile(path, work / path.name)
         stage = f"writing {out.name}"
         made = _quantized(stored, rounding)
         return write_shards(work, made, max_shard_bytes, lambda done: progress(stage, min(done, total), total))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.timing import copy_rate
-from benchmarks.kernels.quantized_products import COPIES_BYTES, graph_us
+from benchmarks.kernels.quantized_products import COPIES_BYTES, graph_us, num_bytes
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads
 from kernels.elementwise import gate_mul
@@ -85,11 +85,6 @@ def made(kind: str, shape: ExpertShape, part: str, device: str) -> Tensor | Quan
         scales = scales / 4
         scales = (scales.log2().round().exp2() if name == "mxfp4" else scales).bfloat16()
     return QuantWeight(name, packed(codes, name, piece), scales, group, piece, span)
-
-
-def num_bytes(weight: Tensor | QuantWeight) -> int:
-    """Memory of all experts."""
-    return weight.num_bytes if isinstance(weight, QuantWeight) else weight.nbytes
 
 
 @dataclass(frozen=True)

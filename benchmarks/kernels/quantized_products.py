@@ -169,18 +169,25 @@ def own_times(case: Case, copies: int) -> dict[str, float]:
     return times
 
 
+def num_bytes(weight: Tensor | QuantWeight) -> int:
+    """Memory of it all."""
+    if isinstance(weight, QuantWeight):
+        return sum(tensor.nbytes for tensor in (weight.codes, weight.scales, weight.zeros) if tensor is not None)
+    return weight.nbytes
+
+
 def run(options: argparse.Namespace) -> list[Row]:
     """All cases."""
     found: list[Row] = []
     for kind, shape in itertools.product(options.kinds, options.shapes):
         num_out, size = SHAPES[shape]
         first = made(kind, num_out, size)
-        copies = max(2, min(16, COPIES_BYTES // first.num_bytes))
+        copies = max(2, min(16, COPIES_BYTES // num_bytes(first)))
         weights = [first, *(made(kind, num_out, size) for _ in range(copies - 1))]
         for count in options.rows:
             case = Case(kind, shape, torch.randn(count, size, device="cuda").bfloat16(), weights)
             wide = [torch.randn(num_out, size, device="cuda").bfloat16() for _ in range(max(2, copies // 2))]
-            bound = first.num_bytes / 4.2e6
+            bound = num_bytes(first) / 4.2e6
             line = f"{kind:6s}{shape:8s} m{count:<4d}{bound:7.1f} us at 4.2 TB/s"
             times = {"bf16": graph_us(lambda copy, r=case.rows, w=wide: r @ w[copy].T, len(wide))}  # type: ignore[misc]
             times |= own_times(case, copies)

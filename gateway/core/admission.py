@@ -101,10 +101,10 @@ def _tool_calls(request: ClientRequest, model: GatewayModel) -> tuple[ToolCalls 
         return None, request.grammar
     calls = ToolCalls(form, frozenset(tool.name for tool in chat.offered), chat.parallel_tool_calls, chat.is_forced)
     if chat.is_forced:
-        return calls, forced_grammar(chat.offered, form, "chat.tools")
+        return calls, forced_grammar(chat.offered, form)
     marks = [form.opener, form.closer, *((model.reasoning.begin, model.reasoning.end) if model.reasoning else ())]
     ids = {mark: token_id for mark in marks if (token_id := model.tokenizer.added_id(mark)) is not None}
-    return calls, strict_grammar(chat.offered, form, "chat.tools", ids)
+    return calls, strict_grammar(chat.offered, form, ids)
 
 
 def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:

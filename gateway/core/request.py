@@ -21,15 +21,13 @@ from gateway.core.tool_parser import ToolCalls
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_DEPTH, Grammar
 from outrider.protocol.generation import GenerationRequest
+from outrider.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
-MAX_STOP_TOKEN_IDS = 64
-MAX_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_BAD_WORDS = 64
 MAX_TOOLS = 128
-MAX_LOGIT_BIAS = 1024
 MAX_TEMPLATE_VALUES_BYTES = 16384
 _TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
 """Values of a template that have fields of their own, or none."""

@@ -13,47 +13,50 @@ from gateway.core.tool_parser import ToolFormat
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar
 
+_FIELD = "chat.tools"
+"""Which refusals name."""
 
-def forced_grammar(tools: Sequence[Tool], form: ToolFormat, field: str) -> Grammar:
-    """What an answer is that must be a call of one of these tools. Raises InvalidRequestError about `field`."""
-    _check_size(tools, field)
+
+def forced_grammar(tools: Sequence[Tool], form: ToolFormat) -> Grammar:
+    """What an answer is that must be a call of one of these tools. Raises InvalidRequestError."""
+    _check_size(tools)
     definitions = {f"tool{index}": _held_schema(tool, f"tool{index}") for index, tool in enumerate(tools)}
     schema = _call_schema(tools, form)
     if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"$defs": definitions}, ensure_ascii=False))
-    check_grammar(grammar, field)
+    check_grammar(grammar, _FIELD)
     return grammar
 
 
 def strict_grammar(
-    tools: Sequence[Tool], form: ToolFormat, field: str, mark_ids: Mapping[str, int] | None = None
+    tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int] | None = None
 ) -> Grammar | None:
     """What an answer is that may call these tools: any text, in which a call that is begun fits its tool's schema.
 
     `mark_ids`: tokens that stand for whole marks, the format's and those of reasoning, which the grammar library does
     not take for text. Without effect, None, where no tool is strict, and for formats other than hermes and json.
-    Raises InvalidRequestError about `field`.
+    Raises InvalidRequestError.
     """
     if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
         return None
-    _check_size([tool for tool in tools if tool.strict], field)
+    _check_size([tool for tool in tools if tool.strict])
     ids = dict(mark_ids or {})
     opener, closer = ids.pop(form.opener, None), ids.pop(form.closer, None)
     text = f"text: TEXT (({' | '.join(f'<[{mark}]>' for mark in ids.values())}) TEXT)*" if ids else "text: TEXT"
     rules = _marked_rules(tools, form, opener, closer) if form.opener else _bare_rules(tools, form)
     source = "\n".join((*rules, text, r"TEXT: /(.|\n)*/", f"WS: /{_SPACE}/"))
     grammar = Grammar(GrammarKind.EBNF, source)
-    check_grammar(grammar, field)
+    check_grammar(grammar, _FIELD)
     return grammar
 
 
-def _check_size(tools: Sequence[Tool], field: str) -> None:
+def _check_size(tools: Sequence[Tool]) -> None:
     """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them."""
     sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in tools)
     if any(size > MAX_SOURCE_BYTES for size in sizes):
         raise InvalidRequestError(
-            field,
+            _FIELD,
             f"the schemas that calls are held to are together over the limit of {MAX_SOURCE_BYTES} bytes",
             "send fewer or shorter ones",
         )

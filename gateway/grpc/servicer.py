@@ -18,11 +18,9 @@ from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import (
     MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
     MAX_MESSAGES,
     MAX_PROMPT_TOKENS,
     MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     MAX_TEMPLATE_VALUES_BYTES,
     MAX_TOOLS,
     Chat,
@@ -39,6 +37,7 @@ from outrider.errors import InvalidRequestError, OverloadedError
 from outrider.grammar.spec import MAX_SOURCE_BYTES, check_grammar
 from outrider.protocol.generation_codec import TREE, USAGE, decode_grammar, encode_logprobs, encode_prompt_logprobs
 from outrider.rpc.call import limit_time
+from outrider.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from outrider.v1 import gateway_pb2
 from outrider.v1.gateway_pb2_grpc import GatewayServiceServicer
 

@@ -12,7 +12,6 @@ from pydantic_core import PydanticCustomError
 
 from gateway.core.answer import Delta
 from gateway.core.request import (
-    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_TOOLS,
     ClientRequest,
@@ -34,6 +33,7 @@ from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswe
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, TraceBody, chat_logprobs
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason
+from outrider.sampling.params import MAX_LOGPROBS
 
 
 class ToolBody(StrictModel):

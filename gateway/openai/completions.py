@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
-from gateway.core.request import MAX_CHOICES, MAX_LOGPROBS, Job, PromptText, TokenIdList
+from gateway.core.request import MAX_CHOICES, Job, PromptText, TokenIdList
 from gateway.http.responses import Body
 from gateway.openai.fields import MAX_PROMPTS, NamedRequests, Only, OpenAIRequest, prompt_requests
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, FinishWord, UsageBody, finish_word
@@ -24,6 +24,7 @@ from gateway.openai.logprobs import (
     token_name,
 )
 from outrider.errors import InvalidRequestError
+from outrider.sampling.params import MAX_LOGPROBS
 
 _DEFAULT_TOKENS = 16
 _INLINE_ECHO_TOKENS = 4096

@@ -13,7 +13,6 @@ from pydantic import BaseModel, Discriminator, Field, GetCoreSchemaHandler, GetJ
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from gateway.core.request import (
-    MAX_LOGPROBS,
     ClientRequest,
     OutputFields,
     ReasoningEffort,
@@ -25,6 +24,7 @@ from gateway.core.request import (
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_CHOICES, Grammar, GrammarKind, check_grammar, without_further_keys
+from outrider.sampling.params import MAX_LOGPROBS
 
 MAX_PROMPTS = 4096
 """The most that --max-prompts may allow."""

@@ -12,7 +12,6 @@ from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import (
-    MAX_LOGPROBS,
     Job,
     PromptText,
     SamplingFields,
@@ -37,6 +36,7 @@ from gateway.openai.generation import CollectedAnswer, ResponseBuilder
 from gateway.openai.logprobs import TraceBody, finite, prompt_positions
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason, PromptLogprobs
+from outrider.sampling.params import MAX_LOGPROBS
 
 _DEFAULT_NEW_TOKENS = 128
 _EVERY_DELTA_SIZE = 4096

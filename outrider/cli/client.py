@@ -23,8 +23,10 @@ class Sampling:
 
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    ignore_eos: bool = False
     speculation: bool = True
 
 
@@ -43,7 +45,7 @@ class Chunk:
 async def generate(channel: grpc.aio.Channel, messages: Sequence[Message], sampling: Sampling) -> AsyncIterator[Chunk]:
     """Stream one answer to a conversation. Closing the iterator cancels the call. Raises OutriderError."""
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-    call = stub.Generate(_encode(messages, sampling))
+    call = stub.Generate(encode(sampling, messages))
     try:
         async for response in call:
             yield _decode(response)
@@ -80,12 +82,16 @@ def valid_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _encode(messages: Sequence[Message], sampling: Sampling) -> gateway_pb2.GatewayServiceGenerateRequest:
+def encode(sampling: Sampling, messages: Sequence[Message]) -> gateway_pb2.GatewayServiceGenerateRequest:
+    """A request for an answer to a conversation; without messages the prompt is still to be set."""
     chat = [gateway_pb2.ChatMessage(role=role, content=valid_text(content)) for role, content in messages]
     return gateway_pb2.GatewayServiceGenerateRequest(
-        chat=gateway_pb2.ChatMessages(messages=chat),
-        sampling=common_pb2.SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed),
+        chat=gateway_pb2.ChatMessages(messages=chat) if chat else None,
+        sampling=common_pb2.SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, seed=sampling.seed
+        ),
         max_tokens=sampling.max_tokens,
+        ignore_eos=sampling.ignore_eos,
         speculation=gateway_pb2.SPECULATION_UNSPECIFIED if sampling.speculation else gateway_pb2.SPECULATION_OFF,
     )
 

@@ -149,7 +149,7 @@ class GatewayOptions(ServiceOptions):
 
     def read_api_keys(self) -> dict[str, str]:
         """The bearer tokens of clients and their tenants, none when everybody may come in. Raises ConfigError."""
-        return read_api_keys(self.api_key, self.api_key_file, "--api-key")
+        return read_api_keys(self.api_key, self.api_key_file)
 
     def read_api_key(self) -> str:
         """A bearer token that opens the doors, empty when everybody may come in. Raises ConfigError."""

@@ -62,20 +62,20 @@ def read_secrets(value: str, file: str | Path | None, flag: str) -> tuple[str, .
     return tokens
 
 
-def read_api_keys(value: str, file: str | Path | None, flag: str) -> dict[str, str]:
-    """The keys of `flag` or of `flag`-file, each with the name of its tenant; empty: the key is a tenant of its own.
+def read_api_keys(value: str, file: str | Path | None) -> dict[str, str]:
+    """The keys of --api-key or --api-key-file, each with the name of its tenant; empty: the key is a tenant of its own.
 
     A line of the file is a key or, behind white space, a key and its tenant's name. Raises ConfigError.
     """
     if not file:
-        return dict.fromkeys(read_secrets(value, file, flag), "")
+        return dict.fromkeys(read_secrets(value, file, "--api-key"), "")
     keys: dict[str, str] = {}
-    for line in read_secrets(value, file, flag):
+    for line in read_secrets(value, file, "--api-key"):
         key, *names = line.split()
         if len(names) > 1:
-            raise ConfigError(f"{flag}-file: a line of {file} has {len(names) + 1} words; write KEY or KEY TENANT")
+            raise ConfigError(f"--api-key-file: a line of {file} has {len(names) + 1} words; write KEY or KEY TENANT")
         if keys.setdefault(key, tenant := "".join(names)) != tenant:
-            raise ConfigError(f"{flag}-file: {file} gives one key two tenants; write each key once")
+            raise ConfigError(f"--api-key-file: {file} gives one key two tenants; write each key once")
     return keys
 
 

@@ -26,7 +26,7 @@ from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarNode, GrammarState, GrammarVocabulary, compile_grammar
 from outrider.logs import get_logger
 from outrider.models.drafters.kinds import draft_name
-from outrider.models.fields import get_token_ids, read_json
+from outrider.models.fields import get_eos_token_ids, read_json
 from outrider.models.store import local_folder
 from outrider.models.store_folder import hash_tokenizer
 from outrider.protocol.speculation import (
@@ -149,10 +149,6 @@ class DraftGrammars:
             return
         author.guide = guide
 
-    def settle(self) -> None:
-        """Wait until the grammars of all open requests are compiled."""
-        self._orders.join()
-
     def _run(self) -> None:
         while True:
             order = self._orders.get()
@@ -192,7 +188,7 @@ class DraftGrammars:
 def _end_ids(folder: Path) -> list[int]:
     """Tokens that end an answer, as `outrider.models.config` has them."""
     names = [name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
-    return [token for name in names for token in get_token_ids(read_json(folder / name), "eos_token_id", name)]
+    return [token for name in names for token in get_eos_token_ids(read_json(folder / name), name)]
 
 
 def find_tokenizer(options: DraftOptions, wanted: str) -> Path | None:

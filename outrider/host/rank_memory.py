@@ -92,10 +92,6 @@ class RankMemory:
         """From now on no rank may take long."""
         self._limit = self._seconds
 
-    def close(self) -> None:
-        """Give the descriptor back; what is mapped stays until the process ends."""
-        os.close(self.descriptor)
-
     def send(self, kind: int, body: bytes | bytearray | memoryview = b"") -> None:
         """Leave a message for all other ranks. Waits while the ring is full. Raises RankError."""
         view = memoryview(_HEADER.pack(kind, len(body)) + bytes(body)).cast("B")

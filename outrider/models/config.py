@@ -11,7 +11,15 @@ from typing import Any
 
 from outrider.errors import ConfigError
 from outrider.models.families import FAMILIES, Family
-from outrider.models.fields import MAX_LAYERS, get_bool, get_float, get_int, get_strings, get_token_ids, read_configs
+from outrider.models.fields import (
+    MAX_LAYERS,
+    get_bool,
+    get_eos_token_ids,
+    get_float,
+    get_int,
+    get_strings,
+    read_configs,
+)
 from outrider.models.quantization import Quantization, Scheme, read_quantization
 from outrider.models.rope import RopeConfig, read_ropes, rotary_dim
 
@@ -438,8 +446,8 @@ def _default_head_dim(fields: Mapping[str, Any], family: Family, hidden_size: in
 
 def eos_token_ids(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     """Tokens that end an answer, by generation_config.json and config.json."""
-    ids = get_token_ids(generation, "eos_token_id", "generation_config.json")
-    ids = ids + get_token_ids(fields, "eos_token_id", "config.json")
+    ids = get_eos_token_ids(generation, "generation_config.json")
+    ids = ids + get_eos_token_ids(fields, "config.json")
     return tuple(dict.fromkeys(ids))
 
 

@@ -88,11 +88,11 @@ def _get(fields: Mapping[str, Any], name: str, default: Any, what: str, is_legal
     return value
 
 
-def get_token_ids(fields: Mapping[str, Any], name: str, source: str) -> list[int]:
-    """A token id or a list of them; null and absent give none."""
-    value = fields.get(name)
+def get_eos_token_ids(fields: Mapping[str, Any], source: str) -> list[int]:
+    """`eos_token_id`, a token id or a list of them; null and absent give none."""
+    value = fields.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ConfigError(f"{source}: {name} must be token ids, got {value!r}")
+            raise ConfigError(f"{source}: eos_token_id must be token ids, got {value!r}")
     return ids

@@ -6,6 +6,12 @@ import msgspec
 
 from outrider.grammar.spec import Grammar
 
+MAX_LOGPROBS = 20
+"""Of each token; `kernels` has room for as many."""
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+"""Entries."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling fields of one request, already validated; torch-free.

@@ -61,14 +61,6 @@ class Candidates:
     logits: Logits
     """float32 [N]. Tokens that the mask forbids may be among them, at -inf."""
 
-    def dense(self, vocab_size: int) -> Logits:
-        """The same as one row, -inf elsewhere: float32 [vocab_size]."""
-        if self.token_ids is None:
-            return self.logits
-        row = np.full(vocab_size, -np.inf, np.float32)
-        row[self.token_ids] = self.logits
-        return row
-
 
 class LogitsProcessor:
     """The processors of one request. Never writes to the logits it is given."""

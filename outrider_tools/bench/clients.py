@@ -10,12 +10,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import grpc
 import httpx2
 
+from outrider.cli.client import Message, Sampling, encode
 from outrider.config.service import KEY_FIX
 from outrider.errors import OutriderError
 from outrider.rpc.channel import open_channel
@@ -28,15 +29,10 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class RequestOptions:
-    """What all requests have in common. None leaves a field to the server."""
+class RequestOptions(Sampling):
+    """What all requests have in common, but for `max_tokens`, which their prompts say."""
 
     temperature: float | None = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    ignore_eos: bool = False
-    speculation: bool = True
     model: str = ""
     chat: bool = True
     """Texts are a user's turn rather than raw prompts; token ids never are."""
@@ -82,22 +78,12 @@ class GrpcClient:
         await self._channel.close()
 
     def _encode(self, prompt: Prompt) -> gateway_pb2.GatewayServiceGenerateRequest:
-        ask = self._ask
-        request = gateway_pb2.GatewayServiceGenerateRequest(
-            model=ask.model,
-            sampling=common_pb2.SamplingParams(
-                temperature=ask.temperature, top_p=ask.top_p, top_k=ask.top_k, seed=ask.seed
-            ),
-            max_tokens=prompt.max_tokens,
-            ignore_eos=ask.ignore_eos,
-            speculation=gateway_pb2.SPECULATION_UNSPECIFIED if ask.speculation else gateway_pb2.SPECULATION_OFF,
-        )
+        ask = replace(self._ask, max_tokens=prompt.max_tokens)
+        request = encode(ask, _messages(prompt) if ask.chat and not prompt.token_ids else [])
+        request.model = ask.model
         if prompt.token_ids:
             request.prompt_token_ids.ids.extend(prompt.token_ids)
-        elif ask.chat:
-            for role, content in _messages(prompt):
-                request.chat.messages.add(role=role, content=content)
-        else:
+        elif not ask.chat:
             request.prompt = prompt.text
         return request
 
@@ -166,7 +152,7 @@ class RestClient:
         return "/v1/completions", body | {"prompt": list(prompt.token_ids) or prompt.text}
 
 
-def _messages(prompt: Prompt) -> list[tuple[str, str]]:
+def _messages(prompt: Prompt) -> list[Message]:
     return [("system", prompt.system)] * bool(prompt.system) + [("user", prompt.text)]
 
 

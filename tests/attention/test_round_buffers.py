@@ -7,16 +7,15 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from kernels.sampling_state import SampleBuffers, WalkOutputs
+from kernels.sampling_state import SampleBuffers
 from outrider.attention.paged import TreeBuffers
 
 
 def test_buffers_of_a_round_hold_zeros_at_first() -> None:
     # A pass without launches writes to slots and looks up tokens that nothing has filled in.
     def fresh() -> list[Tensor]:
-        walk, trees = WalkOutputs.new(3, 4, "cpu"), TreeBuffers(8, 4, torch.device("cpu"))
-        sample = SampleBuffers.new(4, 50, "cpu")
-        made = [*vars(trees).values(), *(getattr(one, field.name) for one in (walk, sample) for field in fields(one))]
+        trees, sample = TreeBuffers(8, 4, torch.device("cpu")), SampleBuffers.new(4, 50, "cpu")
+        made = [*vars(trees).values(), *(getattr(sample, field.name) for field in fields(sample))]
         return [tensor for tensor in made if isinstance(tensor, Tensor)]
 
     torch.use_deterministic_algorithms(True)

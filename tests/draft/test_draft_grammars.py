@@ -51,7 +51,7 @@ class Service:
         self.mirror = TreeMirror(self.tokens, VOCAB, 4096)
         sampling = SamplingParams(temperature=0.0, grammar=grammar)
         self.requests.handle(self.peer, open_message(self.tokens, credit=1000, sampling=sampling))
-        self.requests.grammars.settle()
+        self.requests.grammars._orders.join()
 
     def commit(self, tokens: list[int]) -> None:
         before = len(self.tokens)
@@ -152,7 +152,7 @@ def test_n_grams_of_the_prompt_are_kept_back_where_they_do_not_fit(folder: Path)
         grammar = Grammar(GrammarKind.REGEX, "(ab|q){3}") if bound else None
         sampling = SamplingParams(temperature=0.0, grammar=grammar)
         requests.handle(peer, open_message(prompt, sampling=sampling))
-        requests.grammars.settle()
+        requests.grammars._orders.join()
         requests.growth.work(math.inf)
         while not requests.growth.idle:
             requests.growth.grow(math.inf, lambda: False)

@@ -53,7 +53,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
 def compiled(form: str, vocabulary: GrammarVocabulary) -> CompiledGrammar:
     has_marks = vocabulary.tokenizer.tokenize_str(MARKS[0])[1:] == []
     mark_ids = {mark: vocabulary.tokenizer.tokenize_str(mark)[0] for mark in MARKS} if has_marks else {}
-    grammar = strict_grammar(TOOLS, FORMATS[form], "tools", mark_ids)
+    grammar = strict_grammar(TOOLS, FORMATS[form], mark_ids)
     assert grammar is not None
     made = compile_grammar(grammar, vocabulary)
     probe(made)
@@ -110,8 +110,8 @@ def test_text_is_free_and_calls_fit(form: str, text: str, expected: bool | None,
 
 
 def test_without_a_strict_tool_or_with_marks_that_are_no_text_nothing_is_held() -> None:
-    assert strict_grammar([TOOLS[2]], FORMATS["hermes"], "tools") is None
-    assert all(strict_grammar(TOOLS, FORMATS[form], "tools") is None for form in ("llama3", "mistral"))
+    assert strict_grammar([TOOLS[2]], FORMATS["hermes"]) is None
+    assert all(strict_grammar(TOOLS, FORMATS[form]) is None for form in ("llama3", "mistral"))
 
 
 @settings(max_examples=examples(25))

@@ -18,6 +18,7 @@ from kernels.sampling_state import (
     RoundTokens,
     SampleBuffers,
     SamplingTables,
+    WalkOutputs,
 )
 from outrider.sampling.params import ANY_END, AnswerEnd, SamplingParams
 from outrider.sampling.sampler import RequestSampler
@@ -83,6 +84,12 @@ class Round:
     def buffers(self, candidates: int = 2048) -> SampleBuffers:
         """New buffers that fit. A short list of candidates sends most rows the long way."""
         return SampleBuffers.new(len(self.tokens.token_ids), self.vocab_size, self.tokens.token_ids.device, candidates)
+
+
+def walk_outputs(num_rows: int, max_depth: int, device: torch.device | str) -> WalkOutputs:
+    num_tokens, error = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+    tokens, accepted = torch.zeros(2, num_rows, max_depth, dtype=torch.int32, device=device)
+    return WalkOutputs(num_tokens, tokens, accepted, error)
 
 
 def signed(word: int) -> int:

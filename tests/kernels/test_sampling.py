@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from dense_row import dense
 from examples import examples
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from sampling_cases import Case, Round, make_round, random_logits
+from sampling_cases import Case, Round, make_round, random_logits, walk_outputs
 
 from kernels.reference.sampling import coins
 from kernels.reference.sampling import gumbel as torch_gumbel
@@ -315,7 +316,7 @@ def test_rows_for_lossy_acceptance_hold_what_the_filters_left(device: str, candi
     sample_rows(logits, 90, trial.tokens, trial.tables, buffers, lossy=True)
     for row, each in enumerate(params):
         history = TokenHistory([1], 90)
-        expected = LogitsProcessor(each).process(logits[row].cpu().numpy(), history, []).dense(90)
+        expected = dense(LogitsProcessor(each).process(logits[row].cpu().numpy(), history, []), 90)
         np.testing.assert_array_equal(buffers.processed[row, :90].cpu().numpy(), expected)
         total = np.logaddexp.reduce(expected.astype(np.float64))
         assert float(buffers.totals[row]) == pytest.approx(total, abs=1e-12)
@@ -379,8 +380,8 @@ def chain(wanted: int | None, length: int) -> Case:
 def walked(trial: Round, committed: list[int], vocab_size: int) -> WalkOutputs:
     """As if `committed` tokens of each row had been sampled along its chain, the last one with any id."""
     device = trial.tokens.root.device
-    out = WalkOutputs.new(len(trial.cases) + 1, DEPTH, device)
-    out.num_tokens[:], out.tokens[:], out.accepted[:] = 0, -1, -1
+    out = walk_outputs(len(trial.cases) + 1, DEPTH, device)
+    out.tokens[:], out.accepted[:] = -1, -1
     for row, count in enumerate(committed):
         out.num_tokens[row] = count
         for place in range(count):

@@ -11,7 +11,7 @@ import torch
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampling_cases import Case, Round, make_round, random_logits
+from sampling_cases import Case, Round, make_round, random_logits, walk_outputs
 
 from kernels.reference.tree import walk as reference_walk
 from kernels.sampling import sample_rows
@@ -121,7 +121,7 @@ def chain_round(device: str, length: int) -> tuple[Round, SampleBuffers]:
 
 def test_a_whole_chain_is_accepted(device: str) -> None:
     trial, buffers = chain_round(device, 30)
-    out = WalkOutputs.new(2, 64, device)
+    out = walk_outputs(2, 64, device)
     walk(trial.tokens, trial.tables, buffers, out, max_row_tokens=31, vocab_size=trial.vocab_size)
     assert out.num_tokens.tolist() == [31, 0]
     assert out.tokens[0, :31].tolist() == list(range(1, 32))
@@ -132,7 +132,7 @@ def test_a_whole_chain_is_accepted(device: str) -> None:
 def test_unusable_logits_on_the_walk_fail_the_row_and_leave_its_counts(device: str, place: int) -> None:
     trial, buffers = chain_round(device, 3)
     buffers.bad[place] = 1
-    out, counts = WalkOutputs.new(2, 8, device), trial.tables.counts.clone()
+    out, counts = walk_outputs(2, 8, device), trial.tables.counts.clone()
     walk(trial.tokens, trial.tables, buffers, out, max_row_tokens=4, vocab_size=trial.vocab_size)
     assert out.error.tolist() == [1, 0]
     assert out.num_tokens.tolist() == [0, 0]
@@ -154,7 +154,7 @@ def test_a_token_outside_the_vocabulary_fails_the_row_and_leaves_its_counts(
     trial, buffers = chain_round("cpu" if reference else device, 3)
     assert trial.vocab_size == 8
     run = partial(reference_walk if reference else walk, max_row_tokens=4)
-    out, counts = WalkOutputs.new(2, 8, trial.tokens.root.device), trial.tables.counts.clone()
+    out, counts = walk_outputs(2, 8, trial.tokens.root.device), trial.tables.counts.clone()
     for place, (error, num_tokens) in enumerate([(ILLEGAL_TOKEN, 0)] * 4 + [(0, 4)]):
         buffers.sampled[:4] = torch.arange(1, 5, dtype=torch.int32)
         # Off the walk, in a row of padding, it does not matter.
@@ -207,7 +207,7 @@ def check_lossy(cases: list[Case], vocab_size: int, seed: int, device: str, cand
     # Every row of the mask must leave a token.
     trial.mask |= 1
     logits = random_logits(len(trial.tokens.rows), vocab_size, seed, device, scale=1.5)
-    buffers, out = trial.buffers(candidates), WalkOutputs.new(len(cases) + 1, 20, device)
+    buffers, out = trial.buffers(candidates), walk_outputs(len(cases) + 1, 20, device)
     sample_rows(logits, vocab_size, trial.tokens, trial.tables, buffers, vocab_mask=trial.mask, lossy=True)
     walk(trial.tokens, trial.tables, buffers, out, max_row_tokens=20, vocab_size=vocab_size, lossy=True)
     for row, case in enumerate(cases):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from dense_row import dense
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -25,7 +26,7 @@ def random_row(seed: int, size: int = VOCAB, scale: float = 3.0) -> np.ndarray:
 def processed(row: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
     history = TokenHistory(prompt, len(row))
     history.extend(output)
-    return LogitsProcessor(params).process(row, history, []).dense(len(row))
+    return dense(LogitsProcessor(params).process(row, history, []), len(row))
 
 
 @pytest.mark.parametrize("seed", range(12))

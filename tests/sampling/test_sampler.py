@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from dense_row import dense
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +68,7 @@ def test_a_token_is_the_argmax_of_processed_logits_plus_the_row_of_noise(
     sampler, row = RequestSampler(params, prompt, VOCAB), random_row(3)
     candidates = LogitsProcessor(params).process(row.numpy(), sampler._history, path)
     noise = gumbel(params.seed, params.choice_index, 12, vocab_size=VOCAB)
-    scores = candidates.dense(VOCAB) + (0 if params.greedy else noise)
+    scores = dense(candidates, VOCAB) + (0 if params.greedy else noise)
     assert sampler.sample(row, path, 12) == int(np.argmax(scores))
 
 
@@ -110,7 +111,7 @@ def test_the_narrowest_filters_are_greedy(fields: dict[str, float]) -> None:
 def test_frequencies_match_the_softmax_of_the_processed_logits(params: SamplingParams) -> None:
     row, prompt, num_samples = random_row(9), [4, 8, 15], 4000
     sampler = RequestSampler(params, prompt, VOCAB)
-    kept = LogitsProcessor(params).process(row.numpy(), sampler._history, []).dense(VOCAB).astype(np.float64)
+    kept = dense(LogitsProcessor(params).process(row.numpy(), sampler._history, []), VOCAB).astype(np.float64)
     expected = num_samples * np.exp(kept - kept.max()) / np.exp(kept - kept.max()).sum()
     drawn = [sampler.sample(row, [], position) for position in range(num_samples)]
     observed = np.bincount(drawn, minlength=VOCAB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ def _parts(
         ending.set()
         for thread in threads:
             thread.join(30)
-        memory.close()
+        os.close(memory.descriptor)
         assert not faults, faults
 
 

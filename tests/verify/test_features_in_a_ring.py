@@ -82,8 +82,8 @@ def test_every_committed_position_lies_in_the_ring(
     ring = ring_of(engine, draft)
     assert ring is not None and len(files.made) == 1
     # Slots come back with the releases.
-    assert ring.num_free + len(engine.drafts.replicas[draft].line.lent) == NUM_SLOTS  # type: ignore[union-attr]
-    assert ring.num_free >= NUM_SLOTS - 1
+    assert len(ring._free) + len(engine.drafts.replicas[draft].line.lent) == NUM_SLOTS  # type: ignore[union-attr]
+    assert len(ring._free) >= NUM_SLOTS - 1
     assert {(message.ring_offset - 256) // MAX_FEATURE_BYTES for message in draft.messages} <= set(range(NUM_SLOTS))  # type: ignore[operator]
 
 
@@ -113,7 +113,7 @@ def test_what_is_not_released_stays_and_a_full_ring_holds_up_this_draft_alone(
     offsets = [message.ring_offset for message in slow.messages]
     assert len(set(offsets)) == 5 == len(offsets), "a slot was written again that nobody has released"
     ring = ring_of(engine, slow)
-    assert ring is not None and ring.num_free == 0
+    assert ring is not None and len(ring._free) == 0
     expected = {message.sequence: bytes(slow.data_of(message)) for message in slow.messages}
     assert len(expected) == 5
     assert other.check(model) > 50
@@ -155,7 +155,7 @@ def test_the_ring_of_a_draft_that_died_serves_the_next(
     engine.stop()
     assert alive.check(model) > 145 and len(files.made) == 1
     ring = ring_of(engine, alive)
-    assert ring is not None and ring.num_free >= NUM_SLOTS - 1
+    assert ring is not None and len(ring._free) >= NUM_SLOTS - 1
 
 
 def test_where_no_memory_can_be_shared_features_are_in_the_messages(
@@ -183,7 +183,7 @@ def test_a_pool_lends_what_is_free_and_shares_no_more_than_it_must(tmp_path: Pat
     free = partial(first.give_back, taken[3])  # type: ignore[arg-type]
     pool.take_back(first)
     again = pool.lend()
-    assert again is not None and again.description == first.description and again.num_free == NUM_SLOTS
+    assert again is not None and again.description == first.description and len(again._free) == NUM_SLOTS
     free()
-    assert again.num_free == NUM_SLOTS, "what the dead one gives back is not the next one's"
+    assert len(again._free) == NUM_SLOTS, "what the dead one gives back is not the next one's"
     assert len(files.made) == 2

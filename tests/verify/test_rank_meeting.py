@@ -49,5 +49,5 @@ def test_ranks_of_a_process_group_leave_no_file_behind(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-        memory.close()
+        os.close(memory.descriptor)
     assert not [*tmp_path.iterdir()]

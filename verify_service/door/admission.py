@@ -23,12 +23,9 @@ from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest
 from outrider.protocol.generation_codec import REQUEST
 from outrider.rpc.call import client
-from outrider.sampling.params import SamplingParams
+from outrider.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from outrider.v1 import verify_pb2
 
-MAX_LOGPROBS = 20
-MAX_STOP_TOKENS = 64
-MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_ID_CHARACTERS = 256
@@ -138,7 +135,7 @@ def _check_sizes(message: verify_pb2.VerifyServiceGenerateRequest) -> None:
     for field, length, most in (
         ("request_id", len(message.request_id), MAX_ID_CHARACTERS),
         ("tenant", len(message.tenant), MAX_TENANT_CHARACTERS),
-        ("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKENS),
+        ("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS),
         ("sampling.logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS),
         ("bad_words", len(message.bad_words), MAX_BAD_WORDS),
     ):
@@ -186,16 +183,9 @@ class GrammarChecker:
     The event loop uses it.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        vocab_size: int,
-        end_ids: Sequence[int],
-        seconds: float = CHECK_SECONDS,
-        module: str = _MODULE,
-    ) -> None:
+    def __init__(self, folder: str, vocab_size: int, end_ids: Sequence[int], seconds: float = CHECK_SECONDS) -> None:
         """`folder`: of the model, which holds the tokenizer."""
-        command = [sys.executable, "-m", module, folder, str(vocab_size), *map(str, end_ids)]
+        command = [sys.executable, "-m", _MODULE, folder, str(vocab_size), *map(str, end_ids)]
         self._sandboxes = [Sandbox(command, seconds) for _ in range(_NUM_PROCESSES)]
         self._idle: asyncio.Queue[Sandbox] = asyncio.Queue()
         for sandbox in self._sandboxes:

@@ -43,12 +43,12 @@ from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth
 from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
+from verify_service.executors.base import Executor
 from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.ranks import RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor
-from verify_service.features.base import FeatureExecutor
 from verify_service.frames import TargetProfile
 from verify_service.ranks.leader import Followers, lead
 from verify_service.speculation.budget import ContextCost, CostModel, unpadded
@@ -165,7 +165,7 @@ class EngineParts:
     """What an engine is made of."""
 
     memory: Memory
-    executor: FeatureExecutor
+    executor: Executor
     cost: CostModel
     limits: EngineLimits
     growth: RoundGrowth | None = None

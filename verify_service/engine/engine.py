@@ -23,7 +23,7 @@ from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Pending, Result
 from verify_service.engine.round_growth import RoundGrowth
 from verify_service.engine.scheduler import EngineLimits, NodePlan, Scheduler
-from verify_service.features.base import FeatureExecutor
+from verify_service.executors.base import Executor
 from verify_service.features.sender import FeatureSender
 from verify_service.frames import ENGINE_FAILED, ENGINE_STOPPED
 from verify_service.speculation.budget import Budget, CostModel
@@ -81,7 +81,7 @@ class VerifyEngine:
 
     def __init__(
         self,
-        executor: FeatureExecutor,
+        executor: Executor,
         memory: Memory,
         cost: CostModel,
         limits: EngineLimits,

@@ -12,8 +12,9 @@ from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Executor, Result
+from verify_service.engine.round import Entry, Result
 from verify_service.engine.scheduler import Scheduler
+from verify_service.executors.base import Executor
 from verify_service.speculation.drafts import Drafts
 
 log = get_logger(__name__)

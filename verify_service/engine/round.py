@@ -175,37 +175,6 @@ class Pending(Protocol):
         """Results in the order of the entries. An exception ends the engine."""
 
 
-class Executor(Protocol):
-    """Runs a round's forward, sampling walk and KV compaction. Rounds run in the order of their launches."""
-
-    @property
-    def launches_ahead(self) -> bool:
-        """Whether a round may be launched before the one before was waited for; then there are two under way.
-
-        Such a round has roots alone, those of its entries that `is_ahead` are what the device has just sampled.
-        """
-
-    def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Pending:
-        """Queue a round, and the growth of trees behind it; returns before it has run.
-
-        Page tables cover every token of it. What entries and requests say is read here: between `launch` and `wait`
-        the engine takes messages in, which may end requests of the round.
-        """
-
-    def dry_run(self, entries: Sequence[Entry]) -> None:
-        """Run what `launch` does on the host, without effect, also while a round runs; or do nothing.
-
-        Called where the engine never sleeps: code that has not run for a round's time is slow at first.
-        """
-
-    def forget(self, request: Request) -> None:
-        """The request ended or gave up its pages, perhaps while a round with it is under way.
-
-        Whatever is kept for it may be reused by the next launch, behind all that was launched before. A preempted
-        request comes back with `cached_len` at what the radix cache had.
-        """
-
-
 class Marks(NamedTuple):
     """Who found the nodes that a round takes of a tree, and how likely the drafter thought them."""
 

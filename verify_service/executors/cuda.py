@@ -27,6 +27,7 @@ from outrider.sampling.sampler import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result, varied_tokens
 from verify_service.engine.scheduler import EngineLimits
+from verify_service.executors.base import Executor
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.executors.ranks import CAPTURE, ROUND, ExecutorLink
@@ -40,7 +41,7 @@ from verify_service.executors.round_buffers import (
     RoundOutput,
 )
 from verify_service.executors.round_drafts import DraftingOptions, RoundDrafts, feature_store
-from verify_service.features.base import FeatureExecutor, FeaturePlan
+from verify_service.features.base import FeaturePlan
 
 log = get_logger(__name__)
 
@@ -58,7 +59,7 @@ class _Renewal:
     """Rounds, and forwards of prompts, whose graphs do not store them yet, the next one last."""
 
 
-class CudaExecutor(FeatureExecutor):
+class CudaExecutor(Executor):
     """Executor on pages and tables in device memory. Runs on a CPU too, slowly and without graphs, for tests."""
 
     def __init__(
@@ -231,12 +232,12 @@ class CudaExecutor(FeatureExecutor):
 
     @property
     def lends_features(self) -> bool:
-        """See FeatureExecutor. What rounds store for a drafter of their own they store for no other."""
+        """See Executor. What rounds store for a drafter of their own they store for no other."""
         return self.drafts is None
 
     @torch.inference_mode()
     def begin_features(self, plan: FeaturePlan) -> None:
-        """See FeatureExecutor."""
+        """See Executor."""
         model = self._model
         hidden = model.config.hidden_size
         with out_of_memory("the target's features", "lower --mem-fraction-static or --max-total-tokens"):
@@ -250,7 +251,7 @@ class CudaExecutor(FeatureExecutor):
         self._renewal = _Renewal(store, [*chunks, *rounds])
 
     def refresh_features(self) -> int:
-        """See FeatureExecutor. One graph at a time, the most used first."""
+        """See Executor. One graph at a time, the most used first."""
         if self._renewal is None:
             return 0
         if self._renewal.stale:

@@ -66,8 +66,8 @@ class ExecutorLink:
         """Raise RankError for memory that ends amid `what`: the others run it to its end, or wait for this rank."""
         yield
 
-    def give_up(self, what: str, error: Exception) -> None:
-        """Raise RankError for what failed on one rank; alone it may be done without."""
+    def give_up_drafting(self, error: Exception) -> None:
+        """Raise RankError where drafting failed on one rank; alone it may be done without."""
 
     def new_drafter(self, *arguments: Any, **options: Any) -> RoundDrafter:
         """See RoundDrafter."""
@@ -127,9 +127,9 @@ class RankLink(ExecutorLink):
         except torch.OutOfMemoryError as error:
             raise RankError(f"no memory on rank 0 for {what}; lower --mem-fraction-static") from error
 
-    def give_up(self, what: str, error: Exception) -> None:
+    def give_up_drafting(self, error: Exception) -> None:
         """See ExecutorLink."""
-        raise RankError(f"{what} on all ranks failed on rank 0: {type(error).__name__}: {error}") from error
+        raise RankError(f"drafting on all ranks failed on rank 0: {type(error).__name__}: {error}") from error
 
     def new_drafter(self, *arguments: Any, **options: Any) -> RoundDrafter:
         """See ExecutorLink."""

@@ -193,7 +193,10 @@ class RoundDrafts:
         return request in self._growing
 
     def admitted(self, request: Request, row: int) -> None:
-        """See RowListener. The drafter may have KV of pages from the radix cache, and has none of other pages."""
+        """A request got a row. `cached_len` is what the radix cache has of it, in its first pages.
+
+        The drafter may have KV of those, and has none of other pages.
+        """
         self._guarded(partial(self.drafter.admit, row, request.params.sampling))
         num_shared = request.cached_len // self._page_size
         self.paged(request.pages[num_shared:])
@@ -201,16 +204,16 @@ class RoundDrafts:
         self._drafted[request] = (num_shared if known.all() else int(known.argmin())) * self._page_size
 
     def paged(self, pages: Sequence[int]) -> None:
-        """See RowListener."""
+        """A request in a row got further pages, which hold nothing yet."""
         self._has_kv[list(pages)] = False
         self._lacks_features[list(pages)] = False
 
     def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
-        """See RowListener."""
+        """These pages of a row, from this place on, are to be entered in the drafter's page tables."""
         self.drafter.memory.enter_pages(row, place, pages)
 
     def update(self, updates: Tensor) -> None:
-        """See RowListener."""
+        """The same of what a round adds; see RequestRows.update."""
         self.drafter.memory.update_pages(updates)
 
     def forget(self, request: Request) -> None:
@@ -301,7 +304,7 @@ class RoundDrafts:
             action()
         except Exception as error:
             raise_device_failure(error)
-            self._link.give_up("drafting", error)
+            self._link.give_up_drafting(error)
             self.failed = True
             self._growing.clear()
             self._behind = ()

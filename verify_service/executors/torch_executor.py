@@ -17,8 +17,9 @@ from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.sampler import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Result, varied_tokens
+from verify_service.executors.base import Executor
 from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
-from verify_service.features.base import FeatureExecutor, FeaturePlan
+from verify_service.features.base import FeaturePlan
 
 MEASURED_CONTEXT = 192
 """Cached tokens behind which rounds are timed."""
@@ -86,7 +87,7 @@ class _Part:
         return self.slots[[source for source, _ in moved]], self.slots[[target for _, target in moved]]
 
 
-class TorchExecutor(FeatureExecutor):
+class TorchExecutor(Executor):
     """Forward, sampling walk and KV compaction with plain torch operations.
 
     In fp32 rows of a forward round differently with its width: log-probabilities differ by up to 1e-4 between two runs
@@ -121,7 +122,7 @@ class TorchExecutor(FeatureExecutor):
         self._slots.pop(request, None)
 
     def begin_features(self, plan: FeaturePlan) -> None:
-        """See FeatureExecutor."""
+        """See Executor."""
         model = self._model
         hidden = model.config.hidden_size
         try:
@@ -132,7 +133,7 @@ class TorchExecutor(FeatureExecutor):
             raise ConfigError(f"the machine has no memory for the target's features ({error})") from error
 
     def refresh_features(self) -> int:
-        """See FeatureExecutor."""
+        """See Executor."""
         return 0
 
     @torch.inference_mode()

@@ -1,19 +1,12 @@
-"""What the feature sender needs of others: what to store, an executor that stores it, a stream that carries it."""
+"""What the feature sender needs of others: what to store, and a stream that carries it."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from outrider.cache.features import FeatureStore
-from outrider.models.base import LanguageModel
 from outrider.tree.projection import PROJECTED, Projection
-from verify_service.engine.round import Executor, Pending
-from verify_service.features.staging import FeatureStaging, Ring, StagedRows
+from verify_service.features.staging import Ring, StagedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,67 +70,3 @@ class FeatureLine:
             self.num_bytes -= self.under_way.popleft()[1]
         while self.lent and self.lent[0][0] <= through:
             self.lent.popleft()[1].free()
-
-
-class FeatureExecutor(Executor):
-    """An executor that can store features, as all can. Called between two rounds, but for `read_features`."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-        self._features: FeatureStore | None = None
-        self._staging: FeatureStaging | None = None
-
-    @property
-    def feature_format(self) -> tuple[int, str]:
-        """Values of a layer's hidden state, and their dtype."""
-        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
-
-    @property
-    def lends_features(self) -> bool:
-        """Whether features may be stored for drafts."""
-        return True
-
-    def begin_features(self, plan: FeaturePlan) -> None:
-        """Prepare for rounds that store what the plan says, and nothing else, for every KV slot.
-
-        Until `refresh_features` has said that nothing is left to be done, rounds go on as before. Raises OutriderError,
-        and nothing has changed, where there is no memory for them.
-        """
-        raise NotImplementedError
-
-    def refresh_features(self) -> int:
-        """Do a piece of that; how many are left. 0: every round from now on stores features."""
-        raise NotImplementedError
-
-    def lend_ring(self) -> Ring | None:
-        """Memory that a draft on this host may map; None where there is none to share."""
-        try:
-            return self._stage().rings.lend()
-        except torch.OutOfMemoryError:
-            return None
-
-    def take_back_ring(self, ring: Ring) -> None:
-        """The draft does not use it, or is gone."""
-        self._stage().rings.take_back(ring)
-
-    def read_features(
-        self, slots: NDArray[np.int32], parts: tuple[int, ...], after: Pending | None, ring: Ring | None = None
-    ) -> StagedRows | None:
-        """Copy features at KV slots [N] once the round `after` has run, to the ring or else to the host.
-
-        None if too much is being copied, or lies in the ring, already. While a later round is under way, slots of
-        committed positions alone may be asked for.
-        """
-        if self._features is None:
-            raise RuntimeError("features are not stored")
-        return self._stage().read(self._features, slots, parts, self._completion(after), ring)
-
-    def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
-        """Event of a round that has stored its features; None where it has once it was waited for."""
-        return None
-
-    def _stage(self) -> FeatureStaging:
-        """Raises torch.OutOfMemoryError where there is no memory for it."""
-        if self._staging is None:
-            self._staging = FeatureStaging(self._model.device)
-        return self._staging

@@ -19,7 +19,8 @@ from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES,
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Pending
-from verify_service.features.base import FeatureExecutor, FeatureLine, FeaturePlan
+from verify_service.executors.base import Executor
+from verify_service.features.base import FeatureLine, FeaturePlan
 from verify_service.features.staging import STAGE_BYTES, StagedRows
 from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.drafts import DraftReplica, Drafts, SpeculativeRequest
@@ -65,7 +66,7 @@ class FeatureSender:
     computed since the store is filled (`Memory.feature_epoch`). The engine thread alone uses it.
     """
 
-    def __init__(self, drafts: Drafts, memory: Memory, executor: FeatureExecutor, piecewise: bool = False) -> None:
+    def __init__(self, drafts: Drafts, memory: Memory, executor: Executor, piecewise: bool = False) -> None:
         """`piecewise`: `work` is called again and again while a round runs, and each time does little."""
         self._piecewise = piecewise
         self._drafts = drafts

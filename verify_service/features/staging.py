@@ -165,11 +165,6 @@ class Ring:
         """Description by which the draft maps it."""
         self._free = [_END_BYTES + slot * MAX_FEATURE_BYTES for slot in reversed(range(NUM_SLOTS))]
 
-    @property
-    def num_free(self) -> int:
-        """Slots that hold nothing."""
-        return len(self._free)
-
     def take(self) -> int | None:
         """First byte of a slot; None if all are taken."""
         return self._free.pop() if self._free else None

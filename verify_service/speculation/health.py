@@ -188,11 +188,6 @@ class ReplicaHealth:
         self._unanswered.pop(number, None)
         self._newest.pop(number, None)
 
-    def waited(self, number: int) -> float:
-        """Seconds since the oldest unanswered commit of a request; 0 when all are answered."""
-        entry = self._unanswered.get(number)
-        return self._clock() - entry[1] if entry else 0.0
-
     @property
     def good(self) -> bool:
         """Whether waiting for this replica can be worth it."""

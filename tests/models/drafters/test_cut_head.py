@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +92,7 @@ def ranks_of(told: DraftOptions, ids: Tensor, features: Tensor, steps: int) -> l
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(run, memories))
-    memory.close()
+    os.close(memory.descriptor)
     return found
 
 

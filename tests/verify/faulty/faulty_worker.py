@@ -12,8 +12,9 @@ from outrider.config.verify import VerifyOptions
 from verify_service.engine import worker
 from verify_service.engine.build import Built, assemble
 from verify_service.engine.engine import VerifyInbox
-from verify_service.engine.round import Entry, Executor, Growth, Pending, Result
+from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.engine.worker import VerifyReporter
+from verify_service.executors.base import Executor
 
 FAILING_ROUND = 12
 
