@@ -25,7 +25,7 @@ from outrider.drafting.model.build import build_runner
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.drafting.requests import introduce
-from outrider.errors import InternalError
+from outrider.errors import UnavailableError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
@@ -271,4 +271,4 @@ def test_a_broken_device_ends_the_engine(start: Start, truth: list[Answer]) -> N
     answer = Answer()
     engine.submit(make_request(answer, *jobs()[0], VOCAB))
     assert answer.done.wait(60)
-    assert isinstance(answer.updates[-1].error, InternalError)
+    assert isinstance(answer.updates[-1].error, UnavailableError)

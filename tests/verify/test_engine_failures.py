@@ -11,7 +11,7 @@ from harness import PAGE_SIZE, Answer, Silence, make_request
 from local_draft import LocalDraft
 from threaded_engine import ThreadedEngine
 
-from outrider.errors import InternalError
+from outrider.errors import UnavailableError
 from outrider.protocol.speculation import VerifyMessage
 from outrider.sampling.params import SamplingParams
 from verify_service.door.metrics import VerifyMetrics
@@ -90,7 +90,7 @@ def test_an_engine_that_fails_tells_requests_that_it_has_not_looked_at() -> None
     engine.start()
     for answer in (behind, last):
         assert answer.done.wait(10)
-        assert isinstance(answer.updates[-1].error, InternalError)
+        assert isinstance(answer.updates[-1].error, UnavailableError)
 
 
 def test_an_engine_that_fails_while_it_ends_a_request_tells_it_and_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_an_engine_that_fails_while_it_ends_a_request_tells_it_and_the_others(mo
     engine.start()
     for answer in answers:
         assert answer.done.wait(10)
-        assert isinstance(answer.updates[-1].error, InternalError)
+        assert isinstance(answer.updates[-1].error, UnavailableError)
 
 
 def test_what_a_failing_device_has_committed_is_told_though_its_features_cannot_be_read(
@@ -120,7 +120,7 @@ def test_what_a_failing_device_has_committed_is_told_though_its_features_cannot_
     engine.start()
     assert complete.done.wait(10) and cut_off.done.wait(10)
     assert complete.token_ids == [7] and complete.updates[-1].error is None
-    assert cut_off.token_ids == [7] and isinstance(cut_off.updates[-1].error, InternalError)
+    assert cut_off.token_ids == [7] and isinstance(cut_off.updates[-1].error, UnavailableError)
 
 
 class Silent:

@@ -11,7 +11,7 @@ from feature_draft import ProjectedDraft, random_projection
 from harness import make_engine, run_all
 from local_draft import LocalDraft, oracle
 
-from outrider.errors import InternalError, OutriderError, OverloadedError, UnavailableError
+from outrider.errors import OutriderError, OverloadedError, UnavailableError
 from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import (
@@ -180,7 +180,7 @@ async def test_a_failing_engine_tells_everybody_and_ends_with_another_code(model
         await thread.remote.until(lambda: bool(stream.updates))
         thread.ask(fail)
         error = (await stream.end()).error
-        assert isinstance(error, InternalError) and "out of order" not in error.message
+        assert isinstance(error, UnavailableError) and "out of order" not in error.message
         await asyncio.wait_for(thread.remote.lost(), 20)
         assert not thread.remote.alive
     assert thread.exit_codes == [1]
@@ -194,7 +194,7 @@ async def test_an_engine_that_hangs_up_without_a_word_fails_all_streams(model: C
         assert thread.remote._transport is not None
         thread.remote._transport.abort()
         error = (await stream.end()).error
-        assert isinstance(error, InternalError)
+        assert isinstance(error, UnavailableError)
         with pytest.raises(OutriderError):
             Stream(thread, submission(PROMPTS[0]))
         may_run.set()
