@@ -35,7 +35,7 @@ def gateway_key(arguments: argparse.Namespace) -> str:
     value, file = os.environ.get("OUTRIDER_API_KEY", ""), arguments.api_key_file
     if value and file:
         raise ConfigError("--api-key-file: OUTRIDER_API_KEY is set too; use one of them")
-    keys = list(read_api_keys(value, file, "--api-key"))
+    keys = list(read_api_keys(value, file))
     if len(keys) > 1:
         raise ConfigError(f"--api-key-file: {file} has {len(keys)} keys; one is sent, so write one")
     return keys[0] if keys else ""
