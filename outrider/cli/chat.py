@@ -23,6 +23,7 @@ from outrider.cli.options import (
     given_service_flags,
     make_cluster,
     number,
+    own_door_tls,
     whole_number,
 )
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
@@ -94,6 +95,7 @@ def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
         return
     display = StartDisplay(console)
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=True)
+    own_door_tls(cluster, arguments)
     with display.started(cluster):
         yield cluster.gateway_address, cluster.api_key
 

@@ -12,10 +12,19 @@ from rich.table import Table
 
 from outrider.cli.client import Sampling, generate, valid_text
 from outrider.cli.cluster import Cluster
-from outrider.cli.options import MAX_TOKENS_LIMIT, add_service_options, make_cluster, whole_number
+from outrider.cli.options import (
+    MAX_TOKENS_LIMIT,
+    add_connect_tls_options,
+    add_service_options,
+    make_cluster,
+    own_door_tls,
+    whole_number,
+)
 from outrider.cli.placement import num_gpus
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
+from outrider.config.service import TlsFiles
 from outrider.rpc.channel import open_channel
+from outrider.rpc.tls import TlsSource
 
 # An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.
 PROMPT = """Write this shopping list again, in the same order:
@@ -34,6 +43,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=PROMPT, help="What to ask.")
     tokens = whole_number(1, MAX_TOKENS_LIMIT)
     parser.add_argument("--max-tokens", type=tokens, default=160, help="Most tokens of the answer. Default: 160.")
+    add_connect_tls_options(parser)
     add_service_options(parser)
 
 
@@ -45,11 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
         # All three services are what it is to show, on a machine of few cores, too.
         arguments.draft_placement = "remote"
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)
+    tls = own_door_tls(cluster, arguments)
     with display.started(cluster):
         for name in cluster.services:
             console.print(f"  {name:<8} process {cluster.children[name].pid}, {cluster.address(name)}", soft_wrap=True)
         console.print(f"  guesses  {drafters_text(cluster.drafters)}", soft_wrap=True)
-        asyncio.run(_show(console, cluster, arguments.prompt, arguments.max_tokens))
+        asyncio.run(_show(console, cluster, tls, arguments.prompt, arguments.max_tokens))
         console.print("\nstopping")
         endings = cluster.close()
     for name, ending in endings.items():
@@ -57,8 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if set(endings.values()) == {"ended"} else 1
 
 
-async def _show(console: Console, cluster: Cluster, prompt: str, max_tokens: int) -> None:
-    async with open_channel(cluster.gateway_address, auth_token=cluster.api_key) as channel:
+async def _show(console: Console, cluster: Cluster, tls: TlsFiles | None, prompt: str, max_tokens: int) -> None:
+    source = TlsSource(tls) if tls is not None else None
+    address, key = cluster.gateway_address, cluster.api_key
+    async with open_channel(address, auth_token=key, tls=source, option="--connect") as channel:
         messages = [("user", prompt)]
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
         console.print("\nThe prompt:\n")

@@ -27,7 +27,7 @@ from outrider.config.base import Option, add_option, describe_options, expand, r
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import ServiceOptions, door_tls
+from outrider.config.service import ServiceOptions, TlsFiles, door_tls, peer_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, under
 from outrider.models.config import check_config
@@ -99,6 +99,14 @@ def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> 
         metavar = "NAME" if word == "name" else "FILE"
         names = [f"{prefix}-{word}" for prefix in ("--connect-tls", *former)]
         group.add_argument(*names, metavar=metavar, default="", help=f"To the gateway: {text}.")
+
+
+def own_door_tls(cluster: Cluster, arguments: argparse.Namespace) -> TlsFiles | None:
+    """What the options of TLS say for the gateway that a command itself starts. Raises ConfigError where they must."""
+    tls = peer_tls(arguments, "connect")
+    if cluster.has_tls and tls is None:
+        raise ConfigError("--connect-tls-ca: --gateway-tls-cert is set; name the certificates that it is signed with")
+    return tls
 
 
 def given_service_flags(given: argparse.Namespace) -> list[str]:
@@ -189,7 +197,20 @@ def parse_service_options(given: argparse.Namespace, env: Mapping[str, str] | No
     place stands the flag with the service's name. Raises ConfigError, which names the option as the user spells it.
     """
     env = os.environ if env is None else env
+    _warn_of_ignored(env)
     return {name: _parse_one(name, vars(given), env) for name in SERVICES}
+
+
+def _warn_of_ignored(env: Mapping[str, str]) -> None:
+    """Say which variables of services change nothing here, since several services could mean them."""
+    flags: dict[str, list[str]] = {}
+    for flag, _, option in service_flags():
+        if option.env in env:
+            flags.setdefault(option.env, []).append("" if flag == option.flag else flag)
+    for variable, names in flags.items():
+        if all(names):
+            words = f"{variable} changes nothing here; set {' or '.join(names)}"
+            print(f"outrider: warning: {words}", file=sys.stderr)
 
 
 def _parse_one(service: str, given: Mapping[str, str], env: Mapping[str, str]) -> ServiceOptions:
@@ -226,6 +247,7 @@ def make_cluster(
         partial(_check_draft_model, draft.speculative_draft_model_path),
         partial(_check_gateway, gateway),
         *(partial(_check_tls, one, f"--{name}-tls") for name, one in bound.items()),
+        *(partial(_check_link, bound, *link) for link in LINKS),
     )
     target = resolve_model(verify.model, impl=verify.model_impl)
     if not expand(verify.model).is_dir():  # one that is has been checked
@@ -274,6 +296,21 @@ def _check_gateway(options: GatewayOptions) -> None:
 def _check_tls(options: ServiceOptions, prefix: str) -> None:
     if files := door_tls(options, prefix):
         load_material(files)
+
+
+def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
+    """Raise ConfigError for a door that its caller has no token or certificates for: it would be refused for ever."""
+    if peer not in options or not is_default(options[caller], field):
+        return
+    flags = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}
+    for wanted, shown in (
+        (("auth_token", "auth_token_file"), (f"{peer}_auth_token", f"{peer}_auth_token_file")),
+        (("tls_cert",), (f"{peer}_tls_ca",)),
+    ):
+        given = next((name for name in wanted if getattr(options[peer], name)), "")
+        if given and not any(getattr(options[caller], name) for name in shown):
+            problem = f"the {caller} service has nothing to show or to trust there"
+            raise ConfigError(f"{flags[peer, given]}: {problem}; set {flags[caller, shown[-1]]}, too")
 
 
 def _check_target(verify: VerifyOptions) -> None:

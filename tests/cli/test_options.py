@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import trustme
 
 import outrider.cli.options as options_module
 from outrider.cli.cluster import bind_again, link, place
@@ -148,12 +149,42 @@ def test_what_the_gateway_and_tls_would_refuse_is_told_before_anything_starts(
         (["--api-key-file=none"], "--api-key-file: none cannot be read"),
         (["--proxies=10.0.0.1/8"], "--proxies: 10.0.0.1/8 has host bits set"),
         (["--gateway-tls-cert=none", "--gateway-tls-key=none"], "--gateway-tls-cert: none cannot be read"),
-        (["--verify-tls-cert=x"], "--verify-tls-cert: --verify-tls-key is not set"),
+        (["--verify-tls-cert=x", "--gateway-verify-tls-ca=x"], "--verify-tls-cert: --verify-tls-key is not set"),
         (["--draft-tls-ca=x"], "--draft-tls-ca: clients can show a certificate over TLS only; set --draft-tls-cert"),
     ):
         assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *wrong]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 2 and lines[1].startswith(said), lines
+
+
+def test_a_door_that_its_own_caller_could_not_open_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for wrong, said in (
+        (
+            ["--verify-auth-token=x"],
+            "--verify-auth-token: the gateway .* set --gateway-verify-auth-token-file",
+        ),
+        (["--draft-auth-token=x"], "--draft-auth-token: the verify .* set --verify-draft-auth-token-file"),
+        (["--verify-tls-cert=x", "--verify-tls-key=x"], "--verify-tls-cert: the gateway .*-verify-tls-ca, too"),
+    ):
+        assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *wrong]) == 2
+        assert re.search(said, capsys.readouterr().err), said
+    told = ["--verify-auth-token=x", "--gateway-verify-auth-token=x"]
+    assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *told]) == 2
+    assert "auth-token" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["demo", "chat"])
+def test_a_command_does_not_start_a_gateway_that_it_could_not_speak_to(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_path: Path
+) -> None:
+    issued = trustme.CA().issue_cert("localhost")
+    (tmp_path / "key").write_bytes(issued.private_key_pem.bytes())
+    (tmp_path / "cert").write_bytes(issued.cert_chain_pems[0].bytes())
+    tls = [f"--gateway-tls-cert={tmp_path}/cert", f"--gateway-tls-key={tmp_path}/key"]
+    assert main([command, f"--model={model_path}", "--device=cpu", *tls]) == 2
+    assert "--connect-tls-ca: --gateway-tls-cert is set; name the" in capsys.readouterr().err
 
 
 def test_a_context_without_room_for_an_answer_is_refused_as_such(
@@ -205,11 +236,16 @@ def test_a_mistake_is_named_as_the_user_spelled_it() -> None:
         parse_service_options(parse("--match-type=DFS"), env={})
 
 
-def test_the_environment_sets_only_what_is_meant_for_one_service_or_for_all() -> None:
+def test_the_environment_sets_only_what_is_meant_for_one_service_or_for_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     env = {"OUTRIDER_ADDRESS": "1.2.3.4:1", "OUTRIDER_MATCH_TYPE": "PROB", "OUTRIDER_LOG_LEVEL": "ERROR"}
     options = parse_service_options(parse(), env=env)
     assert options["draft"] == DraftOptions(match_type="PROB", log_level="ERROR")
     assert options["gateway"] == GatewayOptions(log_level="ERROR")
+    warnings = capsys.readouterr().err.splitlines()
+    flags = "--draft-address or --verify-address or --gateway-address"
+    assert warnings == [f"outrider: warning: OUTRIDER_ADDRESS changes nothing here; set {flags}"]
 
 
 @pytest.mark.parametrize("command", ["up", "chat", "demo"])
