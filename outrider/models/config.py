@@ -352,7 +352,10 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         raise ConfigError(f"config.json: text_config must be an object, got {text!r}")
     outside = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
-    return {name: fields[name] for name in outside if fields.get(name) is not None} | dict(text)
+    found = {name: fields[name] for name in outside if fields.get(name) is not None} | dict(text)
+    # Where both say whether the head is the embedding, transformers goes by the model's own.
+    tied = fields.get("tie_word_embeddings")
+    return found if tied is None else found | {"tie_word_embeddings": tied}
 
 
 def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:

@@ -135,8 +135,8 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
 
     def name_of(name: str) -> str | None:
         name = (text_name(name) or "") if family.is_part else name
-        # Old Llama checkpoints carry their rotary frequencies, tied ones may repeat their head.
-        derived = name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
+        # Old Llama checkpoints carry their rotary frequencies.
+        derived = name.endswith(".rotary_emb.inv_freq")
         # Scales of a quantized KV cache; ours needs none.
         derived = derived or name.endswith((".k_scale", ".v_scale", ".kv_scale"))
         # AutoGPTQ writes a bias of zeros for every matrix.
@@ -145,5 +145,19 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
         return None if derived or (unread is not None and name.startswith(unread)) else name
 
     stored = stored_tensors(folder, name_of)
+    if config.tie_embeddings and (head := stored.pop("lm_head.weight", None)) is not None:
+        _check_tied(head, stored.get("model.embed_tokens.weight"), folder)
     check_tensors(stored, expected, folder)
     return stored
+
+
+def _check_tied(head: StoredTensor, embedding: StoredTensor | None, folder: Path) -> None:
+    """Raise ConfigError for an output matrix that is said to be the embedding, and is another: the first rows tell."""
+    if embedding is None:
+        return
+    rows = [[(0, min(head.shape[0], 256))], [(0, head.shape[-1])]]
+    if head.shape != embedding.shape or not torch.equal(head.read(rows), embedding.read(rows)):
+        raise ConfigError(
+            f"{folder}: tie_word_embeddings is true in config.json, and {head.name} is another matrix than "
+            f"{embedding.name}; set it to false, or leave {head.name} out"
+        )

@@ -96,7 +96,8 @@ class Quantization:
 
     def _scheme_of(self, module: str) -> Scheme | None:
         # Checkpoints of several modalities put more in front of the decoder's names, heads leave `model.` out.
-        names = (module, module.removeprefix("model."))
+        inner = module.removeprefix("model.")
+        names = (module, inner, f"language_model.{module}", f"model.language_model.{inner}")
         if any(re.fullmatch(pattern, name) for pattern in self.ignored for name in names):
             return None
         for pattern, scheme in self.schemes:
@@ -269,7 +270,7 @@ def _prefix_pattern(text: str, where: str) -> str:
 def _not_converted(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names, or parts of them between dots; `*` stands for anything."""
     names = get_strings(config, "modules_to_not_convert") or get_strings(config, "ignored_layers")
-    return tuple(rf"(.*\.)?{re.escape(name).replace(re.escape('*'), '.*')}(\..*)?" for name in names)
+    return tuple(rf"(.*\.)?{re.escape(name.rstrip('.')).replace(re.escape('*'), '.*')}(\..*)?" for name in names)
 
 
 _READERS = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4, "compressed-tensors": _compressed}

@@ -42,14 +42,15 @@ class RopeConfig:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
-        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+        """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before), which wins over both.
 
         Raises ConfigError: a kind that is not supported, or a field that is missing or of the wrong type.
         """
-        scaling = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
+        parameters = fields.get("rope_parameters") or {}
+        scaling = fields.get("rope_scaling") or parameters
+        if not isinstance(scaling, Mapping) or not isinstance(parameters, Mapping):
             raise ConfigError(f"config.json: the rope parameters must be an object, got {scaling!r}")
-        merged = {"rope_theta": fields.get("rope_theta"), **scaling}
+        merged = {"rope_theta": parameters.get("rope_theta", fields.get("rope_theta")), **scaling}
         kind = merged.get("rope_type", merged.get("type", "default"))
         kind = "longrope" if kind == "su" else kind
         if kind not in ROPE_KINDS:
@@ -101,8 +102,9 @@ def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfi
     """The rotary embedding, and that of layers with a window if it is another."""
     given = fields.get("rope_parameters")
     if isinstance(given, Mapping) and isinstance(given.get("full_attention"), Mapping):
-        of_kinds = [{**fields, "rope_parameters": given.get(kind)} for kind in ("full_attention", "sliding_attention")]
-        rope, local = (RopeConfig.from_fields(of_kind, max_positions) for of_kind in of_kinds)
+        whole = {**fields, "rope_parameters": given["full_attention"]}
+        windowed = {**fields, "rope_parameters": given.get("sliding_attention"), "rope_scaling": None}
+        rope, local = (RopeConfig.from_fields(of_kind, max_positions) for of_kind in (whole, windowed))
         return rope, None if local == rope else local
     rope = RopeConfig.from_fields(fields, max_positions)
     if given or fields.get("rope_local_base_freq") is None:

@@ -179,7 +179,8 @@ def replace_attention(
     count = 0
     for number, name in enumerate(names):
         module = base.get_submodule(name)
-        if calls[number].sinks is not None:
+        # Rows that a clip changes may not be among those that are compared.
+        if calls[number].sinks is not None or getattr(getattr(module, "config", None), "clip_qkv", None):
             continue
         better = _attention(module, number, head_dim)
         if better is not None and _attends_alike(module, better, embedding, rotary, num_heads, calls):
@@ -195,6 +196,8 @@ def replace_modules(model: Any) -> None:
     agree: dict[type[nn.Module], bool] = {}
     # Parents come before their children, whose own children are left alone where they were replaced.
     for parent in list(model.modules()):
+        if isinstance(parent, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            continue  # it runs what are modules, and no other functions
         for name, child in list(parent.named_children()):
             kind = type(child)
             if not agree.get(kind, True):

@@ -54,11 +54,19 @@ def test_rotary_frequencies_of_old_checkpoints_are_ignored(tmp_path: Path) -> No
 
 def test_a_tied_checkpoint_may_repeat_its_head(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, tie_word_embeddings=True)
-    rewrite(tmp_path, {"lm_head.weight": torch.zeros(97, 32)})
+    rewrite(tmp_path, {"lm_head.weight": reference.model.embed_tokens.weight.detach().clone()})
     model, ids = load_model(tmp_path), token_ids(8)
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]
     assert relative_error(run_one(model, model.new_kv(8), ids, torch.arange(8)), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", [(97, 32), (101, 32)])
+def test_a_tied_checkpoint_with_a_head_of_its_own_is_refused(tmp_path: Path, shape: tuple[int, int]) -> None:
+    save_tiny(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path, {"lm_head.weight": torch.randn(shape)})
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings is true .* lm_head\.weight is another matrix"):
+        load_model(tmp_path)
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:

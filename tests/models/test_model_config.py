@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, check_heads
+from outrider.models.config import ModelConfig, check_heads, text_fields
+from outrider.models.rope import RopeConfig, read_ropes
 
 VALID: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -188,3 +189,25 @@ def test_damaged_generation_config_is_named(tmp_path: Path) -> None:
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         ModelConfig.from_folder(tmp_path / "nowhere")
+
+
+def test_scaling_that_is_added_to_a_new_config_counts() -> None:
+    """Model cards say to add `rope_scaling`; transformers takes it before the `rope_parameters` that it writes."""
+    plain = {"rope_type": "default", "rope_theta": 500.0}
+    rope = RopeConfig.from_fields(
+        {"rope_parameters": plain, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 64
+    )
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 4.0, 500.0)
+    of_kinds = {"full_attention": plain, "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}
+    whole, windowed = read_ropes(
+        {"rope_parameters": of_kinds, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 64
+    )
+    assert (whole.factor, whole.theta) == (2.0, 500.0)
+    assert windowed is not None and (windowed.factor, windowed.theta) == (1.0, 7.0)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_whether_the_head_is_the_embedding_is_the_whole_model_s_to_say(outer: bool) -> None:
+    text = {"hidden_size": 8, "tie_word_embeddings": not outer}
+    assert text_fields({"text_config": text, "tie_word_embeddings": outer})["tie_word_embeddings"] is outer
+    assert text_fields({"text_config": text})["tie_word_embeddings"] is not outer

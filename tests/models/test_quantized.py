@@ -251,3 +251,24 @@ def test_a_model_may_be_kept_from_libraries(tmp_path: Path) -> None:
     )
     assert scheme is not None and own is not None and scheme.library
     assert own == replace(scheme, library=False)
+
+
+@pytest.mark.parametrize("ignored", ["language_model.lm_head", "lm_head", "re:.*lm_head"])
+def test_a_head_is_left_out_by_any_of_its_names(ignored: str) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "type": "float"}}
+    fields = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    inner = ["language_model.model.layers.0.mlp.down_proj", "model.language_model.layers.1.mlp.down_proj"]
+    quantization = read_quantization({"quantization_config": fields | {"ignore": [ignored, *inner]}})
+    assert quantization is not None
+    names = ("lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+    assert [quantization.scheme_of(name) for name in names] == [None] * 3
+    assert quantization.scheme_of("model.layers.2.mlp.down_proj") is not None
+
+
+def test_a_layer_is_left_out_by_its_number_and_a_dot() -> None:
+    fields = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    quantization = read_quantization({"quantization_config": fields | {"modules_to_not_convert": ["model.layers.1."]}})
+    assert quantization is not None
+    assert quantization.scheme_of("model.layers.1.mlp.down_proj") is None
+    assert quantization.scheme_of("model.layers.10.mlp.down_proj") is not None

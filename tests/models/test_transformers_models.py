@@ -347,3 +347,19 @@ def test_flashinfer_is_refused_for_windows_and_heads_that_are_filled_up(
     save_tiny(tmp_path, family, **changes)
     with pytest.raises(ConfigError, match="--attention-backend: flashinfer has no windows"):
         attention_backend("flashinfer", load_model(tmp_path), 16)
+
+
+def test_what_a_container_runs_stays_a_module() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    model = Outer()
+    rows = torch.randn(3, 4)
+    expected = model.inner(rows)
+    replace_modules(model)
+    assert torch.equal(model.inner(rows), expected)

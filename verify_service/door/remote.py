@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from outrider.errors import OverloadedError, UnavailableError
 from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost
@@ -16,9 +16,12 @@ from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.protocol.speculation import (
     Decline,
     DraftMessage,
+    Features,
+    FeaturesBegin,
     Grow,
     Hello,
     ProjectionPart,
+    VerifyMessage,
 )
 from outrider.tree.handshake import Terms
 from verify_service.frames import (
@@ -39,9 +42,6 @@ from verify_service.frames import (
     TargetProfile,
     from_engine,
 )
-
-if TYPE_CHECKING:
-    from verify_service.door.session import DraftSession
 
 log = get_logger(__name__)
 
@@ -120,6 +120,28 @@ class Backlog:
         return OverloadedError(message, retry_after=retry_after)
 
 
+class DraftStream(Protocol):
+    """The streams of a session with one draft service. Methods must not block."""
+
+    address: str
+    number: int
+    """Number under which the engine knows the session."""
+    unread_weight: int
+    """Weight of its messages that the engine has not taken."""
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """Queue messages, in order."""
+
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """Open the features stream, under the session's own token."""
+
+    def send_features(self, messages: list[Features]) -> None:
+        """Queue features, in order."""
+
+    def reset(self) -> None:
+        """End the session; it reports itself down, and up again when it is."""
+
+
 class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
     """The door's end of the socket to the engine process. Everything happens on the event loop.
 
@@ -135,7 +157,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         self._answers: dict[int, Deliver | None] = {}
         """Requests that the engine has not ended yet; None where nobody listens any more."""
         self.backlog = Backlog()
-        self._sessions: dict[int, DraftSession] = {}
+        self._sessions: dict[int, DraftStream] = {}
 
     @property
     def num_running(self) -> int:
@@ -171,18 +193,18 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             self._answers[number] = None
             self.send(Cancel(number))
 
-    def draft_connected(self, stream: DraftSession, terms: Terms | None = None) -> None:
+    def draft_connected(self, stream: DraftStream, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
         stream.number, stream.unread_weight = next(self._numbers), 0
         self._sessions[stream.number] = stream
         self.send(DraftUp(stream.number, stream.address, terms or Terms()))
 
-    def draft_disconnected(self, stream: DraftSession) -> None:
+    def draft_disconnected(self, stream: DraftStream) -> None:
         """A session with a draft service ended."""
         del self._sessions[stream.number]
         self.send(SessionDown(stream.number))
 
-    def draft_received(self, stream: DraftSession, messages: list[DraftMessage]) -> None:
+    def draft_received(self, stream: DraftStream, messages: list[DraftMessage]) -> None:
         """A draft service sent messages. One that sends more than it has credit for loses its session."""
         weight = unread_weight(messages)
         if stream.unread_weight + weight > MAX_UNREAD_DRAFT_WEIGHT:
@@ -195,16 +217,16 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         # They may lie unread for a whole round, which is no fault of the draft.
         self.send(FromDraft(stream.number, time.monotonic(), weight, messages))
 
-    async def features_projection(self, stream: DraftSession, part: ProjectionPart) -> None:
+    async def features_projection(self, stream: DraftStream, part: ProjectionPart) -> None:
         """The next part of a session's projection; returns when most of it has left, so that others have their turn."""
         self.send(ProjectionFrame(stream.number, part))
         await self.writable()
 
-    def features_opened(self, stream: DraftSession, window: int, uses_ring: bool) -> None:
+    def features_opened(self, stream: DraftStream, window: int, uses_ring: bool) -> None:
         """The features stream of a session is open, and its projection was told if it was wanted."""
         self.send(FeaturesUp(stream.number, window, uses_ring))
 
-    def features_released(self, stream: DraftSession, through: int) -> None:
+    def features_released(self, stream: DraftStream, through: int) -> None:
         """A draft is done with features that it was sent."""
         self.send(FeaturesDone(stream.number, through))
 

@@ -225,10 +225,7 @@ class DraftSession:
     ) -> None:
         """`malformed` logs what cannot be read; `dial` opens the features stream's channel."""
         self.address = address
-        self.number = 0
-        """Number under which the engine knows the session."""
-        self.unread_weight = 0
-        """Weight of its messages that the engine has not taken."""
+        self.number = self.unread_weight = 0
         self._dial = dial
         self.features_failed = False
         """Whether the features stream ended, and with it the session."""
@@ -271,7 +268,7 @@ class DraftSession:
             self._features.send(messages)
 
     def reset(self) -> None:
-        """End the session; it reports itself down, and up again when it is."""
+        """End the session."""
         self._is_over = True
         self._call.cancel()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from outrider.sampling.device import DeviceSampler
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
 from verify_service.executors.ranks import PAGES, ExecutorLink
-
-if TYPE_CHECKING:
-    from verify_service.executors.round_drafts import RoundDrafts
 
 MAX_DEPTH = 31
 """Draft tokens of one path that a round may accept."""
@@ -255,6 +252,22 @@ class RoundAnswers:
         return begin, end, drafted
 
 
+class RowListener(Protocol):
+    """Is told what becomes of rows."""
+
+    def admitted(self, request: Request, row: int) -> None:
+        """A request got a row. `cached_len` is what the radix cache has of it, in its first pages."""
+
+    def paged(self, pages: Sequence[int]) -> None:
+        """A request in a row got further pages, which hold nothing yet."""
+
+    def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
+        """These pages of a row, from this place on, are to be entered in page tables that the listener keeps."""
+
+    def update(self, updates: Tensor) -> None:
+        """The same of what a round adds; see RequestRows.update."""
+
+
 class RequestRows:
     """Rows of requests that run, from their first round until they end or give up their pages.
 
@@ -272,14 +285,14 @@ class RequestRows:
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[Request, int] = {}
         self._num_known: dict[Request, int] = {}
-        self._drafts: RoundDrafts | None = None
+        self._listener: RowListener | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def follow(self, drafts: RoundDrafts) -> None:
-        """Tell these drafts of rows from now on; before any row is taken."""
-        self._drafts = drafts
+    def follow(self, listener: RowListener) -> None:
+        """Tell a listener of rows from now on; before any row is taken."""
+        self._listener = listener
 
     def row(self, request: Request) -> int:
         """The request's row; it gets one if it has none."""
@@ -305,8 +318,8 @@ class RequestRows:
             self.copy_pages(request)
             return ()
         self._num_known[request] = len(pages)
-        if self._drafts is not None:
-            self._drafts.paged(pages[known:])
+        if self._listener is not None:
+            self._listener.paged(pages[known:])
         row = self._rows[request]
         return [(row, place, pages[place]) for place in range(known, len(pages))]
 
@@ -315,8 +328,8 @@ class RequestRows:
         self._rows[request] = row
         # Many pages at once are a copy of their own; a round's updates have room for those that it adds.
         self._num_known[request] = 0
-        if self._drafts is not None:
-            self._drafts.admitted(request, row)
+        if self._listener is not None:
+            self._listener.admitted(request, row)
         self._copy_pages(request)
         sampling, end = request.sampler.params, request.params.answer_end
         masked = request.bad_words is not None
@@ -326,13 +339,13 @@ class RequestRows:
     def update(self, updates: Tensor) -> None:
         """Enter what a round adds, [U, 3] on the device, into the page tables."""
         update_pages(self.page_tables, updates)
-        if self._drafts is not None:
-            self._drafts.update(updates)
+        if self._listener is not None:
+            self._listener.update(updates)
 
     def copy_pages(self, request: Request) -> None:
         """Tell the device of all new pages at once, outside a round."""
-        if self._drafts is not None:
-            self._drafts.paged(request.pages[self._num_known[request] :])
+        if self._listener is not None:
+            self._listener.paged(request.pages[self._num_known[request] :])
         self._copy_pages(request)
 
     def _copy_pages(self, request: Request) -> None:
@@ -345,8 +358,8 @@ class RequestRows:
         """Queue a copy of a row's pages from this place on to the page tables."""
         self._link.tell(PAGES, (row, place), pages)
         put(pages, self.page_tables.device, into=self.page_tables[row, place : place + len(pages)])
-        if self._drafts is not None:
-            self._drafts.enter(row, place, pages)
+        if self._listener is not None:
+            self._listener.enter(row, place, pages)
 
 
 class Buckets:

@@ -193,10 +193,7 @@ class RoundDrafts:
         return request in self._growing
 
     def admitted(self, request: Request, row: int) -> None:
-        """A request got a row. `cached_len` is what the radix cache has of it, in its first pages.
-
-        The drafter may have KV of those, and has none of other pages.
-        """
+        """See RowListener. The drafter may have KV of pages from the radix cache, and has none of other pages."""
         self._guarded(partial(self.drafter.admit, row, request.params.sampling))
         num_shared = request.cached_len // self._page_size
         self.paged(request.pages[num_shared:])
@@ -204,16 +201,16 @@ class RoundDrafts:
         self._drafted[request] = (num_shared if known.all() else int(known.argmin())) * self._page_size
 
     def paged(self, pages: Sequence[int]) -> None:
-        """A request in a row got further pages, which hold nothing yet."""
+        """See RowListener."""
         self._has_kv[list(pages)] = False
         self._lacks_features[list(pages)] = False
 
     def enter(self, row: int, place: int, pages: Sequence[int]) -> None:
-        """These pages of a row, from this place on, are to be entered in the drafter's page tables."""
+        """See RowListener."""
         self.drafter.memory.enter_pages(row, place, pages)
 
     def update(self, updates: Tensor) -> None:
-        """The same of what a round adds; see RequestRows.update."""
+        """See RowListener."""
         self.drafter.memory.update_pages(updates)
 
     def forget(self, request: Request) -> None:
