@@ -10,7 +10,7 @@ import torch
 from prefill_pair import PrefillPair, run_story
 
 from outrider.models.decoder import CausalLM
-from verify_service.features.base import FeaturePlan
+from verify_service.features.staging import FeaturePlan
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from verify_service.engine.round import Entry
 from verify_service.executors.cuda import CudaRound
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.ranks import ExecutorLink
-from verify_service.features.base import FeaturePlan
+from verify_service.features.staging import FeaturePlan
 
 
 class PrefillPair:

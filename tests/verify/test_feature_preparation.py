@@ -17,7 +17,7 @@ from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.ranks import ROUND, ExecutorLink
 from verify_service.executors.round_buffers import Bucket, Buckets
-from verify_service.features.base import FeaturePlan
+from verify_service.features.staging import FeaturePlan
 
 LAYERS = (0, 1, 3)
 

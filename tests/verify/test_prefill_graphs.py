@@ -18,7 +18,7 @@ from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.prefill import PrefillShapes
 from verify_service.executors.round_buffers import Bucket
-from verify_service.features.base import FeaturePlan
+from verify_service.features.staging import FeaturePlan
 
 LAYERS = (0, 1, 3)
 EXACT = 1e-4

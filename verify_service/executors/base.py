@@ -12,8 +12,7 @@ from outrider.cache.features import FeatureStore
 from outrider.models.base import LanguageModel
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending
-from verify_service.features.base import FeaturePlan
-from verify_service.features.staging import FeatureStaging, Ring, StagedRows
+from verify_service.features.staging import FeaturePlan, FeatureStaging, Ring, StagedRows
 
 
 class Executor:

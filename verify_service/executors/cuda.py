@@ -41,7 +41,7 @@ from verify_service.executors.round_buffers import (
     RoundOutput,
 )
 from verify_service.executors.round_drafts import DraftingOptions, RoundDrafts, feature_store
-from verify_service.features.base import FeaturePlan
+from verify_service.features.staging import FeaturePlan
 
 log = get_logger(__name__)
 

@@ -20,8 +20,7 @@ from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Pending
 from verify_service.executors.base import Executor
-from verify_service.features.base import FeatureLine, FeaturePlan
-from verify_service.features.staging import STAGE_BYTES, StagedRows
+from verify_service.features.staging import STAGE_BYTES, FeatureLine, FeaturePlan, StagedRows
 from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.drafts import DraftReplica, Drafts, SpeculativeRequest
 

@@ -23,7 +23,7 @@ from outrider.protocol.speculation import (
 from outrider.tree.handshake import Terms
 from outrider.tree.mirror import Observation, TreeMirror
 from verify_service.engine.request import Request
-from verify_service.features.base import FeatureLine
+from verify_service.features.staging import FeatureLine
 from verify_service.speculation.calibration import MAX_WRONG_LOOKS, Calibrator, DraftBackoff
 from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
