@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -55,14 +55,13 @@ class Fault:
 
 def replica_options(arguments: argparse.Namespace) -> list[VerifyOptions]:
     """What each replica is told."""
-    told = []
-    for number in range(arguments.replicas):
-        options = verify_options(arguments, [f"--max-running-requests={arguments.streams}"])
-        if match := re.fullmatch(r"cuda:(\d+)", arguments.verify_device):
-            device = f"cuda:{int(match[1]) + number * options.tensor_parallel_size}"
-            options = verify_options(arguments, [f"--max-running-requests={arguments.streams}", f"--device={device}"])
-        told.append(options)
-    return told
+    options = verify_options(arguments, [f"--max-running-requests={arguments.streams}"])
+    numbers = range(arguments.replicas)
+    match = re.fullmatch(r"cuda:(\d+)", arguments.verify_device)
+    if match is None:
+        return [options for _ in numbers]
+    first, ranks = int(match[1]), options.tensor_parallel_size
+    return [replace(options, device=f"cuda:{first + number * ranks}") for number in numbers]
 
 
 def start(arguments: argparse.Namespace, stack: ExitStack) -> tuple[list[Cluster], Cluster]:

@@ -63,7 +63,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         may_leave_out: bool = False,
     ) -> None:
         """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused."""
-        self._maps_memory = profile.maps_memory
         self._broken_rings: deque[bytes] = deque(maxlen=_MAX_BROKEN_RINGS)
         """Handles of those that could not be read."""
         self._may_leave_out = may_leave_out
@@ -110,7 +109,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if session is None:
             raise InvalidRequestError("begin.token", "names no session that waits for features")
         ring = begin.ring
-        if not self._maps_memory or (ring is not None and ring.handle in self._broken_rings):
+        if not self._profile.maps_memory or (ring is not None and ring.handle in self._broken_rings):
             begin = replace(begin, ring=None)
         stream = await self._features.open(session.number, begin)
         if not stream.uses_ring:

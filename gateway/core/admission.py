@@ -16,7 +16,7 @@ from gateway.core.catalogue import GatewayModel
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Chat, ClientRequest, Job, RequestMessage, RequestSampling, Tool, ToolCall
 from gateway.core.tool_grammar import forced_grammar, strict_grammar
-from gateway.core.tool_parser import ToolCalls
+from gateway.core.tool_parser import ToolCalls, read_json
 from gateway.core.validation import FieldNames, renamed
 from outrider.chat_template import ChatTemplate, ChatTemplateError
 from outrider.errors import ContextLengthError, InvalidRequestError
@@ -283,8 +283,7 @@ def _as_text(message: RequestMessage, names: dict[str, str]) -> dict[str, Any]:
 def _arguments(call: ToolCall) -> Any:
     """The arguments as templates want them, an object; what a model wrote that is none stays text."""
     try:
-        value = json.loads(call.arguments or "{}")
-        json.dumps(value, ensure_ascii=False).encode()  # half an emoji, escaped, is JSON and no text
+        value = read_json(call.arguments or "{}")
     except (ValueError, RecursionError):
         return call.arguments
     return value if isinstance(value, dict) else call.arguments

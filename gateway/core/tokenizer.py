@@ -257,7 +257,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; special tokens are left out or spelled out."""
-        # As above.
+        # As in `encode`, with the interpreter lock given up.
         return str(self._inner.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def added_id(self, text: str) -> int | None:

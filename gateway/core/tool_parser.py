@@ -66,6 +66,17 @@ def find_format(parser: str, template: str | None) -> ToolFormat | None:
     return next((known for known in marked if known.opener in (template or "")), FORMATS["json"])
 
 
+def read_json(text: str) -> Any:
+    """What JSON that a model or client wrote says. Raises ValueError or RecursionError for what is none.
+
+    Half of an escaped surrogate pair is JSON, and no text that a template or an answer could hold: UnicodeEncodeError,
+    which is a ValueError.
+    """
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 T = TypeVar("T")
 _Steps = Generator[None, str, T]
 """What is sent one character after the other."""
@@ -128,7 +139,7 @@ class _CallReader:
         yield from _next_mark("{")
         mark = yield from _next_mark('"}')
         while mark == '"':
-            key = str(json.loads((yield from _read_nested(mark))))
+            key = str(read_json((yield from _read_nested(mark))))
             yield from _next_mark(":")
             first = yield from _next_mark()
             if first == "{" and key in _ARGUMENTS:
@@ -136,7 +147,7 @@ class _CallReader:
                 self.has_arguments = True
                 mark = yield from _next_mark(",}")
             elif first in '"{[':
-                self._take(key, json.loads((yield from _read_nested(first))))
+                self._take(key, read_json((yield from _read_nested(first))))
                 mark = yield from _next_mark(",}")
             else:
                 mark = yield from self._read_scalar(first)
@@ -275,14 +286,10 @@ class ToolCallParser:
         held, self._held = self._held[:length], self._held[length:]
         text = held.rstrip()
         if text:
-            if self.num_calls and not self._spoke:
-                text = text.lstrip()
-            else:
-                self._text += self._spaces
+            self._text += [text.lstrip()] if self.num_calls and not self._spoke else [*self._spaces, text]
             self._spaces.clear()
             self._spoke, self._bare = True, False
-            self._text.append(text)
-        self._spaces += held[len(held.rstrip()) :]
+        self._spaces += held[len(text) :]
 
     def _await_call(self, raw: list[str]) -> None:
         """Calls and what stands between them come next; `raw` was read of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import aclosing
@@ -32,6 +31,7 @@ from gateway.core.request import (
 )
 from gateway.core.service import Gateway
 from gateway.core.tool_grammar import check_tools
+from gateway.core.tool_parser import read_json
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError, OverloadedError
 from outrider.grammar.spec import MAX_SOURCE_BYTES, check_grammar
@@ -132,9 +132,7 @@ def _json(text: str, field: str, limit: int, example: str) -> Any:
     if len(text) > limit:
         raise InvalidRequestError(field, f"{len(text)} characters, over the limit of {limit}", "send less")
     try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()
-        return value
+        return read_json(text)
     except UnicodeEncodeError:
         raise InvalidRequestError(field, "holds a lone surrogate, which is not Unicode text", "send UTF-8") from None
     except (ValueError, RecursionError):

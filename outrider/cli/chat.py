@@ -14,7 +14,7 @@ import grpc
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.client import Message, Sampling, generate, list_models
+from outrider.cli.client import Message, Sampling, generate, list_models, open_gateway
 from outrider.cli.options import (
     MAX_SEED,
     MAX_TOKENS_LIMIT,
@@ -23,15 +23,12 @@ from outrider.cli.options import (
     given_service_flags,
     make_cluster,
     number,
-    own_door_tls,
     whole_number,
 )
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
-from outrider.rpc.channel import open_channel
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_INTERRUPTED
-from outrider.rpc.tls import TlsSource
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
 
@@ -95,7 +92,6 @@ def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
         return
     display = StartDisplay(console)
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=True)
-    own_door_tls(cluster, arguments)
     with display.started(cluster):
         yield cluster.gateway_address, cluster.api_key
 
@@ -186,5 +182,4 @@ def summary(answer: FinishedAnswer) -> str:
 
 
 async def _open(address: str, api_key: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    source = TlsSource(tls) if tls is not None else None
-    return open_channel(address, auth_token=api_key, tls=source, option="--connect")
+    return open_gateway(address, api_key, tls)

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import grpc
 
+from outrider.config.service import TlsFiles
 from outrider.errors import OutriderError, UnavailableError
 from outrider.protocol.generation import TokenOrigin, Usage
 from outrider.protocol.generation_codec import ORIGINS, USAGE
+from outrider.rpc.channel import open_channel
 from outrider.rpc.status import details_of, error_from_rpc
+from outrider.rpc.tls import TlsSource
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 Message = tuple[str, str]
@@ -40,6 +43,12 @@ class Chunk:
     text: str
     tokens: Sequence[tuple[TokenOrigin, int]]
     usage: Usage | None = None
+
+
+def open_gateway(address: str, api_key: str, tls: TlsFiles | None) -> grpc.aio.Channel:
+    """A channel to a gateway's gRPC door, within a running event loop; `tls` as --connect-tls-* say it."""
+    source = TlsSource(tls) if tls is not None else None
+    return open_channel(address, auth_token=api_key, tls=source, option="--connect")
 
 
 async def generate(channel: grpc.aio.Channel, messages: Sequence[Message], sampling: Sampling) -> AsyncIterator[Chunk]:

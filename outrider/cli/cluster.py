@@ -250,12 +250,6 @@ class Cluster:
         return f"{scheme}://{self.address('gateway', 'rest_address')}"
 
     @property
-    def has_tls(self) -> bool:
-        """Whether the gateway's doors have TLS."""
-        options = self._given["gateway"]
-        return isinstance(options, GatewayOptions) and bool(options.tls_cert)
-
-    @property
     def page_url(self) -> str:
         """Where people can try the model; empty where the page is left out."""
         options = self._given["gateway"]

@@ -10,21 +10,18 @@ from itertools import takewhile
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.client import Sampling, generate, valid_text
+from outrider.cli.client import Sampling, generate, open_gateway, valid_text
 from outrider.cli.cluster import Cluster
 from outrider.cli.options import (
     MAX_TOKENS_LIMIT,
     add_connect_tls_options,
     add_service_options,
     make_cluster,
-    own_door_tls,
     whole_number,
 )
 from outrider.cli.placement import num_gpus
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
-from outrider.config.service import TlsFiles
-from outrider.rpc.channel import open_channel
-from outrider.rpc.tls import TlsSource
+from outrider.config.service import TlsFiles, peer_tls
 
 # An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.
 PROMPT = """Write this shopping list again, in the same order:
@@ -55,12 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         # All three services are what it is to show, on a machine of few cores, too.
         arguments.draft_placement = "remote"
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)
-    tls = own_door_tls(cluster, arguments)
     with display.started(cluster):
         for name in cluster.services:
             console.print(f"  {name:<8} process {cluster.children[name].pid}, {cluster.address(name)}", soft_wrap=True)
         console.print(f"  guesses  {drafters_text(cluster.drafters)}", soft_wrap=True)
-        asyncio.run(_show(console, cluster, tls, arguments.prompt, arguments.max_tokens))
+        asyncio.run(_show(console, cluster, peer_tls(arguments, "connect"), arguments.prompt, arguments.max_tokens))
         console.print("\nstopping")
         endings = cluster.close()
     for name, ending in endings.items():
@@ -69,9 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _show(console: Console, cluster: Cluster, tls: TlsFiles | None, prompt: str, max_tokens: int) -> None:
-    source = TlsSource(tls) if tls is not None else None
-    address, key = cluster.gateway_address, cluster.api_key
-    async with open_channel(address, auth_token=key, tls=source, option="--connect") as channel:
+    async with open_gateway(cluster.gateway_address, cluster.api_key, tls) as channel:
         messages = [("user", prompt)]
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
         console.print("\nThe prompt:\n")

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar, cast
 
@@ -27,7 +27,7 @@ from outrider.config.base import Option, add_option, describe_options, expand, r
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import ServiceOptions, TlsFiles, door_tls, peer_tls
+from outrider.config.service import ServiceOptions, door_tls, peer_tls
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, under
 from outrider.models.config import check_config
@@ -101,14 +101,6 @@ def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> 
         group.add_argument(*names, metavar=metavar, default="", help=f"To the gateway: {text}.")
 
 
-def own_door_tls(cluster: Cluster, arguments: argparse.Namespace) -> TlsFiles | None:
-    """What the options of TLS say for the gateway that a command itself starts. Raises ConfigError where they must."""
-    tls = peer_tls(arguments, "connect")
-    if cluster.has_tls and tls is None:
-        raise ConfigError("--connect-tls-ca: --gateway-tls-cert is set; name the certificates that it is signed with")
-    return tls
-
-
 def given_service_flags(given: argparse.Namespace) -> list[str]:
     """The services' options that the command line holds, as the user spells them."""
     return [name.removeprefix("service") for name in vars(given) if name.startswith("service--")]
@@ -122,7 +114,8 @@ class ServiceFlag(NamedTuple):
     option: Option
 
 
-def service_flags() -> list[ServiceFlag]:
+@cache
+def service_flags() -> Sequence[ServiceFlag]:
     """Every option of every service that a user may set, in the order of the services."""
     names = Counter(field.name for kind in OPTION_TYPES.values() for field in fields(kind))
     # The gateway's verify_tls_ca is not the tls_ca of verify.
@@ -246,6 +239,7 @@ def make_cluster(
         partial(_check_target, verify),
         partial(_check_draft_model, draft.speculative_draft_model_path),
         partial(_check_gateway, gateway),
+        partial(_check_own_door, gateway, arguments),
         *(partial(_check_tls, one, f"--{name}-tls") for name, one in bound.items()),
         *(partial(_check_link, bound, *link) for link in LINKS),
     )
@@ -291,6 +285,12 @@ def _check_device(flag: str, name: str) -> None:
 def _check_gateway(options: GatewayOptions) -> None:
     options.check()
     options.read_api_keys()
+
+
+def _check_own_door(options: GatewayOptions, arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a gateway that a command with options of TLS to it starts, and could not speak to."""
+    if "connect_tls_ca" in arguments and peer_tls(arguments, "connect") is None and options.tls_cert:
+        raise ConfigError("--connect-tls-ca: --gateway-tls-cert is set; name the certificates that it is signed with")
 
 
 def _check_tls(options: ServiceOptions, prefix: str) -> None:

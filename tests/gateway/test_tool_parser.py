@@ -68,6 +68,10 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("json", "[1, 2] and {", "[1, 2] and {", []),
     ("json", '{"a": {"name": "add"}} ', '{"a": {"name": "add"}} ', []),
     ("json", "{", "{", []),
+    # Half of a surrogate pair is no text that an answer could hold.
+    ("hermes", r'<tool_call>{"name": "\ud83d"}', r'<tool_call>{"name": "\ud83d"}', []),
+    ("hermes", r'<tool_call>{"arguments": "\ud83d", "name": "add"}',
+     r'<tool_call>{"arguments": "\ud83d", "name": "add"}', []),
 ]  # fmt: skip
 
 

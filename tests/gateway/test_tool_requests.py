@@ -145,6 +145,18 @@ async def test_a_strict_tool_holds_calls_that_the_model_chooses(tmp_path: Path, 
         assert (await world.http.post(CHAT, json=body)).status_code == 200
 
 
+async def answered(tmp_path: Path, form: str, messages: list[Any]) -> tuple[Any, str]:
+    """The message that answers a conversation with tools, and the prompt that was made of it."""
+    folder = tmp_path / form
+    folder.mkdir()
+    verify = make_verify(folder, form)
+    async with open_world(verify, folder) as world:
+        verify.say("21 degrees")
+        response = await world.http.post(CHAT, json={"messages": messages, "tools": TOOLS})
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["message"], prompt(world)
+
+
 async def test_calls_and_results_in_the_history_reach_the_template(tmp_path: Path) -> None:
     calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
              {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "{broken"}}]  # fmt: skip
@@ -155,16 +167,10 @@ async def test_calls_and_results_in_the_history_reach_the_template(tmp_path: Pat
         ("json", '[assistant] {"name": "weather", "arguments": {"city": "Rome"}}\n{"name": "now", "arguments": '
                  '"{broken"}\n[user] Result of weather: 21\n>'),
     ):  # fmt: skip
-        folder = tmp_path / form
-        folder.mkdir()
-        verify = make_verify(folder, form)
-        async with open_world(verify, folder) as world:
-            verify.say("21 degrees")
-            response = await world.http.post(CHAT, json={"messages": messages, "tools": TOOLS})
-            assert response.json()["choices"][0]["message"] == {
-                "role": "assistant", "content": "21 degrees", "refusal": None}  # fmt: skip
-            assert prompt(world).endswith(wanted)
-            assert prompt(world).startswith("{" if form == "hermes" else "[system] You may call functions.")
+        said, shown = await answered(tmp_path, form, messages)
+        assert said == {"role": "assistant", "content": "21 degrees", "refusal": None}
+        assert shown.endswith(wanted)
+        assert shown.startswith("{" if form == "hermes" else "[system] You may call functions.")
 
 
 async def test_a_parser_may_be_named_or_left_out(tmp_path: Path) -> None:
@@ -271,14 +277,8 @@ async def test_half_an_emoji_in_the_history_stays_as_it_was_written(tmp_path: Pa
     ]
     messages = [*HELLO, {"role": "assistant", "tool_calls": calls}]
     for form in ("hermes", "json"):
-        folder = tmp_path / form
-        folder.mkdir()
-        verify = make_verify(folder, form)
-        async with open_world(verify, folder) as world:
-            verify.say("so")
-            response = await world.http.post(CHAT, json={"messages": messages, "tools": TOOLS})
-            assert response.status_code == 200, response.text
-            assert all(json.dumps(text) in prompt(world) for text in written)
+        _, shown = await answered(tmp_path, form, messages)
+        assert all(json.dumps(text) in shown for text in written)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,8 @@ _MAX_WAITING = 64
 _MAX_VERDICTS = 1024
 _AGAIN = "send a smaller one, or try again later"
 _MODULE = "outrider.grammar.compiler"
-_NOT_STARTED = (OSError, TimeoutError, asyncio.IncompleteReadError)
+_NOT_STARTED = (OSError, asyncio.IncompleteReadError)
+"""A time-out is an OSError."""
 
 log = get_logger(__name__)
 
