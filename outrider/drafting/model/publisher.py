@@ -243,7 +243,7 @@ class NodePublisher:
                 self._refuse(entry)
 
     def _refuse(self, entry: int) -> None:
-        """A grammar forbids the entry: neither is it sent nor are drafts made below it."""
+        """The author forbids the entry: neither is it sent nor are drafts made below it."""
         self._forest.entries.nodes[entry] = REFUSED
         self._forest.entries.ranks[entry] = DEAD
         self._must_repeat = True
