@@ -106,9 +106,10 @@ def behind(num_pages: int) -> Rig:
     """Three requests whose contexts are to be computed in the next turn."""
     rig = Rig(DraftOptions(max_positions=300), feature_size=1, num_pages=num_pages)
     for number in (1, 2, 3):
-        rig.open(number, [1] + [number] * 19)
+        rig.open(number, [1, number])
     rig.turn()
     for number in (1, 2, 3):
+        rig.commit(number, [number] * 18)
         rig.features(number, 0, 19)
     return rig
 

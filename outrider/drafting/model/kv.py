@@ -180,12 +180,15 @@ class ContextKVManager:
         self._freed_slots: list[int] = []
 
     def open(self, context: DraftContext) -> None:
-        """A request begins in its row."""
+        """A request begins in its row, with pages for all of its tokens so far.
+
+        Were they taken chunk by chunk, prompts that do not fit together would all find none in the middle.
+        """
         self.context_lens[context.row] = context.kv_len
         self._share_bursts(1)
         self._runner.open(context.row, context.tree.author.sampling)
         # Bursts may read the first tokens of a context that is cut before their features come, if they ever do.
-        self._reserve(context, context.kv_len)
+        self._reserve(context, context.kv_len + len(context.uncached))
 
     def close(self, context: DraftContext) -> None:
         """A request ended; its pages are free."""
@@ -260,7 +263,7 @@ class ContextKVManager:
                 self._reserve(context, context.kv_len + count)
             except Exception as error:
                 failed.append((context, error))
-                continue
+                break  # the others may need no more than it leaves
             extents.append(self._extent(context, count))
             served.append(context)
             limit -= count
