@@ -220,6 +220,13 @@ def test_a_long_prompt_is_indexed_in_slices_and_commits_may_come_before_its_end(
     assert follow(drafter, [*tokens, *text[3:5]], 5) == text[5:10]
 
 
+def test_a_long_prompt_keeps_no_short_one_waiting() -> None:
+    drafter = NgramDrafter(DraftOptions())
+    for handle, length in ((1, 5000), (2, 300), (3, 100)):
+        drafter.open(tree_of(list(range(length)), handle=handle))
+    assert drafter.work(FOREVER) == [3, 2, 1]
+
+
 def test_closing_while_a_prompt_is_indexed_frees_it() -> None:
     drafter = NgramDrafter(DraftOptions())
     drafter.open(tree_of(list(range(900))))
@@ -284,6 +291,17 @@ def test_noise_is_trusted_as_far_as_it_foretells() -> None:
     for _ in range(40):
         trust.learn(plain=0.6, noisy=0.2)
     assert trust.weight < 0.1
+
+
+def test_what_was_guessed_behind_a_root_says_nothing_of_the_next_epochs_root() -> None:
+    text = list(range(20))
+    drafter = opened([*text, *text[:2]], SamplingParams(temperature=1.0, seed=4))
+    best = ask(drafter, root_of([*text, *text[:2]]))[0].token
+    drafter.commit(1, [500], 0, {0})  # a miss, behind which nothing is guessed
+    trusted = drafter._requests[1].trust.weight
+    assert ask(drafter, root_of([*text, *text[:2], 500])) == []
+    drafter.commit(1, [best], 0, {0})
+    assert drafter._requests[1].trust.weight == trusted
 
 
 def test_an_unknown_drafter_is_refused_by_name() -> None:
