@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -238,10 +239,12 @@ class ContextKVManager:
             covered = min(covered, context.num_movable)
         if covered <= self.max_forced:
             return 0
-        # Tokens behind the last one that lacks its KV are moved: one launch for dozens of them.
-        tokens = context.uncached[:covered]
-        lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not one.is_final]
-        return lacking[-1] + 1 if len(lacking) > self.max_forced else 0
+        # Tokens behind the last one that lacks its KV are moved: one launch for dozens of them. No more are looked at
+        # than tree slots can hold, though a prompt may have a hundred thousand.
+        lacking = (index for index in range(covered) if context.uncached[index].lacks_kv)
+        if sum(1 for _ in islice(lacking, self.max_forced + 1)) <= self.max_forced:
+            return 0
+        return next(index + 1 for index in reversed(range(covered)) if context.uncached[index].lacks_kv)
 
     def extend(
         self, contexts: Iterable[DraftContext], limit: int
