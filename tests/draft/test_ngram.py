@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 
@@ -14,6 +15,7 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Candidate, FrontierNode, Tree
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.drafting.ngram.predictor import NoiseTrust, chances_given_noise, point_gumbel
+from outrider.drafting.ngram.trie import TrieNode
 from outrider.drafting.registry import build_drafter
 from outrider.errors import ConfigError
 from outrider.protocol.speculation import Open
@@ -195,6 +197,24 @@ def test_prompts_are_not_shared() -> None:
     tokens = [3, 110, 111]
     opened(tokens, drafter=drafter, handle=2)
     assert ask(drafter, root_of(tokens, 2)) == []
+
+
+def test_what_a_request_leaves_behind_does_not_wait_for_the_collector() -> None:
+    """An engine that is never idle runs it seldom: it would look at the tries of all requests."""
+
+    def num_nodes() -> int:
+        return sum(isinstance(one, TrieNode) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_nodes()
+        drafter = opened([token % 50 for token in range(1000)])
+        assert num_nodes() > before + 50
+        drafter.close(1)
+        assert num_nodes() <= before + len(drafter._tenants)  # the root of what a tenant's requests share
+    finally:
+        gc.enable()
 
 
 def test_another_target_starts_with_nothing() -> None:
