@@ -165,13 +165,14 @@ class VerifySession:
         self._over.add_done_callback(lambda over: over.cancelled() or over.exception())
 
     def send(self, messages: Sequence[DraftMessage]) -> None:
-        """Queue answers."""
+        """Queue answers. Only those that wait already say that nobody reads: many requests are answered at once."""
         if self._over.done():
             return
-        self._outbound.extend(messages)
         if len(self._outbound) > self._max_queued:
             waiting = f"more than {self._max_queued} answers wait to be read; read the stream faster"
             self._end(OverloadedError(waiting, code="slow_reader"))
+        else:
+            self._outbound.extend(messages)
         self._has_outbound.set()
 
     async def next_answers(self) -> list[DraftMessage]:

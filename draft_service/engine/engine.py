@@ -170,7 +170,8 @@ class DraftEngine:
         self._target: tuple[int, str] | None = None
         """Size and tokenizer of the vocabulary that the newest session brought."""
         self._watch_seconds = 0.0 if mapper is None else _WATCH_SECONDS
-        self._garbage = GarbageCollector()
+        # Requests end in no circle, and tries of open ones have a million nodes: to look at all takes a second.
+        self._garbage = GarbageCollector(looks_at_all=False)
         self._stopping = False
         self._num_turns = 0
 

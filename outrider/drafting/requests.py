@@ -337,6 +337,7 @@ class Requests:
         del self._trees[port, tree.author.request]
         del self._ports[tree.handle]
         self.growth.close(tree)
+        tree.author.guide = None  # in a circle, they would wait for the collector with all masks
 
     def _give_up(self, port: AnswerPort, tree: Tree, refusal: Refusal) -> None:
         self._close(port, tree)

@@ -40,7 +40,9 @@ def disable_automatic_collection() -> None:
 class GarbageCollector:
     """Collects beside other work after `disable_automatic_collection`; before that it leaves all to Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, looks_at_all: bool = True) -> None:
+        """`looks_at_all`: whether all generations are collected now and then also while there is work."""
+        self._looks_at_all = looks_at_all
         self._num_collections = 0
 
     @property
@@ -53,7 +55,7 @@ class GarbageCollector:
         if gc.isenabled() or gc.get_count()[0] < _MIN_YOUNG_OBJECTS:
             return
         self._num_collections += 1
-        if self._num_collections % _YOUNG_PER_FULL == 0:
+        if self._looks_at_all and self._num_collections % _YOUNG_PER_FULL == 0:
             gc.collect()
         else:
             gc.collect(0 if self._num_collections % _YOUNG_PER_MIDDLE else 1)

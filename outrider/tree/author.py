@@ -128,7 +128,9 @@ class TreeAuthor:
             self._reroot(walked)
 
     def forbids(self, parent: int, token: int) -> bool:
-        """Whether a grammar rules out `token` behind a node, if that is live."""
+        """Whether `token` is outside the vocabulary, or a grammar rules it out behind a node, if that is live."""
+        if not 0 <= token < self._vocab_size:
+            return True
         return self.guide is not None and self.is_live(parent) and not self.guide.allows(parent, token)
 
     def add(self, parent: int, token: int, score: float, source: int) -> int | None:
@@ -142,7 +144,7 @@ class TreeAuthor:
             raise ValueError(f"edge score {score} is not a finite log-probability")
         nodes = self._settled() if self._bulk.parents else self._nodes
         above = nodes.get(parent)
-        if above is None or len(nodes) > self.credit or not 0 <= token < self._vocab_size:
+        if above is None or len(nodes) > self.credit:
             return None
         siblings = above[4]
         if token in siblings or self.forbids(parent, token):

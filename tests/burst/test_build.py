@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ from burst_host import Host
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model.build import build_runner
+from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.config import ContextWindow
 
 
 def test_a_cpu_gets_the_torch_runner(model: DraftModel) -> None:
@@ -42,3 +45,13 @@ def test_memory_is_no_more_than_all_rows_can_use(plain_model: DraftModel) -> Non
 def test_refusals_name_the_option(plain_model: DraftModel, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         build_runner(plain_model, DraftOptions(**options))
+
+
+def test_sequences_that_memory_could_never_hold_are_not_served(plain_model: DraftModel) -> None:
+    plain_model = copy(plain_model)
+    plain_model.max_positions = 4096
+    shape = build_runner(plain_model, DraftOptions(max_total_tokens=600)).shape
+    assert shape.max_context == shape.num_pages * shape.page_size == 608
+    assert GrowthOptions.choose(DraftOptions(), shape, plain_model.max_positions).max_positions == 608
+    plain_model.window = ContextWindow(256)
+    assert build_runner(plain_model, DraftOptions(max_total_tokens=600)).shape.max_context == 4096

@@ -1,4 +1,4 @@
-"""A model's guesses that a grammar forbids are neither sent nor drafted on."""
+"""A model's guesses that a grammar or the vocabulary forbids are neither sent nor drafted on."""
 
 from __future__ import annotations
 
@@ -49,6 +49,16 @@ def test_forbidden_guesses_are_not_sent_and_take_nobodys_place() -> None:
     want = legal_paths(request.tokens, math.log(0.05), 4)
     assert 3 < len(want) < 30
     assert request.held().keys() == want
+
+
+def test_guesses_that_the_targets_vocabulary_lacks_take_nobodys_place() -> None:
+    rig = Rig(DraftOptions(max_positions=300, min_path_probability=0.001))
+    rig.peer.vocab_size = 33
+    request = rig.open(1, [1, 2, 3], credit=24)
+    rig.settle()
+    request.check()
+    assert len(request.held()) == 24
+    assert all(token < 33 for path in request.held() for token in path)
 
 
 def test_nothing_is_drafted_below_a_guess_that_is_known_to_be_forbidden() -> None:

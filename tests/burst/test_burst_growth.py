@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from growth_rig import Rig, continuation, path_scores, scripted
+from growth_rig import GOES_ON, Rig, continuation, path_scores, scripted
 
 from outrider.config.draft import DraftOptions
 from outrider.protocol.speculation import Grow
@@ -260,3 +260,16 @@ def test_lockstep_acknowledges_commits_while_it_computes_a_long_prompt() -> None
     assert seconds > 9
     for request in rig.open_requests.values():
         request.check()
+
+
+@pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_node_that_is_sent_is_deeper_than_asked_for(shape: dict[str, int], depth: int) -> None:
+    """Bursts run deeper ones; their turn comes when the root is closer."""
+    rig = Rig(DraftOptions(max_positions=300, speculative_num_steps=depth, min_path_probability=0.0), **shape)
+    request = rig.open(1, [1, 2, 3], credit=40)
+    for _ in range(5):
+        rig.settle()
+        request.check()
+        assert max(map(len, request.held())) == depth
+        rig.commit(1, continuation(request.tokens, 2), credit=40)

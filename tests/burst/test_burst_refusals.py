@@ -36,6 +36,34 @@ def test_without_pages_a_request_is_declined_and_may_come_again() -> None:
     rig.check_nothing_left()
 
 
+def test_of_prompts_that_do_not_fit_together_one_is_served() -> None:
+    rig = Rig(num_pages=80)
+    for number in (1, 2, 3):  # each needs 50 pages, and more than one forward
+        rig.open(number, [number] * 200)
+    rig.settle()
+    assert [number for number, request in rig.open_requests.items() if request.held()] == [1]
+    assert {gone.declined for gone in rig.gone.values()} == {DeclineReason.OVERLOADED}
+    # The others were refused before anything of them was computed.
+    assert sum(count for _, count in rig.runner.extended) == 199
+
+
+def test_requests_that_need_a_page_at_once_get_those_of_the_one_that_finds_none() -> None:
+    rig = Rig(num_pages=12)
+    for number in (1, 2, 3):
+        rig.open(number, [number] * 13)
+    rig.settle()
+    for _ in range(6):
+        for number, request in rig.open_requests.items():
+            rig.commit(number, continuation(request.tokens, 1))
+        rig.settle()
+    assert len(rig.open_requests) == 2
+    for number in list(rig.open_requests):
+        assert rig.open_requests[number].held()
+        rig.close(number)
+    rig.settle()
+    rig.check_nothing_left()
+
+
 def test_a_sequence_is_served_as_far_as_positions_go() -> None:
     rig = Rig(max_context=24)
     request = rig.open(1, list(range(1, 10)))

@@ -106,9 +106,10 @@ def behind(num_pages: int) -> Rig:
     """Three requests whose contexts are to be computed in the next turn."""
     rig = Rig(DraftOptions(max_positions=300), feature_size=1, num_pages=num_pages)
     for number in (1, 2, 3):
-        rig.open(number, [1] + [number] * 19)
+        rig.open(number, [1, number])
     rig.turn()
     for number in (1, 2, 3):
+        rig.commit(number, [number] * 18)
         rig.features(number, 0, 19)
     return rig
 
@@ -195,6 +196,38 @@ def test_many_small_parts_become_few_and_let_go_of_what_they_were_cut_from() -> 
     assert len(found) < 500 / 16 + 16
     assert sum(values.untyped_storage().nbytes() > 4 * len(values) for _, _, values in found) < 16  # type: ignore[attr-defined, arg-type]
     assert joined(store, 0, 500).tolist() == whole[:500].tolist()
+
+
+class Counted(list):  # type: ignore[type-arg]
+    """Counts the values that are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        self.num_read += len(range(*index.indices(len(self)))) if isinstance(index, slice) else 1
+        return super().__getitem__(index)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        for value in super().__iter__():
+            self.num_read += 1
+            yield value
+
+
+def test_of_a_prompt_of_any_length_few_tokens_and_parts_are_looked_at_in_a_turn() -> None:
+    """All requests wait meanwhile."""
+    length = 3000
+    rig = Rig(DraftOptions(max_positions=4000), feature_size=1, num_pages=1000, max_context=4000)
+    request = rig.open(1, [1] * length)
+    rig.turn()
+    for start in range(0, length - 1, 20):
+        rig.features(1, start, min(20, length - 1 - start))
+    context = rig.growth._batch_manager.rows[0]
+    context.uncached = tokens = Counted(context.uncached)
+    context.features._parts = parts = Counted(context.features._parts)
+    rig.turn()
+    assert rig.runner.extended and len(parts) > 140
+    assert tokens.num_read < 1000 and parts.num_read < 140
+    assert not request.held()
 
 
 def pieces_of(width: int, projected: bool, in_ring: bool) -> tuple[list[Features], bytes]:

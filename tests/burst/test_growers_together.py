@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from draft_fakes import RecordingPort, open_message
 from examples import examples
@@ -238,6 +240,33 @@ def test_bursts_go_on_past_commits_beside_n_grams_and_nodes_are_told_in_bulk(mon
     assert not request.mirror.dropped["duplicate"]
     assert sources == {0, 1} and set(added) == {1}
     assert len(rig.runner.bursts) <= 4
+
+
+@pytest.mark.parametrize("shape", [{}, GOES_ON], ids=["one part", "goes on"])
+def test_requests_end_in_no_circle(shape: dict[str, int]) -> None:
+    """The engine leaves what is in one until it is idle."""
+    rig = together(**shape)
+
+    def serve(number: int) -> None:
+        request = rig.open(number, [1, 2, 3, 4, 2, 3, 4])
+        for _ in range(4):
+            rig.turn()
+            rig.requests.growth.work(float("inf"))
+            rig.commit(number, continuation(request.tokens, 2))
+        rig.close(number)
+        finish(rig)
+        rig.gone.clear()
+        rig.runner.bursts.clear()
+
+    serve(1)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(2, 5):
+            serve(number)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,20 @@ async def test_answers_come_in_order() -> None:
     assert await session.next_answers() == [decline(3)]
 
 
+async def test_answers_to_many_requests_at_once_are_no_overflow() -> None:
+    session = VerifySession(max_queued=16)
+    for _ in range(3):
+        session.send([decline(number) for number in range(100)])
+        assert len(await session.next_answers()) == 100
+
+
 async def test_an_overflow_ends_the_session_and_holds_nothing() -> None:
     session = VerifySession(max_queued=16)
     session.send([decline(number) for number in range(17)])
-    with pytest.raises(OverloadedError, match="16"):
+    session.send([decline(17)])
+    with pytest.raises(OverloadedError, match="16") as caught:
         await session.over()
+    assert caught.value.code == "slow_reader"
     session.send([decline(number) for number in range(17)])
     assert await session.next_answers() == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 
@@ -14,6 +15,7 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Candidate, FrontierNode, Tree
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.drafting.ngram.predictor import NoiseTrust, chances_given_noise, point_gumbel
+from outrider.drafting.ngram.trie import TrieNode
 from outrider.drafting.registry import build_drafter
 from outrider.errors import ConfigError
 from outrider.protocol.speculation import Open
@@ -197,6 +199,24 @@ def test_prompts_are_not_shared() -> None:
     assert ask(drafter, root_of(tokens, 2)) == []
 
 
+def test_what_a_request_leaves_behind_does_not_wait_for_the_collector() -> None:
+    """An engine that is never idle runs it seldom: it would look at the tries of all requests."""
+
+    def num_nodes() -> int:
+        return sum(isinstance(one, TrieNode) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_nodes()
+        drafter = opened([token % 50 for token in range(1000)])
+        assert num_nodes() > before + 50
+        drafter.close(1)
+        assert num_nodes() <= before + len(drafter._tenants)  # the root of what a tenant's requests share
+    finally:
+        gc.enable()
+
+
 def test_another_target_starts_with_nothing() -> None:
     drafter = opened([1, 2])
     drafter.commit(1, list(range(100, 200)), 0, {0})
@@ -218,6 +238,13 @@ def test_a_long_prompt_is_indexed_in_slices_and_commits_may_come_before_its_end(
     assert drafter.work(FOREVER) == [1]
     assert not drafter.has_work
     assert follow(drafter, [*tokens, *text[3:5]], 5) == text[5:10]
+
+
+def test_a_long_prompt_keeps_no_short_one_waiting() -> None:
+    drafter = NgramDrafter(DraftOptions())
+    for handle, length in ((1, 5000), (2, 300), (3, 100)):
+        drafter.open(tree_of(list(range(length)), handle=handle))
+    assert drafter.work(FOREVER) == [3, 2, 1]
 
 
 def test_closing_while_a_prompt_is_indexed_frees_it() -> None:
@@ -284,6 +311,17 @@ def test_noise_is_trusted_as_far_as_it_foretells() -> None:
     for _ in range(40):
         trust.learn(plain=0.6, noisy=0.2)
     assert trust.weight < 0.1
+
+
+def test_what_was_guessed_behind_a_root_says_nothing_of_the_next_epochs_root() -> None:
+    text = list(range(20))
+    drafter = opened([*text, *text[:2]], SamplingParams(temperature=1.0, seed=4))
+    best = ask(drafter, root_of([*text, *text[:2]]))[0].token
+    drafter.commit(1, [500], 0, {0})  # a miss, behind which nothing is guessed
+    trusted = drafter._requests[1].trust.weight
+    assert ask(drafter, root_of([*text, *text[:2], 500])) == []
+    drafter.commit(1, [best], 0, {0})
+    assert drafter._requests[1].trust.weight == trusted
 
 
 def test_an_unknown_drafter_is_refused_by_name() -> None:

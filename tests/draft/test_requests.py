@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 
 import pytest
 from draft_fakes import GREEDY, VOCAB, RecordingPort, ScriptedDrafter, commit_message, open_message
@@ -11,7 +13,7 @@ from mirror_integrity import check_mirror
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting.ngram.drafter import NgramDrafter
-from outrider.drafting.requests import Requests
+from outrider.drafting.requests import GrammarGuide, Requests
 from outrider.protocol.speculation import Close, Commit, Decline, Grow, Hello, Open, Pause, Resume
 from outrider.tree.author import Outcome
 from outrider.tree.mirror import TreeMirror
@@ -135,6 +137,21 @@ def test_too_many_requests_are_declined_until_one_closes(requests: Requests, pee
     requests.handle(peer, Close(0))
     requests.handle(peer, open_message([1], request=3))
     assert len(requests) == 3
+
+
+def test_a_closed_requests_grammar_does_not_wait_for_the_collector(requests: Requests, peer: RecordingPort) -> None:
+    requests.handle(peer, open_message([1, 2]))
+    (tree,) = requests._trees.values()
+    guide = tree.author.guide = GrammarGuide(tree.author)
+    left = weakref.ref(guide)
+    settle(requests)
+    del guide, tree
+    gc.disable()
+    try:
+        requests.handle(peer, Close(1))
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_draining_service_opens_nothing_and_finishes_what_is_open(requests: Requests, peer: RecordingPort) -> None:

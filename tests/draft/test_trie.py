@@ -109,7 +109,7 @@ def test_capacity_holds_and_counts_never_exceed_the_truth(text: list[int], capac
 def test_every_node_hangs_from_the_root(text: list[int]) -> None:
     trie = build([text], capacity=40)
     for node in trie._nodes:
-        parent = node.parent
+        parent = trie._nodes[node]
         assert parent is not None and parent.children is not None
         assert parent.children[node.token] is node
         assert parent is trie.root or parent in set(trie._nodes)

@@ -165,6 +165,22 @@ def test_garbage_is_swept_when_told_and_not_before(monkeypatch: pytest.MonkeyPat
     assert swept[-1] == 2
 
 
+@pytest.mark.parametrize("looks_at_all", [False, True])
+def test_who_keeps_much_has_all_of_it_looked_at_only_where_nothing_is_open(
+    monkeypatch: pytest.MonkeyPatch, looks_at_all: bool
+) -> None:
+    swept: list[int] = []
+    monkeypatch.setattr(gc, "isenabled", lambda: False)
+    monkeypatch.setattr(gc, "get_count", lambda: (5000, 0, 0))
+    monkeypatch.setattr(gc, "collect", lambda generation=2: swept.append(generation))
+    one = GarbageCollector(looks_at_all=looks_at_all)
+    for _ in range(5000):
+        one.collect_young()
+    assert swept.count(2) == looks_at_all
+    one.collect_all()
+    assert swept[-1] == 2
+
+
 def test_what_is_left_where_nothing_is_open_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     count = 10

@@ -364,6 +364,8 @@ class BatchManager:
             self.kv_manager.move_final(context, along=along)
         except Exception as error:
             self.fail(context, error)
+            self.kv_manager.free_slots()
+            self.release_closed()  # the others may need no more than its pages
             return False
         return True
 

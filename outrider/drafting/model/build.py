@@ -68,10 +68,10 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
     use_graphs = not options.disable_cuda_graph
     runner_options = RunnerOptions(chunk_size=chunk, rank_by_noise=options.rank_by_noise, use_graphs=use_graphs)
     if not on_gpu:
-        shape = replace(shape, num_pages=_num_pages(options, shape, cpu_tokens(_token_bytes(model))))
+        shape = _with_pages(options, shape, cpu_tokens(_token_bytes(model)))
         return TorchRunner(model, shape, TorchAttention(), runner_options)
     with torch.cuda.device(model.device):
-        shape = replace(shape, num_pages=_num_pages(options, shape, _gpu_tokens(options, model, shape)))
+        shape = _with_pages(options, shape, _gpu_tokens(options, model, shape))
         with out_of_memory("the draft model's KV cache and steps", _MEMORY_FIX):
             runner = CudaRunner(model, shape, TritonAttention(), runner_options)
             with ConsoleProgress() as progress, compile_aside():
@@ -119,13 +119,19 @@ def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape
     )
 
 
-def _num_pages(options: DraftOptions, shape: BurstShape, fitting: int) -> int:
-    """Pages of as many tokens as the options ask for, or else fit; no more than all rows can use."""
+def _with_pages(options: DraftOptions, shape: BurstShape, fitting: int) -> BurstShape:
+    """With pages of as many tokens as the options ask for, or else fit; no more than all rows can use.
+
+    A context that they could never hold is not served: it would be computed as far as they go, again and again.
+    """
     tokens = options.max_total_tokens or fitting
     if tokens < min(_MIN_TOKENS, shape.max_context):
         raise ConfigError(f"--max-total-tokens: {tokens} tokens are too few; allow at least {_MIN_TOKENS}")
-    each = -(-shape.max_context // shape.page_size)
-    return min(-(-tokens // shape.page_size), each * shape.num_rows)
+    size = shape.page_size
+    num_pages = min(-(-tokens // size), -(-shape.max_context // size) * shape.num_rows)
+    # Of a long context that is cut they hold a part.
+    longest = shape.max_context if shape.window.size else min(shape.max_context, num_pages * size)
+    return replace(shape, num_pages=num_pages, max_context=longest)
 
 
 def _token_bytes(model: DraftModel) -> int:

@@ -62,6 +62,11 @@ class UncachedToken(NamedTuple):
     is_final: bool
     """Whether its KV is what the context should hold: computed with the target's feature, or by a model without."""
 
+    @property
+    def lacks_kv(self) -> bool:
+        """Whether there is no such KV."""
+        return self.slot < 0 or not self.is_final
+
 
 UNRUN = UncachedToken(-1, False)
 

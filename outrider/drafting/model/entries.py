@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.intp]
 
 REFUSED = -2
-"""In place of a node's id: the grammar of its request forbids it, and all below it."""
+"""In place of a node's id: its author forbids it, and all below it."""
 DEAD = -np.inf
 """Path score of an entry that is in no tree any more."""
 
@@ -32,7 +32,7 @@ class Entries:
         scores: float64 [capacity + 1], path score from the root, at most 0, or DEAD; that of entry -1 is always DEAD.
         ranks: float64, the path score where the entry may be run next: its parent was run, and it was not. Else -inf.
         slots: int32, tree slot of its KV; -1 if it was not run.
-        nodes: int64, id in the author's tree; -1 if it is not there, REFUSED if a grammar keeps it out.
+        nodes: int64, id in the author's tree; -1 if it is not there, REFUSED if it forbids it.
         may_have_children: bool, whether entries may hang below it though it was not run.
     """
 

@@ -173,6 +173,9 @@ class PendingFeatures:
     def __init__(self, join: Join) -> None:
         self._join = join
         self._parts: list[tuple[int, int, Any]] = []  # start, end, values
+        self._unbroken_end = 0
+        """One past the last position of the unbroken run that begins with the first part, if there is one: a long
+        prompt has thousands of parts."""
 
     def add(self, start: int, count: int, values: Any, since: int) -> None:
         """Keep features of positions `start`, ...; those before position `since` are dropped, held ones replaced."""
@@ -185,12 +188,20 @@ class PendingFeatures:
             behind = [(max(first, end), past, held[max(end - first, 0) :]) for first, past, held in self._parts]
             parts = [*before, (start, end, values), *behind]
             self._parts = [part for part in parts if part[0] < part[1]]
+            self._unbroken_end = self._walk(self._parts[0][0])
             return
+        if not self._parts or start == self._unbroken_end:
+            self._unbroken_end = end
         self._parts.append((start, end, values))
         self._join_small()
 
     def end_from(self, start: int) -> int:
         """One past the last position of an unbroken run of features from `start` on; `start` if there is none."""
+        if self._parts and self._parts[0][0] <= start < self._unbroken_end:
+            return self._unbroken_end
+        return self._walk(start)
+
+    def _walk(self, start: int) -> int:
         end = start
         for first, past, _ in self._parts:
             if first <= end < past:
@@ -200,6 +211,8 @@ class PendingFeatures:
     def cut(self, start: int, end: int) -> Iterator[tuple[int, int, object]]:
         """First position, one past the last, and values of the parts that cover `start` to before `end`."""
         for first, past, values in self._parts:
+            if first >= end:
+                return
             low, high = max(first, start), min(past, end)
             if low < high:
                 yield low, high, values[low - first : high - first]
@@ -208,6 +221,8 @@ class PendingFeatures:
         """Drop what lies before a position."""
         while self._parts and self._parts[0][1] <= position:
             del self._parts[0]
+        if self._parts and self._parts[0][0] >= self._unbroken_end:
+            self._unbroken_end = self._walk(self._parts[0][0])
 
     def _join_small(self) -> None:
         """Join the last parts if they are many, small, and follow each other."""

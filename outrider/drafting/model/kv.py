@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -180,12 +181,15 @@ class ContextKVManager:
         self._freed_slots: list[int] = []
 
     def open(self, context: DraftContext) -> None:
-        """A request begins in its row."""
+        """A request begins in its row, with pages for all of its tokens so far.
+
+        Were they taken chunk by chunk, prompts that do not fit together would all find none in the middle.
+        """
         self.context_lens[context.row] = context.kv_len
         self._share_bursts(1)
         self._runner.open(context.row, context.tree.author.sampling)
         # Bursts may read the first tokens of a context that is cut before their features come, if they ever do.
-        self._reserve(context, context.kv_len)
+        self._reserve(context, context.kv_len + len(context.uncached))
 
     def close(self, context: DraftContext) -> None:
         """A request ended; its pages are free."""
@@ -235,10 +239,12 @@ class ContextKVManager:
             covered = min(covered, context.num_movable)
         if covered <= self.max_forced:
             return 0
-        # Tokens behind the last one that lacks its KV are moved: one launch for dozens of them.
-        tokens = context.uncached[:covered]
-        lacking = [index for index, one in enumerate(tokens) if one.slot < 0 or not one.is_final]
-        return lacking[-1] + 1 if len(lacking) > self.max_forced else 0
+        # Tokens behind the last one that lacks its KV are moved: one launch for dozens of them. No more are looked at
+        # than tree slots can hold, though a prompt may have a hundred thousand.
+        lacking = (index for index in range(covered) if context.uncached[index].lacks_kv)
+        if sum(1 for _ in islice(lacking, self.max_forced + 1)) <= self.max_forced:
+            return 0
+        return next(index + 1 for index in reversed(range(covered)) if context.uncached[index].lacks_kv)
 
     def extend(
         self, contexts: Iterable[DraftContext], limit: int
@@ -260,7 +266,7 @@ class ContextKVManager:
                 self._reserve(context, context.kv_len + count)
             except Exception as error:
                 failed.append((context, error))
-                continue
+                break  # the others may need no more than it leaves
             extents.append(self._extent(context, count))
             served.append(context)
             limit -= count

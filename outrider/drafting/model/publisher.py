@@ -108,9 +108,14 @@ class NodePublisher:
         self._queue, self._is_ready = found, is_ready
 
     def _find(self, least: float) -> Ints:
-        """Entries of at least this path score that are in no author's tree, the best first."""
-        entries, count = self._forest.entries, self._forest.entries.count
+        """Entries of at least this path score that are in no author's tree, the best first.
+
+        A burst runs deeper than trees may be: those wait until a commit has brought the root closer.
+        """
+        forest, entries, count = self._forest, self._forest.entries, self._forest.entries.count
         found: Ints = ((entries.nodes[:count] == -1) & (entries.scores[:count] >= least)).nonzero()[0]
+        deepest = forest.root_positions + self._limits.depth
+        found = found[entries.positions[found] <= deepest[entries.rows[found]]]
         # Of equal ones the parent, which has the lower number, comes first.
         found = found[(-entries.scores[found]).argsort(kind="stable")]
         return found
@@ -243,7 +248,7 @@ class NodePublisher:
                 self._refuse(entry)
 
     def _refuse(self, entry: int) -> None:
-        """A grammar forbids the entry: neither is it sent nor are drafts made below it."""
+        """The author forbids the entry: neither is it sent nor are drafts made below it."""
         self._forest.entries.nodes[entry] = REFUSED
         self._forest.entries.ranks[entry] = DEAD
         self._must_repeat = True

@@ -83,16 +83,18 @@ class NgramDrafter(Drafter):
         self._drop_tenants()
 
     def work(self, deadline: float) -> list[int]:
-        """Index prompts, then share outputs."""
+        """Index prompts in turns, so that a long one keeps no other waiting, then share outputs."""
         finished = []
         while self._unindexed and time.perf_counter() < deadline:
-            own = self._requests.get(self._unindexed[0])
-            if own is not None and not own.ready:
-                own.index(_INDEX_SLICE)
-            if own is None or own.ready:
-                handle = self._unindexed.popleft()
-                if own is not None:
-                    finished.append(handle)
+            handle = self._unindexed.popleft()
+            own = self._requests.get(handle)
+            if own is None:
+                continue
+            own.index(_INDEX_SLICE)
+            if own.ready:
+                finished.append(handle)
+            else:
+                self._unindexed.append(handle)
         while self._to_share and time.perf_counter() < deadline:
             tenant, text = self._to_share.popleft()
             size = len(tenant.trie)

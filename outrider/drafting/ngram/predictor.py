@@ -290,6 +290,8 @@ class NgramRequest:
                 context = self._advance(context, token)
         else:
             self._tokens.extend(tokens)
+        # Node 0 begins an epoch: what was said of the one before is not said of it.
+        live = set(live) - {0}
         self._contexts = {node: kept for node, kept in self._contexts.items() if node in live}
         self._expanded = {edge: node for edge, node in self._expanded.items() if node in live}
         self._chances = {node: kept for node, kept in self._chances.items() if node in live}

@@ -22,12 +22,15 @@ _MAX_SURPLUS_EVICTED = 32
 
 
 class TrieNode:
-    """An n-gram: the tokens from the root down to here."""
+    """An n-gram: the tokens from the root down to here.
 
-    __slots__ = ("children", "count", "depth", "parent", "tail", "token")
+    It does not know its parent: in a circle, the tries of requests that ended would wait for Python's collector, which
+    looks at all there is when there are hundreds of megabytes of them.
+    """
 
-    def __init__(self, parent: TrieNode | None, token: int, depth: int, tail: int) -> None:
-        self.parent = parent
+    __slots__ = ("children", "count", "depth", "tail", "token")
+
+    def __init__(self, token: int, depth: int, tail: int) -> None:
         self.token = token
         self.depth = depth
         self.count = 1
@@ -52,9 +55,9 @@ class Trie:
         self.capacity = capacity
         """May be lowered; the trie shrinks to it as it is extended."""
         self.depth = depth
-        self.root = TrieNode(None, _END, 0, 0)
+        self.root = TrieNode(_END, 0, 0)
         self.root.children = {}
-        self._nodes: OrderedDict[TrieNode, None] = OrderedDict()  # least recently seen first
+        self._nodes: OrderedDict[TrieNode, TrieNode] = OrderedDict()  # each with its parent, least recently seen first
         self._text: list[int] = []
         self._text_start = 0  # position of _text[0]; older text is forgotten
         self._open: list[TrieNode] = [self.root]  # suffixes of the text seen before, longest first
@@ -74,8 +77,8 @@ class Trie:
                 continue
             child = children.pop(token, None)
             if child is None:
-                child = TrieNode(node, token, node.depth + 1, position)
-                self._nodes[child] = None
+                child = TrieNode(token, node.depth + 1, position)
+                self._nodes[child] = node
                 children[token] = child
                 continue
             children[token] = child
@@ -150,9 +153,9 @@ class Trie:
         index = leaf.tail - self._text_start
         if 0 <= index < len(self._text) and self._text[index] != _END:
             token = self._text[index]
-            child = TrieNode(leaf, token, leaf.depth + 1, leaf.tail + 1)
+            child = TrieNode(token, leaf.depth + 1, leaf.tail + 1)
             leaf.children[token] = child
-            self._nodes[child] = None
+            self._nodes[child] = leaf
             self._nodes.move_to_end(leaf)
 
     def _evict(self) -> None:
@@ -165,10 +168,9 @@ class Trie:
             if oldest in in_use:
                 nodes.move_to_end(oldest)
                 continue
-            parent = oldest.parent
-            if parent is not None and parent.children is not None:
-                del parent.children[oldest.token]
-            del nodes[oldest]
+            siblings = nodes.pop(oldest).children
+            if siblings is not None:
+                del siblings[oldest.token]
 
     def _forget_text(self) -> None:
         """Keep as many tokens of text as the trie may have nodes; leaves further back end where they are."""
