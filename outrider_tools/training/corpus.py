@@ -255,8 +255,8 @@ class RunTexts:
 
     texts: Texts
     questions: list[Question]
-    num_given: int
-    """Questions that the text answers beside invented ones."""
+    options: dict[str, Any]
+    """What the text was made with; `given` questions are those that it answers beside invented ones."""
     beginnings: dict[str, int]
     """How many of the texts begin in which way."""
     digest: str
@@ -271,6 +271,8 @@ def run_texts(
     Raises:
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
     """
+    if options.text is not None and options.prompts is not None:
+        raise ConfigError(f"--prompts {options.prompts}: no text is made beside --text {options.text}; leave one out")
     with under("--prompts"):
         given = read_questions(options.prompts) if options.prompts else []
     with under("--eval-prompts"):
@@ -288,7 +290,7 @@ def run_texts(
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
     # Whatever text it is: what is evaluated with is not trained on.
     texts = found.texts.without(ending for question in asked for ending in endings(form, question.text))
-    return RunTexts(texts, asked, int(found.options.get("given", 0)), found.beginnings, found.texts.digest())
+    return RunTexts(texts, asked, found.options, found.beginnings, found.texts.digest())
 
 
 def _earlier(folder: Path, target: TargetModel) -> StoredTexts:
