@@ -18,6 +18,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.config.base import expand
 from outrider.errors import ConfigError, reason_of
 from outrider.layers.linear import Linear, RMSNorm
+from outrider.models.config import text_fields
 from outrider.models.decoder import CausalLM, GatedMlp
 from outrider.models.fields import read_json
 from outrider.models.loader import load_decoder
@@ -148,7 +149,7 @@ def own_text(model: CausalLM, first: int, count: int = OWN_TEXTS, length: int = 
 
 
 def _first_token(source: Path) -> int:
-    fields = read_json(source / "config.json")
+    fields = text_fields(read_json(source / "config.json"))
     for name in ("bos_token_id", "eos_token_id"):
         token = fields.get(name)
         token = token[0] if isinstance(token, list) and token else token

@@ -23,7 +23,9 @@ from torch.nn import functional
 
 from outrider.errors import ConfigError
 from outrider.layers.formats import AWQ_ORDER, nibble_words
+from outrider.models.config import text_fields
 from outrider.models.fields import read_json
+from outrider.models.loader import text_name
 from outrider.models.store_folder import CONFIG_FILE
 from outrider.models.weights import StoredTensor, stored_tensors, write_shards
 from outrider_tools.compensate import InputMoments, calibrated, compensated
@@ -80,7 +82,7 @@ def quantize(
     there is no decoder of ours to calibrate.
     """
     fields = read_json(source / CONFIG_FILE)
-    if fields.get("quantization_config"):
+    if text_fields(fields).get("quantization_config"):
         raise ConfigError(f"{source}: is quantized already; give the checkpoint that it was made of")
     stored = stored_tensors(source)
     for matrix in filter(is_quantized, stored):
@@ -106,7 +108,7 @@ def quantize(
 
 def is_quantized(name: str) -> bool:
     """Whether the tensor is the matrix of a layer's projection."""
-    return re.fullmatch(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight", name) is not None
+    return re.fullmatch(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight", text_name(name) or name) is not None
 
 
 class _Rounding:
@@ -134,7 +136,7 @@ class _Rounding:
 
 def layer_of(name: str) -> int:
     """The number of the layer that a tensor belongs to; -1 for none."""
-    found = re.match(r"model\.layers\.(\d+)\.", name)
+    found = re.match(r"model\.layers\.(\d+)\.", text_name(name) or name)
     return int(found[1]) if found else -1
 
 

@@ -261,6 +261,8 @@ class _LoadDriver:
         self._run = LoadRun(point)
         self._next = 0
         self._begin = 0.0
+        self._is_over = False
+        """Whether it is time that no more requests begin."""
 
     async def run(self, tell: Callable[[LoadRun], None]) -> LoadRun:
         self._begin = time.perf_counter()
@@ -274,7 +276,9 @@ class _LoadDriver:
         run = self._run
         run.cpu_seconds = time.process_time() - before
         ended = max((record.end for record in run.records), default=self._clock())
-        run.window = min(self._point.seconds, ended) if self._point.seconds else ended
+        seconds = self._point.seconds
+        # What ends a load of a time is the time, also where nothing was due in its last part.
+        run.window = seconds if self._is_over or 0 < seconds < ended else ended
         return run
 
     def _clock(self) -> float:
@@ -289,7 +293,10 @@ class _LoadDriver:
     def _take(self, now: float) -> Prompt | None:
         """The next prompt; None when no more requests shall begin."""
         point = self._point
-        if (point.num_prompts and self._next >= point.num_prompts) or (point.seconds and now >= point.seconds):
+        if point.num_prompts and self._next >= point.num_prompts:
+            return None
+        if point.seconds and now >= point.seconds:
+            self._is_over = True
             return None
         self._next += 1
         return self._prompts[(self._next - 1) % len(self._prompts)]

@@ -22,7 +22,7 @@ from outrider.models.loader import decoder_tensors
 from outrider.models.progress import Progress
 from outrider.models.weights import write_shards
 from outrider_tools.files import copy_files, whole_output
-from outrider_tools.inflate.shapes import Shape, ShapeMap
+from outrider_tools.inflate.shapes import Shape, ShapeMap, decoder_fields
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
 
 RECORD_FILE = "inflated.json"
@@ -73,7 +73,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
 
     Raises ConfigError: the shape cannot hold the source, or `out` cannot be written.
     """
-    fields = read_json(source / "config.json")
+    fields = decoder_fields(read_json(source / "config.json"))
     config = ModelConfig.from_folder(source)
     if not config.is_plain:
         raise ConfigError(

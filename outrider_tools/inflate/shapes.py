@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig
+from outrider.models.config import ModelConfig, text_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,15 @@ def _names() -> list[str]:
 def _form() -> str:
     needed = ",".join(f"{field.name}=N" for field in fields(Shape) if field.default is MISSING)
     return f"{needed}[,experts=N,active=N]"
+
+
+def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a checkpoint as it would be if its decoder, the text part of a larger model, stood alone."""
+    text = text_fields(fields)
+    if text is fields:
+        return dict(fields)
+    # Of the containers that we read only Mistral's hold a plain decoder, which has a class of its own.
+    return {**text, "architectures": ["MistralForCausalLM"]}
 
 
 def shape_of(config: ModelConfig) -> Shape:

@@ -89,7 +89,7 @@ def _training(record: dict[str, Any]) -> list[list[str]]:
         ["weights", f"{record['weight_bytes'] / 1e6:.1f} MB"],
         ["device", f"{record['processes']} x {record['device']}" if record["processes"] > 1 else record["device"]],
         ["minutes of training", f"{training['seconds'] / 60:.1f}"],
-        ["minutes in all", f"{sum(seconds.values()) / 60:.1f}"],
+        ["minutes of the run that wrote this", f"{sum(seconds.values()) / 60:.1f}"],
         ["made with", ", ".join(f"{name} {number}" for name, number in record["versions"].items())],
     ]
     if record["beginnings"]:

@@ -193,6 +193,10 @@ class Corpus:
         if not firsts:
             return []
         options, stops = self._options, self._model.config.eos_token_ids
+        # No more than the target has positions for.
+        num_tokens = min(num_tokens, self._model.config.max_positions - len(before))
+        if num_tokens <= MIN_QUESTION:
+            return []
         firsts = [first[: num_tokens - 1] for first in firsts]
         jobs = [
             GenerationJob([*before, *first], options.question_temperature, num_tokens - len(first)) for first in firsts
@@ -213,8 +217,11 @@ class Corpus:
         return [list(said) for said in dict.fromkeys(map(tuple, whole))]
 
     def _answer(self, prompts: list[list[int]], longest: int) -> Texts:
-        options = self._options
+        options, positions = self._options, self._model.config.max_positions
+        count, longest = len(prompts), min(longest, positions - 1)
         prompts = [prompt for prompt in prompts if len(prompt) <= longest]
+        if len(prompts) < count:
+            self._report.line(f"{count - len(prompts)} prompts of more than {longest} tokens are left out")
         if not prompts:
             return Texts.join([], [])
         order = np.random.default_rng(self._seed).permutation(len(prompts))
@@ -224,12 +231,15 @@ class Corpus:
         generator = Generator(
             self._model,
             min(options.num_rows, len(prompts)),
-            longest + options.answer_tokens,
+            min(longest + options.answer_tokens, positions),
             self._model.config.eos_token_ids,
             self._seed + 1,
         )
         heats = options.temperatures
-        jobs = [GenerationJob(prompt, heats[i % len(heats)], options.answer_tokens) for i, prompt in enumerate(prompts)]
+        jobs = [
+            GenerationJob(prompt, heats[i % len(heats)], min(options.answer_tokens, positions - len(prompt)))
+            for i, prompt in enumerate(prompts)
+        ]
         answers = generator.run(
             jobs,
             token_budget=self._ranks.ceil_share(options.tokens),
@@ -245,8 +255,8 @@ class RunTexts:
 
     texts: Texts
     questions: list[Question]
-    num_given: int
-    """Questions that the text answers beside invented ones."""
+    options: dict[str, Any]
+    """What the text was made with; `given` questions are those that it answers beside invented ones."""
     beginnings: dict[str, int]
     """How many of the texts begin in which way."""
     digest: str
@@ -261,6 +271,8 @@ def run_texts(
     Raises:
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
     """
+    if options.text is not None and options.prompts is not None:
+        raise ConfigError(f"--prompts {options.prompts}: no text is made beside --text {options.text}; leave one out")
     with under("--prompts"):
         given = read_questions(options.prompts) if options.prompts else []
     with under("--eval-prompts"):
@@ -278,7 +290,7 @@ def run_texts(
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
     # Whatever text it is: what is evaluated with is not trained on.
     texts = found.texts.without(ending for question in asked for ending in endings(form, question.text))
-    return RunTexts(texts, asked, int(found.options.get("given", 0)), found.beginnings, found.texts.digest())
+    return RunTexts(texts, asked, found.options, found.beginnings, found.texts.digest())
 
 
 def _earlier(folder: Path, target: TargetModel) -> StoredTexts:

@@ -16,6 +16,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.fields import read_json
 from outrider.models.weights import save_tensors
 from outrider_tools.files import copy_files, replacing
+from outrider_tools.inflate.shapes import decoder_fields
 from outrider_tools.training.block import TrainableBlockHead
 from outrider_tools.training.heads import (
     StoredEagle3Head,
@@ -111,6 +112,9 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
         for option, value in named.items():
             if value:
                 raise ConfigError(f"{option} {value}: is for --algorithm EAGLE3 alone, not {options.algorithm}")
+    if options.own_feature_weight and options.algorithm not in ("EAGLE", "NEXTN"):
+        given = f"--feature-weight {options.own_feature_weight}"
+        raise ConfigError(f"{given}: is for --algorithm EAGLE or NEXTN, not {options.algorithm}; leave it out")
     if options.algorithm in BLOCK_ALGORITHMS and options.trainer.unroll < 2:
         raise ConfigError(f"--unroll {options.trainer.unroll}: a block has at least 2 places")
     options = replace(options, layers=options.layers or (2 if options.algorithm in BLOCK_ALGORITHMS else 4))
@@ -150,7 +154,7 @@ def export_drafter(
     `window`: last tokens that a head is shown of long contexts when it is used, since it was trained on short ones; 0
     for all.
     """
-    fields = module.config_fields(read_json(target_folder / "config.json"))
+    fields = module.config_fields(decoder_fields(read_json(target_folder / "config.json")))
     # Both are ways to say it; the newer one would win over what we write.
     fields.pop("dtype", None)
     if window:

@@ -15,6 +15,7 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
+from outrider.models.drafters.heads import StandaloneDraft
 from outrider.models.drafters.loader import load_draft_model
 from outrider_tools.training.attention import Spans
 from outrider_tools.training.figures import AnswerCounts, Evaluation, Flags, figures_of, loops
@@ -43,7 +44,8 @@ def evaluate(
     At a temperature the drafter ranks with the noise that the answers were drawn by. `on_progress` gets the number of
     answers that are done, and of all.
 
-    Raises ConfigError: the draft model is of another vocabulary or hidden size.
+    Raises ConfigError: the draft model is of another vocabulary or hidden size, or a model attends otherwise than texts
+    are read here.
     """
     _check(target, model)
     tree = tree or TreeShape()
@@ -136,6 +138,13 @@ def _hits(draft: TextRollout, ranking: CandidateRanker, rows: Tensor, places: Te
 
 def _check(target: CausalLM, model: DraftModel) -> None:
     config = target.config
+    read = [target] if model.feature_layers else []
+    for one in (*read, *([model.model] if isinstance(model, StandaloneDraft) else [])):
+        if not one.config.has_plain_attention:
+            raise ConfigError(
+                f"{one.config.architecture} attends with windows, sinks or scores of its own, which is not measured "
+                "offline; serve it, and read accept lengths with outrider top or outrider bench"
+            )
     if model.hidden_size and model.hidden_size != config.hidden_size:
         raise ConfigError(f"the draft takes features of size {model.hidden_size}, the target's is {config.hidden_size}")
     if model.target_vocab_size < config.vocab_size:
@@ -175,7 +184,10 @@ def measure(
 
     `beginning` is what the figures call a `form` that is not the target's usual chat.
     Answers end where the target or the drafter knows no more positions; questions that leave no room are left out.
+
+    Raises ConfigError: as `evaluate` does, or no question leaves room for an answer.
     """
+    _check(target, drafter)
     longest = min(target.config.max_positions, drafter.max_positions) - max_new_tokens
     kept = [question for question in questions if len(form.ask(question.text)) <= longest]
     if len(kept) < len(questions):

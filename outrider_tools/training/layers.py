@@ -20,6 +20,7 @@ SHARED_FIELDS = (
     "rope_scaling",
     "rope_parameters",
     "max_position_embeddings",
+    "original_max_position_embeddings",
     "bos_token_id",
     "eos_token_id",
 )
@@ -38,7 +39,8 @@ def llama_fields(
     fields = {
         "architectures": [architecture],
         "model_type": "llama",
-        **shape_of(replace(target, num_layers=1)).config_fields(),
+        # Of a target with experts, too, a head has one MLP as wide as the target's own.
+        **shape_of(replace(target, num_layers=1, experts=None)).config_fields(),
         "hidden_act": "silu",
         "attention_bias": False,
         "rms_norm_eps": target.rms_norm_eps,

@@ -102,7 +102,7 @@ class CorpusOptions:
     invented: int = flag(-1, "text", "Questions to invent. Default: enough for --tokens.", type=whole_number(0, 10**8))
     """Questions that the target makes up; what does not end in time or repeats is left out. -1: enough for `tokens`."""
     opened: float = flag(0.6, "text", "Share of them whose first words are given. Default: 0.6.", type=_SHARE)
-    """By `openings`, so that they are of many kinds."""
+    """By `prompts.OPENINGS`, so that they are of many kinds."""
     beginnings: float = flag(
         0.5,
         "text",

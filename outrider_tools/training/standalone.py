@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
-from outrider.models.weights import stored_tensors
 from outrider_tools.inflate.shapes import shape_of
 from outrider_tools.training.attention import OwnKeyMerger, Spans, own_attention
 from outrider_tools.training.layers import TrainableLayer, TrainableNorm, matrix
@@ -23,8 +22,15 @@ from outrider_tools.training.target import EMBEDDING, TargetModel
 def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> ModelConfig:
     """The target's shape with fewer layers and, if `hidden_size` is not 0, narrower; heads keep their size.
 
-    Raises ConfigError: a hidden size that is no multiple of the heads' size.
+    Raises ConfigError: a hidden size that is no multiple of the heads' size, or a target of which no small model can
+    be made.
     """
+    if target.quantization is not None or target.experts is not None:
+        what = "experts" if target.quantization is None else f"{target.quantization.name} weights"
+        raise ConfigError(
+            f"--algorithm STANDALONE: begins with layers of the target, and this one has {what}; give one of half "
+            "precision without experts, or train a head"
+        )
     if not 1 <= num_layers <= target.num_layers:
         raise ConfigError(f"--layers {num_layers}: the target has {target.num_layers}; choose from 1 to that")
     hidden_size = hidden_size or target.hidden_size
@@ -123,7 +129,7 @@ class TrainableLM(TrainableDrafter):
             return
         self.norm.weight.copy_(target.stored("model.norm.weight").float())
         chosen = torch.linspace(0, config.num_layers - 1, self.config.num_layers).round().long().tolist()
-        stored = stored_tensors(target.folder)
+        stored = target.tensors()
         for layer, number in zip(self.layers, chosen, strict=True):
             for name, parameter in layer.named_parameters():
                 parameter.copy_(stored[f"model.layers.{number}.{name}"].read().float())

@@ -17,8 +17,8 @@ from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM
-from outrider.models.loader import load_decoder
-from outrider.models.weights import stored_tensors
+from outrider.models.loader import decoder_tensors, load_decoder
+from outrider.models.weights import StoredTensor, stored_tensors
 from outrider_tools.training.attention import SpanAttention, Spans
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -53,9 +53,13 @@ class TargetModel:
             found.update(name.encode() + first.reshape(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()[:16]
 
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All of the checkpoint's by their decoder's own names. Files stay mapped while any of them lives."""
+        return decoder_tensors(self.folder, self.config)
+
     def stored(self, name: str) -> Tensor:
-        """A tensor of the checkpoint, on the CPU and in its file's dtype."""
-        return stored_tensors(self.folder)[name].read()
+        """A tensor of the checkpoint by that name, on the CPU and in its file's dtype."""
+        return self.tensors()[name].read()
 
     def stored_output(self) -> Tensor:
         """The output matrix [vocab_size, hidden], likewise."""

@@ -342,3 +342,14 @@ def test_plots_order_cases_by_load() -> None:
     rows = [Row(f"x b{size} greedy", "tokens_per_second", size * 10.0, "") for size in (8, 1)]
     assert [(kind, size) for kind, size, _ in points_of(rows)] == [("b", 1.0), ("b", 8.0)]
     assert points_of([Row("x b4 rate2.5 greedy", "failed", 0, "")])[0][:2] == ("rate", 2.5)
+
+
+async def test_a_load_of_a_time_lasts_that_time_though_nothing_is_due_in_its_last_part(live: Cluster) -> None:
+    client = GrpcClient(live.gateway_address, RequestOptions(ignore_eos=True))
+    prompts = random_prompts(1, LENGTHS, "window")
+    run = await run_point(client, prompts, LoadPoint(rate=1e-3, seconds=300.0))
+    few = await run_point(client, prompts, LoadPoint(rate=1e-3, seconds=300.0, num_prompts=1))
+    await client.close()
+    figures = {row.metric: row.value for row in rows_of(run, "case")}
+    assert figures["seconds"] == 300.0 and figures["requests_per_second"] == 1 / 300
+    assert few.window == few.records[0].end < 300

@@ -96,3 +96,11 @@ def test_every_page_of_docs_is_reached_from_the_readme() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
+
+
+def test_the_stages_of_training_name_modules_that_there_are() -> None:
+    stages = (ROOT / "docs/training.md").read_text("utf-8").split("## Stages")[1].split("##")[0]
+    rows = [line.split("|")[2] for line in stages.splitlines() if line.startswith("|")][2:]
+    named = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
+    there = {path.stem for path in (ROOT / "outrider_tools/training").glob("*.py")}
+    assert len(named) > 10 and named <= there

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from silent_progress import silent
-from tiny_models import SIZES, relative_error, run_one, save_tiny, token_ids
+from tiny_models import SIZES, put_within, relative_error, run_one, save_tiny, token_ids
 from tokenizers import Tokenizer, models
 from torch import Tensor
 
@@ -354,3 +354,11 @@ def test_the_default_model_inflated_says_the_same(model_path: Path, tmp_path: Pa
     found = compare(model_path, tmp_path / "big", ids, torch.device("cpu"))
     assert found.relative_error <= 1e-5
     assert found.agreement == 1.0
+
+
+def test_the_decoder_of_a_larger_model_is_inflated_alone(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "tiny", "Mistral", sliding_window=None)
+    put_within(tmp_path / "tiny")
+    out, ids = inflated(tmp_path / "tiny"), token_ids(30)
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
+    assert relative_error(logits_of(out, ids), logits_of(tmp_path / "tiny", ids)) < 1e-4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import relative_error, run_one, save_tiny, token_ids
+from tiny_models import put_within, relative_error, run_one, save_tiny, token_ids
 
 from outrider.errors import ConfigError
 from outrider.layers.formats import decode, nibble_words
@@ -272,3 +272,18 @@ def test_a_layer_is_left_out_by_its_number_and_a_dot() -> None:
     assert quantization is not None
     assert quantization.scheme_of("model.layers.1.mlp.down_proj") is None
     assert quantization.scheme_of("model.layers.10.mlp.down_proj") is not None
+
+
+@pytest.mark.parametrize("calibration", ["none", "own"])
+def test_the_decoder_of_a_larger_model_is_quantized_as_it_is_alone(tmp_path: Path, calibration: str) -> None:
+    source, found = tmp_path / "source", []
+    save_tiny(source, "Mistral", sliding_window=None, **SIZES)
+    for name in ("alone", "within"):
+        if name == "within":
+            put_within(source)
+        quantize(source, tmp_path / name, "fp8", 32, torch.device("cpu"), 1 << 30, lambda *_: None, calibration)
+        model = load_model(tmp_path / name)
+        found.append(run_one(model, model.new_kv(8), token_ids(8), torch.arange(8)))
+    assert torch.equal(*found)
+    stored = load_file(tmp_path / "within" / "model-00001-of-00001.safetensors")
+    assert stored["vision_tower.layers.0.attention.q_proj.weight"].dtype == torch.float32

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.attention.base import ForwardBatch, Segment
@@ -41,6 +43,16 @@ def save_tiny(folder: Path, family: str = "Llama", max_shard_size: str = "1GB", 
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def put_within(folder: Path) -> None:
+    """Turn the Mistral in `folder` into the text part of a larger model."""
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["vision_tower.layers.0.attention.q_proj.weight"] = torch.ones(2, 2)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    fields = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {**text, "architectures": None}}
+    (folder / "config.json").write_text(json.dumps(fields))
 
 
 def token_ids(num_tokens: int, vocab_size: int = 97, seed: int = 0) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from drafters import OPTIONS, train_drafter
 from training_world import make_head, random_texts, states
 
+from outrider.models.loader import load_decoder
 from outrider_tools.training.attention import Spans
 from outrider_tools.training.corpus import Corpus, StoredTexts, run_texts
 from outrider_tools.training.learner import DraftInput
@@ -147,3 +148,13 @@ def test_heads_learn_from_parts_and_language_models_from_whole_texts(target: Tar
         learner = train_drafter(target, texts, kind, 1)
         cut, whole = (learner.losses(given)[0] for given in (batch, replace(batch, parts=batch.bounds)))
         assert torch.equal(cut, whole) == same
+
+
+def test_text_is_no_longer_than_the_target_has_positions(tiny_folder: Path, chat: ChatForm, tmp_path: Path) -> None:
+    model = load_decoder(tiny_folder, context_length=64)
+    options = CorpusOptions(tokens=2000, invented=4, question_temperature=3.0, held_out=0, num_rows=8, beginnings=0.0)
+    output = StringIO()
+    corpus = Corpus(model, chat, options, tmp_path, Report(output))
+    texts = corpus.texts([*(Question(f"{number} " * number) for number in range(1, 9)), Question("x" * 60)]).texts
+    assert 50 < texts.lengths.max() <= 64
+    assert "1 prompts of more than 63 tokens are left out" in output.getvalue()

@@ -89,7 +89,10 @@ def test_smoke_run_of_every_kind_on_the_text_of_an_earlier_run(
     assert main(words) == 0
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["algorithm"] == kind.upper()
-    assert record["answers"] == json.loads((earlier / "training.json").read_text())["answers"]
+    first = json.loads((earlier / "training.json").read_text())
+    assert record["answers"] == first["answers"] and record["questions_given"] == 3
+    corpus = record["options"]["corpus"]
+    assert {name: corpus[name] for name in first["options"]["corpus"]} == first["options"]["corpus"]
     assert algorithm_of(tmp_path) == kind.upper()
     assert not (tmp_path / "work" / "texts.safetensors").exists()
     capsys.readouterr()
@@ -144,6 +147,8 @@ def test_text_of_nowhere_or_of_another_target_is_refused(tiny_folder: Path, tmp_
     options = replace(OPTIONS, text=tmp_path)
     with pytest.raises(ConfigError, match=r"holds no texts\.safetensors"):
         train(tiny_folder, tmp_path / "a", device, options, report)
+    with pytest.raises(ConfigError, match=r"--prompts .*: no text is made beside --text"):
+        train(tiny_folder, tmp_path / "a", device, replace(options, prompts=tmp_path / "q"), report)
     Texts.join([[1]], [[5000]]).save(tmp_path / "texts.safetensors")
     (tmp_path / "texts.json").write_text('{"held_out": [[5]]}')
     with pytest.raises(ConfigError, match="holds token 5000, and the target has 259"):
