@@ -59,14 +59,6 @@ def channel_options(max_message_bytes: int) -> ChannelOptions:
     ]
 
 
-def check_token(token: str, option: str) -> None:
-    """Raise ConfigError, naming `option` but not the token, unless it is empty or can travel in a header."""
-    if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"{option}: the token holds a space or a character beyond ASCII; use letters, digits, ._~+/-="
-        )
-
-
 def unix_path(address: str) -> Path | None:
     """Return the path of a "unix:/path" address, or None for any other."""
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None

@@ -11,10 +11,10 @@ from typing import Any, cast
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
-from outrider.cli.options import add_service_options, parse_service_options, whole_number
+from outrider.cli.options import add_service_options, check_options, parse_service_options, whole_number
 from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import aligned, make_console
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import LEAST_SIZED_TOKENS, LEAST_TOKENS, VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.capacity import (
@@ -30,7 +30,7 @@ from outrider.models.capacity import (
     width_buckets,
 )
 from outrider.models.config import ModelConfig, ModelShape, check_heads, choose_impl, foreign_shape
-from outrider.models.cuts import cut
+from outrider.models.cuts import check_target, cut
 from outrider.models.drafters.config import (
     MARKOV_INPUT,
     HeadConfig,
@@ -40,7 +40,7 @@ from outrider.models.drafters.config import (
     eagle_config,
     mtp_config,
 )
-from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, model_algorithm
+from outrider.models.drafters.kinds import model_algorithm
 from outrider.models.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 from outrider.models.fields import read_configs, read_json
 from outrider.models.shipped import choose_drafters
@@ -255,11 +255,12 @@ def run(arguments: argparse.Namespace) -> int:
     options = parse_service_options(arguments)
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     gpu = _gpu(arguments)
+    check_options("verify", verify)
     folder = config_folder(verify.model)
     fields, generation = read_configs(folder)
     ours = choose_impl(fields, verify.model_impl) == "outrider"
     config = ModelConfig.from_fields(fields, generation) if ours else foreign_shape(fields, generation)
-    verify.check_lengths(config.max_positions)
+    check_target(folder, verify)
     if gpu.memory:
         check_heads(config)
     whole, ranks = config, verify.tensor_parallel_size
@@ -270,10 +271,14 @@ def run(arguments: argparse.Namespace) -> int:
         plan = plan_target(config, elements, dtype, verify, gpu.memory)
     elif arguments.draft_placement == "colocated":
         verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify
+        check_options("verify", verify)
         drafter = _plan_inside(verify, whole, dtype, folder)
         plan = plan_target(config, elements, dtype, verify, gpu.memory, inside=drafter)
     else:
-        drafter = plan_draft(choose_drafters(draft, verify.model, lambda text: None), whole, folder)
+        draft = choose_drafters(draft, verify.model, lambda text: None)
+        if NAIVE_EAGLE not in draft.speculative_algorithm:
+            check_options("draft", draft)
+        drafter = plan_draft(draft, whole, folder)
         beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
         features = drafter.features_per_token if drafter is not None else 0
         plan = plan_target(config, elements, dtype, verify, gpu.memory, features, beside)

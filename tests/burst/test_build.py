@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from burst_host import Host
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.model.build import build_runner
+from outrider.drafting.model.build import build_runner, load_model_drafter
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
@@ -35,10 +33,17 @@ def test_memory_is_no_more_than_all_rows_can_use(plain_model: DraftModel) -> Non
     assert build_runner(plain_model, DraftOptions(speculative_eagle_topk=2)).shape.branching == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"max_total_tokens": 100}, "--max-total-tokens"), ({"attention_backend": "triton"}, "--attention-backend")],
-)
-def test_refusals_name_the_option(plain_model: DraftModel, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        build_runner(plain_model, DraftOptions(**options))
+def test_too_few_tokens_are_refused_naming_the_option(plain_model: DraftModel) -> None:
+    with pytest.raises(ConfigError, match="--max-total-tokens"):
+        build_runner(plain_model, DraftOptions(max_total_tokens=100))
+
+
+def test_attention_that_the_device_has_not_is_refused_before_the_model_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outrider.device.torch.cuda.is_available", lambda: False)
+    options = DraftOptions(
+        attention_backend="triton", speculative_algorithm=("EAGLE3",), speculative_draft_model_path="none"
+    )
+    with pytest.raises(ConfigError, match="--attention-backend: triton needs a GPU"):
+        load_model_drafter(options)

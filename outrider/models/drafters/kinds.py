@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.config.base import expand
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import ALGORITHMS, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, check_config, text_fields
 from outrider.models.drafters.config import (
@@ -29,11 +29,6 @@ from outrider.models.drafters.config import (
 from outrider.models.fields import get_int, read_json
 from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
-
-BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
-"""Heads that guess a block of tokens in one forward."""
-ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE")
-"""Drafters with a model: one of them at most."""
 
 MTP_PREFIX = "model.mtp_layers.0."
 MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
@@ -91,6 +86,7 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
 
     Raises ConfigError: names option, folder and both values.
     """
+    options = named_head(options)
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
     if algorithm == "STANDALONE":
@@ -107,6 +103,14 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
             f"--speculative-draft-model-path: the tokenizer of {folder} is {own[:12]}, the target's {wanted[:12]}; "
             "use a draft that was made for this target"
         )
+
+
+def named_head(options: DraftOptions) -> DraftOptions:
+    """The options with the kind of the head in the place of NAIVE_EAGLE, which says how it drafts alone."""
+    if NAIVE_EAGLE not in options.speculative_algorithm:
+        return options
+    folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
+    return replace(options, speculative_algorithm=(algorithm_of(folder),))
 
 
 def check_kind(algorithm: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError
 from outrider.layers.exchange import Exchange
@@ -22,7 +22,6 @@ from outrider.models.drafters.block import BlockHead
 from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig, cut_head
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
-    BLOCK_ALGORITHMS,
     asked_window,
     draft_folder,
     head_config,
