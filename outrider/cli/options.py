@@ -30,12 +30,14 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions, TlsFiles, door_tls, peer_tls, peer_token
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, under
+from outrider.host.worker import check_cores
 from outrider.models.cuts import check_target
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
 from outrider.models.store_folder import CONFIG_FILE
 from outrider.rpc.server import check_free
 from outrider.rpc.tls import load_material
+from outrider.rpc.transport import split_host_port
 
 SHARED = ("log_level", "drain_seconds", "lockstep")
 TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
@@ -303,6 +305,7 @@ def _own_checks(one: ServiceOptions) -> Iterator[Check]:
         yield one.check
     if isinstance(one, PeerServiceOptions):
         yield one.read_auth_tokens
+        yield partial(check_cores, one.engine_cpus)
     if isinstance(one, GatewayOptions):
         yield one.read_api_keys
     yield partial(_load, partial(door_tls, one))
@@ -332,7 +335,7 @@ def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) ->
         return
     count = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
     for flag, name in (("--device", verify.device), ("--draft-device", draft.device if draft else "")):
-        if _first_gpu(name) >= gpus and name.startswith("cuda"):
+        if _first_gpu(name) >= gpus and re.fullmatch(r"cuda(:\d+)?", name):
             raise ConfigError(f"{flag}: {name} is not there; {count}, as far as is told without torch")
     last = _first_gpu(verify.device) + verify.tensor_parallel_size
     if gpus and verify.device != "cpu" and last > gpus:
@@ -418,10 +421,13 @@ def door_checks(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> Ite
         is_socket = field == "address" and flag.service != "gateway"
         if not address or (is_default(one, field) and (is_socket or not fixed_ports)):
             continue
-        yield partial(_check_door, flag.flag, address, taken)
+        yield partial(_check_door, flag, address, taken)
 
 
-def _check_door(flag: str, address: str, taken: dict[str, str]) -> None:
+def _check_door(door: ServiceFlag, address: str, taken: dict[str, str]) -> None:
+    flag = door.flag
+    if door.option.name != "address":  # HTTP is spoken through no socket in the file system
+        split_host_port(address, flag)
     if address in taken and not address.endswith(":0"):
         raise ConfigError(f"{flag}: {address} is that of {taken[address]}, too; give each door its own")
     taken[address] = flag

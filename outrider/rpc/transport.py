@@ -68,7 +68,7 @@ def check_address(address: str, option: str) -> None:
     """Raise ConfigError, naming `option`, unless `address` is "host:port" or "unix:/path"."""
     path = unix_path(address)
     if path is None:
-        split_host_port(address, option)
+        split_host_port(address, option, ", or unix:/path")
         return
     text = address.removeprefix("unix:")
     length = len(os.fsencode(text))
@@ -86,15 +86,17 @@ def is_local(address: str) -> bool:
     return unix_path(address) is not None or host in ("localhost", "::1") or host.startswith("127.")
 
 
-def split_host_port(address: str, option: str) -> tuple[str, int]:
-    """Return host and port of "host:port" ("[::1]:port" for IPv6); ConfigError, naming `option`, for anything else."""
+def split_host_port(address: str, option: str, others: str = "") -> tuple[str, int]:
+    """Return host and port of "host:port" ("[::1]:port" for IPv6); ConfigError, naming `option`, for anything else.
+
+    `others`: what the error says may be there in its place.
+    """
     if "://" in address:
-        raise ConfigError(f"{option}: {address!r} is a URL; use host:port, or unix:/path")
+        raise ConfigError(f"{option}: {address!r} is a URL; use host:port{others}")
     host, colon, port_text = address.rpartition(":")
-    if not colon or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
-        raise ConfigError(
-            f"{option}: {address!r} is not an address; use host:port with a port from 0 to 65535, or unix:/path"
-        )
+    is_port = port_text.isascii() and port_text.isdigit() and len(port_text) <= 5 and int(port_text) <= 65535
+    if not colon or not host or not is_port:
+        raise ConfigError(f"{option}: {address!r} is not an address; use host:port with a port from 0 to 65535{others}")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ConfigError(f"{option}: {address!r} is not an address; put an IPv6 host in brackets, like [::1]:50051")
     try:

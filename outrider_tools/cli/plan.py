@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import aligned, make_console
 from outrider.config.draft import BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import LEAST_SIZED_TOKENS, LEAST_TOKENS, VerifyOptions
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, under
 from outrider.models.capacity import (
     CONTEXT_BYTES,
     DRAFT_REGION,
@@ -79,7 +80,9 @@ def parse_size(text: str, option: str) -> float:
     """Bytes of "80GiB", "4.8TB", "512"; raises ConfigError, naming `option`."""
     try:
         size = TypeAdapter(ByteSize).validate_python(text.strip().removesuffix("/s"))
-    except ValidationError:
+        # What stands behind number and unit it takes no notice of.
+        size = size if re.fullmatch(r"[\d.]+\s*[A-Za-z]*", text.strip().removesuffix("/s")) else ByteSize(0)
+    except (ValidationError, OverflowError):
         size = ByteSize(0)
     if size <= 0:
         raise ConfigError(f"{option}: {text!r} is no size; write it like 80GiB or 4.8TB")
@@ -256,7 +259,8 @@ def run(arguments: argparse.Namespace) -> int:
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     gpu = _gpu(arguments)
     check_options("verify", verify)
-    folder = config_folder(verify.model)
+    with under("--model"):
+        folder = config_folder(verify.model)
     fields, generation = read_configs(folder)
     ours = choose_impl(fields, verify.model_impl) == "outrider"
     config = ModelConfig.from_fields(fields, generation) if ours else foreign_shape(fields, generation)
@@ -297,13 +301,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _gpu(arguments: argparse.Namespace) -> Gpu:
     """Memory and bandwidth; 0 where nothing is said."""
     found = Gpu(0, 0.0)
-    if arguments.gpu:
+    if arguments.gpu is not None:
         name = arguments.gpu.upper()
         if name not in GPUS:
             raise ConfigError(f"--gpu: {arguments.gpu!r} is not known; use one of {', '.join(GPUS)}, or --gpu-memory")
         found = GPUS[name]
-    memory = int(parse_size(arguments.gpu_memory, "--gpu-memory")) if arguments.gpu_memory else found.memory
-    bandwidth = parse_size(arguments.bandwidth, "--bandwidth") if arguments.bandwidth else found.bandwidth
+    memory = int(parse_size(arguments.gpu_memory, "--gpu-memory")) if arguments.gpu_memory is not None else found.memory
+    bandwidth = parse_size(arguments.bandwidth, "--bandwidth") if arguments.bandwidth is not None else found.bandwidth
     return Gpu(memory, bandwidth)
 
 
@@ -336,7 +340,8 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path, r
     name = options.speculative_draft_model_path
     if not name and algorithm != "NEXTN":
         raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; give its folder or hub id")
-    folder = config_folder(name) if name else target_folder
+    with under("--speculative-draft-model-path"):
+        folder = config_folder(name) if name else target_folder
     if algorithm == "NAIVE_EAGLE":
         algorithm = "EAGLE3" if "draft_vocab_size" in read_json(folder / "config.json") else "EAGLE"
     head: HeadConfig | None = None

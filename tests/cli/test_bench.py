@@ -292,7 +292,7 @@ def test_a_missing_matplotlib_is_told_before_anything_runs(monkeypatch: pytest.M
 def test_a_report_that_cannot_be_written_is_told_before_anything_runs(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("outrider_tools.cli.bench.require_matplotlib", lambda: None)
+    monkeypatch.setattr("outrider_tools.cli.bench.require_matplotlib", lambda path: None)
     assert main(["bench", "--connect=127.0.0.1:1", option, str(tmp_path)]) == 2
     assert f"{option}: {tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
 
@@ -342,3 +342,9 @@ def test_plots_order_cases_by_load() -> None:
     rows = [Row(f"x b{size} greedy", "tokens_per_second", size * 10.0, "") for size in (8, 1)]
     assert [(kind, size) for kind, size, _ in points_of(rows)] == [("b", 1.0), ("b", 8.0)]
     assert points_of([Row("x b4 rate2.5 greedy", "failed", 0, "")])[0][:2] == ("rate", 2.5)
+
+
+def test_a_plot_of_a_kind_that_is_not_drawn_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["bench", "--connect=127.0.0.1:1", "--plot=x.txt"]) == 2
+    assert "--plot: x.txt: the kind of image is not known; end it with one of" in capsys.readouterr().err

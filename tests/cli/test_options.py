@@ -301,6 +301,47 @@ def test_a_socket_that_cannot_be_bound_is_told_before_anything_starts(
         assert f"--verify-address: {said}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--verify-engine-cpus=abc", "--verify-engine-cpus: 'abc' is no list of cores"),
+        ("--draft-engine-cpus=99999", "--draft-engine-cpus: '99999' names core 99999"),
+        (
+            "--rest-address=unix:/tmp/x",
+            "--rest-address: 'unix:/tmp/x' is not an address; use host:port with a port from",
+        ),
+        ("--verify-metrics-address=unix:/tmp/x", "--verify-metrics-address: 'unix:/tmp/x' is not an address"),
+        (
+            f"--gateway-address=127.0.0.1:{'9' * 5000}",
+            "is not an address; use host:port with a port from 0 to 65535, or",
+        ),
+        ("--max-total-tokens=99999999999999999999", "is above the maximum 2147483647; use 2147483647 or less"),
+        ("--served-model-name=\udcff", "the command line: '--served-model-name=\\udcff' is not UTF-8"),
+    ],
+)
+def test_what_a_service_could_not_use_is_one_line(
+    wrong: str, said: str, capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    assert main(["up", "--ephemeral", f"--model={model_path}", "--draft-placement=remote", wrong]) == 2
+    (line, *_) = capsys.readouterr().err.splitlines()
+    assert line.startswith("outrider: error: ") and said in line
+
+
+def test_a_token_map_of_another_kind_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "map.pt").write_bytes(b"")
+    words = ["--draft-placement=remote", "--speculative-algorithm=STANDALONE", f"--model={model_path}"]
+    words += [f"--speculative-draft-model-path={model_path}", f"--speculative-token-map={tmp_path}/map.pt"]
+    assert main(["up", "--ephemeral", *words]) == 2
+    assert "must be .json or .safetensors; for a .pt file: outrider convert" in capsys.readouterr().err
+
+
+def test_an_empty_address_of_a_gateway_starts_no_services(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--connect", ""]) == 2
+    assert "--connect: '' is not an address" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["demo", "chat"])
 def test_a_command_does_not_start_a_gateway_that_it_could_not_speak_to(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_path: Path

@@ -473,3 +473,22 @@ def test_sizes_and_names_that_are_wrong_are_told(capsys: pytest.CaptureFixture[s
         assert main(["plan", *words]) == 2
     with pytest.raises(ConfigError, match=r"no config\.json there"):
         config_folder(str(tmp_path))
+
+
+def test_sizes_that_are_none_and_models_that_are_not_there_are_named(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"--model={model_path}"
+    for words, said in (
+        ([model, "--gpu="], "--gpu: '' is not known"),
+        ([model, "--gpu-memory="], "--gpu-memory: '' is no size"),
+        ([model, "--bandwidth=1e-300"], "--bandwidth: '1e-300' is no size"),
+        ([model, "--gpu-memory=80GiB-x"], "--gpu-memory: '80GiB-x' is no size"),
+        (["--model="], "--model: : no config.json there"),
+        (
+            [model, "--speculative-algorithm=STANDALONE", "--speculative-draft-model-path=nosuch"],
+            "--speculative-draft-model-path: nosuch: no config.json there",
+        ),
+    ):
+        assert main(["plan", *words]) == 2
+        assert f"error: {said}" in capsys.readouterr().err
