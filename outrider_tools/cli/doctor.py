@@ -193,7 +193,9 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
         verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
         findings += check_models(*_place(verify, draft, arguments.draft_placement, findings))
     planned = _planned(options, arguments)
-    findings += [problem("options", text, "correct the options") for text in find_faults(planned, num_gpus())]
+    told_before = [finding.text for finding in findings if finding.level is Level.PROBLEM]
+    faults = (text for text in find_faults(planned, num_gpus()) if not any(one in text for one in told_before))
+    findings += [problem("options", text, "correct the options") for text in faults]
     planned = _linked(planned, arguments)
     found = _as_found(options, arguments)
     try:

@@ -174,6 +174,11 @@ def test_what_up_would_refuse_is_a_problem_and_doors_that_nobody_named_are_not_l
     assert of(found, "verify")[0][0] == of(found, "draft")[0][0] == "problem", "they should run there"
 
 
+def test_a_model_that_is_not_there_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys, *ELSEWHERE, "--verify=", "--draft=", "--model=nosuch", "--draft-placement=remote")
+    assert (code, sum("there is no model 'nosuch'" in one["text"] for one in found)) == (1, 1), found
+
+
 def test_services_that_should_run_and_do_not_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = ["--verify=127.0.0.1:1", "--draft="]
     code, found = doctor(capsys, "--skip-models", *ELSEWHERE, *nowhere)
