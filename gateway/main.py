@@ -24,13 +24,13 @@ from gateway.http.server import HttpServer
 from gateway.sglang.metrics import SglangNames
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import read_secret
+from outrider.config.service import peer_token
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.lifecycle import run_service, write_ready_file
 from outrider.rpc.names import PeerAddresses
 from outrider.rpc.server import GrpcServer, door_options, peer_source
 from outrider.rpc.tls import TlsSource
-from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, check_token, is_local
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, is_local
 from outrider.v1.gateway_pb2_grpc import add_GatewayServiceServicer_to_server
 
 _logger = get_logger(__name__)
@@ -56,7 +56,6 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
     options.check()
     api_keys = options.read_api_keys()
     for api_key in api_keys:
-        check_token(api_key, "--api-key")
         hide_secret(api_key)
     door = door_options(options, api_keys)
     gateway = build_gateway(options)
@@ -117,7 +116,7 @@ def _http_servers(
 def build_gateway(options: GatewayOptions) -> Gateway:
     """The parts of a gateway, not started. Called inside the event loop. Raises ConfigError."""
     catalogue = Catalogue(options)
-    token = read_secret(options.verify_auth_token, options.verify_auth_token_file, "--verify-auth-token")
+    token = peer_token(options, "verify")
     tls = peer_source(options, "verify")
     connect = partial(
         Replica,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from outrider.config.base import parse_options
-from outrider.config.service import read_secret
+from outrider.config.service import peer_token
 from outrider.config.verify import VerifyOptions
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.metrics import serve_metrics
@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     """Serve with the model until `stop` is set. Returns the exit code; raises ConfigError."""
+    options.check()
     switch_threads_often()
     # Before the model is loaded, which may take minutes.
     server_options, dial = door_options(options, options.read_auth_tokens()), _draft_dial(options)
@@ -106,7 +107,7 @@ async def start_engine(
 
 def _draft_dial(options: VerifyOptions) -> Dial:
     """How drafts are called. Raises ConfigError."""
-    token = read_secret(options.draft_auth_token, options.draft_auth_token_file, "--draft-auth-token")
+    token = peer_token(options, "draft")
     return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
 
 

@@ -270,7 +270,7 @@ class Benchmark:
 
     def _attention(self) -> AttentionBackend:
         options = self.options
-        return attention_backend(options.attention_backend, self.model, options.page_size, options.deterministic)
+        return attention_backend(options.attention_backend, self.model, options.page_size)
 
     def _kv_bytes(self) -> int:
         config = self.model.config

@@ -36,6 +36,14 @@ class FlashInferShape:
     dtype: torch.dtype
 
 
+def check_installed() -> None:
+    """Raise ConfigError where there is no FlashInfer."""
+    if find_spec("flashinfer") is None:
+        raise ConfigError(
+            '--attention-backend: flashinfer is not installed; "pip install flashinfer-python", or choose triton'
+        )
+
+
 class FlashInferAttention(AttentionBackend):
     """Prompts by FlashInfer; trees by FlashInfer too, or by the Triton kernels of this repository.
 
@@ -49,10 +57,7 @@ class FlashInferAttention(AttentionBackend):
 
         Raises ConfigError: FlashInfer is not installed or does not run this shape.
         """
-        if find_spec("flashinfer") is None:
-            raise ConfigError(
-                '--attention-backend: flashinfer is not installed; "pip install flashinfer-python", or choose triton'
-            )
+        check_installed()
         if shape.dtype not in DTYPES or shape.head_dim not in HEAD_DIMS:
             raise ConfigError(
                 f"--attention-backend: flashinfer runs bfloat16 and float16 with head_dim {HEAD_DIMS}, not "

@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[str, str]]:
     """Address and API key of the gateway to talk to, which lives as long as the block if it is our own."""
-    if arguments.connect:
+    if arguments.connect is not None:
         if given := given_service_flags(arguments):
             raise ConfigError(f"{given[0]}: with --connect no service is started here; leave one of the two out")
         yield arguments.connect, os.environ.get("OUTRIDER_API_KEY", "")

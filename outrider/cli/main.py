@@ -12,6 +12,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from outrider import __version__
+from outrider.config.base import check_text
 from outrider.errors import ConfigError, OutriderError
 
 EXIT_FAILURE = 1
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    for word in words:
+        check_text(word, "the command line")
     # Only the command's own module is loaded: it is the first word that is no option.
     wanted = next((word for word in words if not word.startswith("-")), "")
     if wanted in WITH_SERVICES:

@@ -76,6 +76,8 @@ def _of_hub() -> list[InstalledModel]:
         cache = scan_cache_dir(hub_cache_dir())
     except CacheNotFound:
         return []
+    except (OSError, ValueError) as error:  # the hub's cache is a file, or nobody may read it
+        raise ConfigError(f"HF_HUB_CACHE: the hub's cache cannot be read: {error}") from None
     found = []
     for repo in cache.repos:
         for revision in repo.revisions if repo.repo_type == "model" else ():

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,21 +22,22 @@ from rich.console import Console
 
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
-from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, num_gpus, place_draft_model, place_drafts
+from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, Placed, num_gpus, place_draft_model, place_drafts
 from outrider.config.base import Option, add_option, describe_options, expand, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import ServiceOptions, door_tls, peer_tls
+from outrider.config.service import PeerServiceOptions, ServiceOptions, TlsFiles, door_tls, peer_tls, peer_token
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, under
-from outrider.models.config import check_config
+from outrider.host.worker import check_cores
+from outrider.models.cuts import check_target
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
 from outrider.models.store_folder import CONFIG_FILE
 from outrider.rpc.server import check_free
 from outrider.rpc.tls import load_material
-from outrider.rpc.transport import check_address
+from outrider.rpc.transport import split_host_port
 
 SHARED = ("log_level", "drain_seconds", "lockstep")
 TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
@@ -231,25 +232,18 @@ def make_cluster(
 
     placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
     verify, told = placed.verify, placed.draft
-    bound = {name: one for name, one in options.items() if name != "draft" or told is not None}
-    _check_all(
-        partial(check_doors, bound, fixed_ports),
-        partial(_check_device, "--device", verify.device),
-        partial(_check_device, "--draft-device", draft.device),
-        partial(_check_target, verify),
-        partial(_check_draft_model, draft.speculative_draft_model_path),
-        partial(_check_gateway, gateway),
-        partial(_check_own_door, gateway, arguments),
-        *(partial(_check_tls, one, f"--{name}-tls") for name, one in bound.items()),
-        *(partial(_check_link, bound, *link) for link in LINKS),
-    )
+    bound = bound_services(options, placed)
+    found = [*_faults(door_checks(bound, fixed_ports)), *find_faults(bound, gpus)]
+    found += _faults([partial(_check_own_door, gateway, arguments)])
+    if found:
+        raise ConfigError("\n".join(dict.fromkeys(found)))
     target = resolve_model(verify.model, impl=verify.model_impl)
     if not expand(verify.model).is_dir():  # one that is has been checked
-        _check_config(target, verify)
+        check_target(target, verify)
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
         check_drafter(told, target)
-    if told is None and set(verify.speculative_algorithm) - {*NGRAM, "NAIVE_EAGLE"}:
+    if told is None and set(verify.speculative_algorithm) - {*NGRAM}:
         check_drafter(verify.draft_model(str(target)), target)
     if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
         verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
@@ -265,52 +259,136 @@ def make_cluster(
     )
 
 
-def _check_all(*checks: Callable[[], object]) -> None:
-    """Run all checks, which are those that take no time. Raises one ConfigError with what all of them found."""
+def bound_services(options: Mapping[str, ServiceOptions], placed: Placed) -> dict[str, ServiceOptions]:
+    """The services that are to run, with what drafts in its place."""
+    found = {"draft": placed.draft, "verify": placed.verify, "gateway": options["gateway"]}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def check_options(service: str, one: VerifyOptions | DraftOptions | GatewayOptions) -> None:
+    """Raise ConfigError where options of a service do not fit each other, whatever machine and models are."""
+    _in_our_flags(service, one.check)
+
+
+Check = Callable[[], object]
+
+
+def _faults(checks: Iterable[Check]) -> list[str]:
+    """What all of them find wrong."""
     found = []
     for check in checks:
         try:
             check()
         except ConfigError as error:
             found.append(error.message)
-    if found:
-        raise ConfigError("\n".join(found))
+    return found
 
 
-def _check_device(flag: str, name: str) -> None:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ConfigError(f'{flag}: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"')
+def find_faults(options: Mapping[str, ServiceOptions], gpus: int) -> list[str]:
+    """What keeps these services from starting or from reaching each other, as far as it takes no time to tell.
+
+    Each line names options as `outrider up` spells them. `gpus`: how many this machine has.
+    """
+    verify, draft = cast(VerifyOptions, options["verify"]), cast("DraftOptions | None", options.get("draft"))
+    models = dict.fromkeys(one.speculative_draft_model_path for one in (verify, draft) if one is not None)
+    own = {name: [partial(_in_our_flags, name, check) for check in _own_checks(one)] for name, one in options.items()}
+    checks: list[Check] = [*own["verify"], *own.get("draft", ()), partial(_check_gpus, verify, draft, gpus)]
+    checks += [partial(_check_target, verify), *(partial(_check_draft_model, path) for path in models)]
+    checks += [*own["gateway"], *(partial(_check_link, options, *link) for link in LINKS)]
+    found = _faults(checks)
+    return list(dict.fromkeys(found))
 
 
-def _check_gateway(options: GatewayOptions) -> None:
-    options.check()
-    options.read_api_keys()
+def _own_checks(one: ServiceOptions) -> Iterator[Check]:
+    """What a service looks at first."""
+    if isinstance(one, GatewayOptions | VerifyOptions | DraftOptions):
+        yield one.check
+    if isinstance(one, PeerServiceOptions):
+        yield one.read_auth_tokens
+        yield partial(check_cores, one.engine_cpus)
+    if isinstance(one, GatewayOptions):
+        yield one.read_api_keys
+    yield partial(_load, partial(door_tls, one))
+    for peer in (peer for caller, _, peer in LINKS if isinstance(one, OPTION_TYPES[caller])):
+        yield partial(peer_token, one, peer)
+        yield partial(_load, partial(peer_tls, one, peer))
+
+
+def _load(find: Callable[[], TlsFiles | None]) -> None:
+    if files := find():
+        load_material(files)
+
+
+def _in_our_flags(service: str, check: Check) -> None:
+    """Run a check of a service; what it says of its options has their names here."""
+    flags = {flag.option.flag: flag.flag for flag in service_flags() if flag.service == service}
+    try:
+        check()
+    except ConfigError as error:
+        message = re.sub(r"(?<![\w/-])--[a-z][a-z0-9-]*", lambda found: flags.get(found[0], found[0]), error.message)
+        raise ConfigError(message) from error
+
+
+def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) -> None:
+    """Raise ConfigError for GPUs that this machine has not."""
+    if Path("/dev/dxg").exists():  # GPUs of Windows, which does not tell how many
+        return
+    count = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
+    for flag, name in (("--device", verify.device), ("--draft-device", draft.device if draft else "")):
+        if _first_gpu(name) >= gpus and re.fullmatch(r"cuda(:\d+)?", name):
+            raise ConfigError(f"{flag}: {name} is not there; {count}, as far as is told without torch")
+    last = _first_gpu(verify.device) + verify.tensor_parallel_size
+    if gpus and verify.device != "cpu" and last > gpus:
+        raise ConfigError(
+            f"--tensor-parallel-size: {verify.tensor_parallel_size} ranks from --device {verify.device} on need {last} "
+            f"GPUs; {count}, as far as is told without torch"
+        )
+
+
+def _first_gpu(device: str) -> int:
+    number = device.partition(":")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def _check_own_door(options: GatewayOptions, arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a gateway that a command with options of TLS to it starts, and could not speak to."""
-    if "connect_tls_ca" in arguments and peer_tls(arguments, "connect") is None and options.tls_cert:
+    if "connect_tls_ca" not in arguments:
+        return
+    way = peer_tls(arguments, "connect")
+    if way is None and options.tls_cert:
         raise ConfigError("--connect-tls-ca: --gateway-tls-cert is set; name the certificates that it is signed with")
-
-
-def _check_tls(options: ServiceOptions, prefix: str) -> None:
-    if files := door_tls(options, prefix):
-        load_material(files)
+    if way is not None and not options.tls_cert:
+        raise ConfigError("--connect-tls-ca: the gateway has no certificate; set --gateway-tls-cert, or leave it out")
+    if way is not None and options.tls_ca and not way.cert:
+        raise ConfigError("--connect-tls-cert: --gateway-tls-ca asks for one; name one that is signed so, and its key")
 
 
 def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
-    """Raise ConfigError for a door that its caller has no token or certificates for: it would be refused for ever."""
+    """Raise ConfigError for a door and a caller that do not fit each other: it would knock for ever."""
     if peer not in options or not is_default(options[caller], field):
         return
     flags = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}
-    for wanted, shown in (
-        (("auth_token", "auth_token_file"), (f"{peer}_auth_token", f"{peer}_auth_token_file")),
-        (("tls_cert",), (f"{peer}_tls_ca",)),
+    token, own_token = ("auth_token", "auth_token_file"), (f"{peer}_auth_token", f"{peer}_auth_token_file")
+    for service, given, other, needed, fix, problem in (
+        (peer, token, caller, own_token, own_token[1:], "has no token to show there"),
+        (peer, ("tls_cert",), caller, (f"{peer}_tls_ca",), (f"{peer}_tls_ca",), "has nothing to trust there"),
+        (peer, ("tls_ca",), caller, (cert := f"{peer}_tls_cert",), (cert, f"{peer}_tls_key"), "shows no certificate"),
+        (caller, (f"{peer}_tls_ca",), peer, ("tls_cert",), ("tls_cert", "tls_key"), "has no certificate"),
     ):
-        given = next((name for name in wanted if getattr(options[peer], name)), "")
-        if given and not any(getattr(options[caller], name) for name in shown):
-            problem = f"the {caller} service has nothing to show or to trust there"
-            raise ConfigError(f"{flags[peer, given]}: {problem}; set {flags[caller, shown[-1]]}, too")
+        name = next((name for name in given if getattr(options[service], name)), "")
+        if name and not any(getattr(options[other], one) for one in needed):
+            words = " and ".join(flags[other, one] for one in fix)
+            raise ConfigError(f"{flags[service, name]}: the {other} service {problem}; set {words}, too")
+    try:
+        tokens, sent = cast(PeerServiceOptions, options[peer]).read_auth_tokens(), peer_token(options[caller], peer)
+    except ConfigError:  # told by the service's own checks
+        return
+    if tokens and sent not in tokens:
+        said, wanted = (
+            next(flags[service, name] for name in names if getattr(options[service], name))
+            for service, names in ((caller, own_token), (peer, token))
+        )
+        raise ConfigError(f"{said}: the {peer} service takes the tokens of {wanted} alone; give it one of them")
 
 
 def _check_target(verify: VerifyOptions) -> None:
@@ -319,13 +397,7 @@ def _check_target(verify: VerifyOptions) -> None:
         if folder is None and not is_hub_id(verify.model):
             folder = local_folder(verify.model)
     if folder is not None and (folder / CONFIG_FILE).is_file():
-        _check_config(folder, verify)
-
-
-def _check_config(folder: Path, verify: VerifyOptions) -> None:
-    with under("--model"):
-        positions = check_config(folder, verify.model_impl)
-    verify.check_lengths(positions)
+        check_target(folder, verify)
 
 
 def _check_draft_model(path: str) -> None:
@@ -334,13 +406,12 @@ def _check_draft_model(path: str) -> None:
             given_folder(path, needs_tokenizer=False)
 
 
-def check_doors(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> None:
-    """Raise ConfigError, naming the options, for addresses that a service could not bind.
+def door_checks(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> Iterator[Check]:
+    """Each raises ConfigError, naming the option, for an address that a service could not bind.
 
     Without `fixed_ports` defaults are left to the cluster, which takes free ones.
     """
     taken: dict[str, str] = {}
-    checks = []
     for flag in service_flags():
         field = flag.option.name
         if flag.service not in options or field not in ADDRESS_FIELDS:
@@ -350,12 +421,13 @@ def check_doors(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> Non
         is_socket = field == "address" and flag.service != "gateway"
         if not address or (is_default(one, field) and (is_socket or not fixed_ports)):
             continue
-        checks.append(partial(_check_door, flag.flag, address, taken))
-    _check_all(*checks)
+        yield partial(_check_door, flag, address, taken)
 
 
-def _check_door(flag: str, address: str, taken: dict[str, str]) -> None:
-    check_address(address, flag)
+def _check_door(door: ServiceFlag, address: str, taken: dict[str, str]) -> None:
+    flag = door.flag
+    if door.option.name != "address":  # HTTP is spoken through no socket in the file system
+        split_host_port(address, flag)
     if address in taken and not address.endswith(":0"):
         raise ConfigError(f"{flag}: {address} is that of {taken[address]}, too; give each door its own")
     taken[address] = flag

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.cluster import is_default, num_cores
-from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.drafters.kinds import ALGORITHMS, BLOCK_ALGORITHMS
 from outrider.models.shipped import choose_drafters, shipped_head
 
 PLACEMENTS = ("auto", "remote", "colocated")

@@ -33,6 +33,8 @@ ENV_PREFIX = "OUTRIDER_"
 
 OptionsT = TypeVar("OptionsT")
 
+MAX_WHOLE = 2**31 - 1
+"""Of whole numbers that have no maximum of their own: messages and memory hold no larger ones."""
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -216,6 +218,7 @@ def _describe_field(entry: Field[Any], hint: Any) -> Option:
 
 def _from_text(item: Option, text: str, source: str) -> Any:
     value: Any
+    check_text(text, source)
     if item.optional and not text:
         return None
     if item.kind is bool:
@@ -247,8 +250,9 @@ def _check(item: Option, value: Any, source: str, shown: str) -> None:
         raise _wrong(item, source, shown, "is not a finite number")
     if item.minimum is not None and value < item.minimum:
         raise _wrong(item, source, shown, f"is below the minimum {item.minimum}", f"use {item.minimum} or more")
-    if item.maximum is not None and value > item.maximum:
-        raise _wrong(item, source, shown, f"is above the maximum {item.maximum}", f"use {item.maximum} or less")
+    maximum = MAX_WHOLE if item.maximum is None and isinstance(value, int) else item.maximum
+    if maximum is not None and value > maximum:
+        raise _wrong(item, source, shown, f"is above the maximum {maximum}", f"use {maximum} or less")
     for part in value if isinstance(value, tuple) else (value,):
         if item.choices is not None and part not in item.choices:
             raise _wrong(item, source, part, f"is not one of {', '.join(item.choices)}", _near(str(part), item.choices))
@@ -294,6 +298,14 @@ def _to_text(item: Option, value: Any) -> str:
                 raise ConfigError(f"{item.flag}: {part!r} cannot be part of a comma separated list; rename it")
         return ",".join(value)
     return str(value)
+
+
+def check_text(text: str, source: str) -> None:
+    """Raise ConfigError, naming `source`, for bytes of a command line or an environment that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{source}: {text!r} is not UTF-8, and no message could hold it; write it as UTF-8") from None
 
 
 def expand(name: str | Path) -> Path:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config.base import option
-from outrider.config.service import GRPC_DOOR, PeerServiceOptions
+from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device
 from outrider.errors import ConfigError
 
 AUTO = ("AUTO",)
 """In the place of drafters: those that `outrider.models.shipped.choose_drafters` finds for the target."""
+BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
+"""Heads that guess a block of tokens in one forward."""
+ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE")
+"""Drafters with a model: one of them at most."""
+NAIVE_EAGLE = "NAIVE_EAGLE"
+"""A head that guesses one token, inside verify's rounds on a GPU alone."""
 
 
 @dataclass(frozen=True)
@@ -125,18 +131,51 @@ class DraftOptions(PeerServiceOptions):
     )
 
     def check(self) -> None:
-        """Raise ConfigError where options do not fit each other."""
+        """Raise ConfigError where options do not fit each other, whatever machine and models are."""
+        check_device(self.device)
+        check_drafters(self.speculative_algorithm, self.lockstep)
+        if self.attention_backend == "triton" and self.device == "cpu":
+            raise ConfigError("--attention-backend: triton needs a GPU; choose torch, or auto")
+        if self.attention_backend == "torch" and self.device.startswith("cuda"):
+            raise ConfigError("--attention-backend: torch runs on a CPU; choose triton, or --device cpu")
         _ordered(
             "min_match_window_size", self.min_match_window_size, "max_match_window_size", self.max_match_window_size
         )
         _ordered("min_bfs_breadth", self.min_bfs_breadth, "max_bfs_breadth", self.max_bfs_breadth)
-        if self.speculative_draft_sink_size and not self.speculative_draft_window_size:
-            raise ConfigError("--speculative-draft-sink-size: is beside --speculative-draft-window-size; give both")
+        check_window(self.speculative_draft_window_size, self.speculative_draft_sink_size)
         if self.branch_length <= self.max_match_window_size:
             raise ConfigError(
                 f"--branch-length: {self.branch_length} leaves no room behind a match of --max-match-window-size "
                 f"{self.max_match_window_size} tokens; use {self.max_match_window_size + 1} or more"
             )
+
+
+def check_drafters(names: tuple[str, ...], lockstep: bool = False, *others: str) -> None:
+    """Raise ConfigError unless these drafters run together; `others` are known beside those of a draft service."""
+    if names == AUTO:
+        return
+    known = (*ALGORITHMS, *others)
+    for name in names:
+        if name not in (*known, "NGRAM"):
+            raise ConfigError(
+                f"--speculative-algorithm: {name!r} is not known; use one of {', '.join(sorted([*known, 'NGRAM']))}"
+            )
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"--speculative-algorithm: {','.join(names)!r} must name each drafter once, and one at least")
+    models = [name for name in names if name in known]
+    if len(models) > 1:
+        raise ConfigError(
+            f"--speculative-algorithm: {','.join(models)} are models and do not run together; use one of them, with or "
+            "without NGRAM"
+        )
+    if lockstep and not models:
+        raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(ALGORITHMS)}")
+
+
+def check_window(size: int, sinks: int) -> None:
+    """Raise ConfigError for first tokens of contexts without last ones."""
+    if sinks and not size:
+        raise ConfigError("--speculative-draft-sink-size: is beside --speculative-draft-window-size; give both")
 
 
 def _ordered(low_name: str, low: int, high_name: str, high: int) -> None:

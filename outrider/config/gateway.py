@@ -144,6 +144,10 @@ class GatewayOptions(ServiceOptions):
                 ip_network(proxy)
             except ValueError as error:
                 raise ConfigError(f"--proxies: {error}; write it like 10.1.2.3 or 10.1.2.0/24") from None
+        if self.tokenizer is not None and not (self.tokenizer / "tokenizer.json").is_file():
+            raise ConfigError(
+                f"--tokenizer: {self.tokenizer} has no tokenizer.json; name the folder of the served model"
+            )
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("--api-key-file: --api-key is set too; use one of them")
 

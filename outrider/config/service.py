@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,15 +69,23 @@ def read_api_keys(value: str, file: str | Path | None) -> dict[str, str]:
     A line of the file is a key or, behind white space, a key and its tenant's name. Raises ConfigError.
     """
     if not file:
-        return dict.fromkeys(read_secrets(value, file, "--api-key"), "")
+        check_token(value, "--api-key")
+        return {value: ""} if value else {}
     keys: dict[str, str] = {}
     for line in read_secrets(value, file, "--api-key"):
         key, *names = line.split()
         if len(names) > 1:
             raise ConfigError(f"--api-key-file: a line of {file} has {len(names) + 1} words; write KEY or KEY TENANT")
+        check_token(key, "--api-key")
         if keys.setdefault(key, tenant := "".join(names)) != tenant:
             raise ConfigError(f"--api-key-file: {file} gives one key two tenants; write each key once")
     return keys
+
+
+def check_token(token: str, option: str) -> None:
+    """Raise ConfigError, naming `option` but not the token, unless it is empty or can travel in a header."""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"{option} holds a space or a character beyond ASCII; use letters, digits, ._~+/-=")
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,14 @@ def door_tls(options: object, prefix: str = "--tls") -> TlsFiles | None:
     return files if files.cert else None
 
 
+def peer_token(options: object, peer: str) -> str:
+    """The bearer token that is sent to `peer`, "verify" or "draft"; empty without one. Raises ConfigError."""
+    value, file = (str(getattr(options, f"{peer}_auth_token{end}")) for end in ("", "_file"))
+    token = read_secret(value, file, f"--{peer}-auth-token")
+    check_token(token, f"--{peer}-auth-token")
+    return token
+
+
 def peer_tls(options: object, peer: str) -> TlsFiles | None:
     """The files for channels to `peer`: "verify", "draft", or "connect" for a tool's way to a gateway.
 
@@ -127,6 +144,12 @@ def _read(options: object, field: str, prefix: str) -> TlsFiles:
         given, missing = ("cert", "key") if files.cert else ("key", "cert")
         raise ConfigError(f"{files.flag(given)}: {files.flag(missing)} is not set; a certificate goes with its key")
     return files
+
+
+def check_device(name: str) -> None:
+    """Raise ConfigError for a --device that no machine has."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ConfigError(f'--device: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"')
 
 
 GRPC_DOOR = "Address of the gRPC door: host:port (port 0 takes a free one) or unix:/path."
@@ -168,4 +191,7 @@ class PeerServiceOptions(ServiceOptions):
 
     def read_auth_tokens(self) -> tuple[str, ...]:
         """The tokens that open the door, none when everybody may come in. Raises ConfigError."""
-        return read_secrets(self.auth_token, self.auth_token_file, "--auth-token")
+        tokens = read_secrets(self.auth_token, self.auth_token_file, "--auth-token")
+        for token in tokens:
+            check_token(token, "--auth-token")
+        return tokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config.base import option
-from outrider.config.draft import DraftOptions
-from outrider.config.service import GRPC_DOOR, PeerServiceOptions
+from outrider.config.draft import NAIVE_EAGLE, DraftOptions, check_drafters, check_window
+from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device
 from outrider.errors import ConfigError
 
 MAX_RANKS = 16
@@ -174,6 +174,41 @@ class VerifyOptions(PeerServiceOptions):
         minimum=0.01,
         maximum=1,
     )
+
+    def check(self) -> None:
+        """Raise ConfigError where options do not fit each other, whatever machine and model are."""
+        check_device(self.device)
+        names = self.speculative_algorithm
+        if names and not self.no_speculation:
+            check_drafters(names, self.lockstep and self.device == "cpu", NAIVE_EAGLE)
+        if NAIVE_EAGLE in names and self.device == "cpu":
+            raise ConfigError("--speculative-algorithm: NAIVE_EAGLE drafts inside rounds on a GPU; use EAGLE3 or EAGLE")
+        check_window(self.speculative_draft_window_size, self.speculative_draft_sink_size)
+        if self.deterministic and min(self.accept_threshold_single, self.accept_threshold_acc) < 1.0:
+            raise ConfigError(
+                "--deterministic: lossy acceptance depends on what is drafted; leave --accept-threshold-single and "
+                "--accept-threshold-acc at 1"
+            )
+        if self.kv_cache_dtype == "fp8_e4m3" and (self.device == "cpu" or self.wants_flashinfer):
+            raise ConfigError(
+                "--kv-cache-dtype: fp8_e4m3 needs a GPU and --attention-backend triton; this is --device "
+                f"{self.device} with {self.attention_backend}"
+            )
+        if self.wants_flashinfer:
+            self._check_flashinfer()
+
+    @property
+    def wants_flashinfer(self) -> bool:
+        """Whether attention is to be that of FlashInfer, in part at least, which is for GPUs alone."""
+        return self.attention_backend in ("flashinfer", "mixed") and self.device != "cpu"
+
+    def _check_flashinfer(self) -> None:
+        if self.deterministic:
+            raise ConfigError("--attention-backend: flashinfer has no deterministic mode; choose triton")
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(f"--attention-backend: ranks need triton, this is {self.attention_backend}")
+        if self.dtype == "float32":
+            raise ConfigError("--attention-backend: flashinfer runs bfloat16 and float16, not float32; choose triton")
 
     @property
     def max_round_tokens(self) -> int:

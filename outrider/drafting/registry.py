@@ -7,15 +7,14 @@ this one, the doors of the draft service among them, and a draft model is loaded
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pkgutil import resolve_name
 
-from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.draft import ALGORITHMS, AUTO, DraftOptions
 from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, TreeGrowth, TreeLimits
 from outrider.drafting.growth import NodeGrowth
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
-from outrider.errors import ConfigError
-from outrider.models.drafters.kinds import ALGORITHMS
 
 _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
@@ -34,32 +33,15 @@ _DRAFTERS: dict[str, str] = {
 
 def build_drafter(options: DraftOptions) -> AnyDrafter:
     """Return what `options.speculative_algorithm` names; several grow one tree. Raises ConfigError."""
-    _check(options)
-    built = [resolve_name(_DRAFTERS[name])(options) for name in named_drafters(options)]
+    names = named_drafters(options)
+    replace(options, speculative_algorithm=names).check()
+    built = [resolve_name(_DRAFTERS[name])(options) for name in names]
     return built[0] if len(built) == 1 else CombinedDrafter(built)
 
 
 def named_drafters(options: DraftOptions) -> tuple[str, ...]:
     """The drafters that the options name: n-grams where that was left open and nobody has chosen."""
     return ("NGRAM",) if options.speculative_algorithm == AUTO else options.speculative_algorithm
-
-
-def _check(options: DraftOptions) -> None:
-    names = named_drafters(options)
-    for name in names:
-        if name not in _DRAFTERS:
-            known = ", ".join(sorted(_DRAFTERS))
-            raise ConfigError(f"--speculative-algorithm: {name!r} is not known; use one of {known}")
-    if not names or len(set(names)) < len(names):
-        raise ConfigError(f"--speculative-algorithm: {','.join(names)!r} must name each drafter once, and one at least")
-    models = [name for name in names if name in ALGORITHMS]
-    if len(models) > 1:
-        raise ConfigError(
-            f"--speculative-algorithm: {','.join(models)} are models and do not run together; use one of them, with or "
-            "without NGRAM"
-        )
-    if options.lockstep and not models:
-        raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(ALGORITHMS)}")
 
 
 def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:

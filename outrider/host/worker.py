@@ -293,8 +293,15 @@ def pin_to_cores(text: str) -> None:
 
     `text` is a list as `taskset -c` takes it: "4", "0,8-11". Raises ConfigError, naming --engine-cpus.
     """
+    if wanted := check_cores(text):
+        os.sched_setaffinity(0, wanted)
+        log.info("the engine runs on cores %s alone", format_cores(wanted))
+
+
+def check_cores(text: str) -> set[int]:
+    """The cores that --engine-cpus names, none if it is empty. Raises ConfigError for those that are not there."""
     if not text.strip():
-        return
+        return set()
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("--engine-cpus: this system does not let a process choose its cores; leave it empty")
     wanted, allowed = parse_cores(text), os.sched_getaffinity(0)
@@ -303,8 +310,7 @@ def pin_to_cores(text: str) -> None:
             f"--engine-cpus: {text!r} names core {missing[0]}; this process may run on {format_cores(allowed)}, "
             "choose of those"
         )
-    os.sched_setaffinity(0, wanted)
-    log.info("the engine runs on cores %s alone", format_cores(wanted))
+    return wanted
 
 
 def parse_cores(text: str) -> set[int]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from outrider.config.verify import MAX_RANKS
-from outrider.errors import ConfigError
-from outrider.models.config import EXPERT_MODULES, ExpertsConfig, ModelConfig, ModelShape
+from outrider.config.verify import MAX_RANKS, VerifyOptions
+from outrider.errors import ConfigError, under
+from outrider.models.config import EXPERT_MODULES, ExpertsConfig, ModelConfig, ModelShape, choose_impl
+from outrider.models.fields import get_int, read_configs
 
 Span = tuple[int, int]
 OPTION = "--tensor-parallel-size"
@@ -23,7 +25,7 @@ def cut(config: ModelShape, world: int) -> ModelConfig:
     Raises ConfigError for a model that cannot be divided so.
     """
     if not isinstance(config, ModelConfig):
-        raise ConfigError(f"{OPTION}: {world} ranks need outrider's own decoder, which {config.architecture} has not")
+        raise _not_ours(config.architecture, world)
     if config.wide_qk_norm:
         raise ConfigError(f"{OPTION}: {config.architecture} norms all heads together, so they cannot be divided")
     if fault := _fault(config, world):
@@ -39,6 +41,41 @@ def cut(config: ModelShape, world: int) -> ModelConfig:
         experts=None if experts is None else _cut_experts(experts, world),
         vocab_cuts=world if config.vocab_size % world == 0 and world > 1 else 1,
     )
+
+
+def _not_ours(architecture: str, world: int) -> ConfigError:
+    return ConfigError(f"{OPTION}: {world} ranks need outrider's own decoder, which {architecture} has not")
+
+
+def check_target(folder: Path, options: VerifyOptions) -> None:
+    """Refuse options that the model in a folder cannot be served with, as far as its config.json tells without torch.
+
+    Raises ConfigError. What is wrong with the model itself comes under --model.
+    """
+    ranks = options.tensor_parallel_size
+    with under("--model"):
+        fields, generation = read_configs(folder)
+        ours = choose_impl(fields, options.model_impl) == "outrider"
+        config = ModelConfig.from_fields(fields, generation) if ours else None
+        positions = get_int(fields, "max_position_embeddings", 0) if config is None else config.max_positions
+    options.check_lengths(positions)
+    if config is None:
+        if ranks > 1:
+            raise _not_ours(str(fields["architectures"][0]), ranks)
+        return
+    if ranks > 1:
+        cut(config, ranks)
+    if options.wants_flashinfer:
+        check_plain_attention(config.limited_to(options.context_length or positions))
+
+
+def check_plain_attention(config: ModelShape) -> None:
+    """Raise ConfigError for a model that FlashInfer does not run."""
+    if not config.has_plain_attention:
+        raise ConfigError(
+            f"--attention-backend: flashinfer has no windows, caps, sinks and scales, which {config.architecture} "
+            "has; choose triton"
+        )
 
 
 def spans(

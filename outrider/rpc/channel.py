@@ -10,9 +10,10 @@ from weakref import WeakSet
 import grpc
 
 from outrider import logs
+from outrider.config.service import check_token
 from outrider.rpc.call import AUTHORIZATION_KEY, CLIENT_KEY, REQUEST_ID_KEY, client, seconds_left
 from outrider.rpc.tls import TlsSource, channel_credentials
-from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, channel_options, check_address, check_token
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, channel_options, check_address
 
 
 def open_channel(

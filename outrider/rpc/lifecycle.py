@@ -60,6 +60,7 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     ready_file = str(getattr(options, "ready_file", None) or "")
     try:
         remove_ready_file(ready_file)
+        _check_ready_file(ready_file)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(_with_signals(main, options)) or EXIT_OK
     except Exception as error:
@@ -139,6 +140,15 @@ def write_ready_file(
         os.replace(file.name, target)
     except OSError as error:
         raise ConfigError(f"--ready-file: cannot write {target}: {error.strerror}; use a path that can be") from error
+
+
+def _check_ready_file(path: str) -> None:
+    """ConfigError for a file that could not be written later, when the model has been loaded."""
+    folder = Path(path).parent
+    if path and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(
+            f"--ready-file: cannot write {path}: {folder} is no folder that can be; use a path that can be"
+        )
 
 
 def remove_ready_file(path: str | Path) -> None:

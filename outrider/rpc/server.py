@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.config.service import ServiceOptions, door_tls, peer_tls
+from outrider.config.service import ServiceOptions, check_token, door_tls, peer_tls
 from outrider.errors import ConfigError
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.interceptors import BoundaryInterceptor
@@ -23,7 +23,6 @@ from outrider.rpc.transport import (
     DEFAULT_MAX_MESSAGE_BYTES,
     ChannelOptions,
     check_address,
-    check_token,
     is_local,
     server_options,
     split_host_port,
@@ -136,8 +135,8 @@ class GrpcServer:
         ConfigError when the address cannot be bound.
         """
         path = unix_path(self.address)
-        if path is not None:
-            _clear_stale_socket(path)
+        if path is not None and _is_stale_socket(path, "--address"):
+            path.unlink(missing_ok=True)
         check_free(self.address)
         try:
             if self._tls is None:
@@ -233,8 +232,8 @@ def _connection_options(max_connections: int, handshake_seconds: float) -> Chann
     ]
 
 
-def _clear_stale_socket(path: Path) -> None:
-    """Remove the socket file of a process that is gone; ConfigError if the path cannot be used.
+def _is_stale_socket(path: Path, option: str) -> bool:
+    """Whether the socket file of a process that is gone is there; ConfigError if the path cannot be used.
 
     gRPC would unlink whatever is there, a living server's socket included.
     """
@@ -242,30 +241,29 @@ def _clear_stale_socket(path: Path) -> None:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         if not path.parent.is_dir():
-            raise ConfigError(f"--address: the folder {path.parent} does not exist; create it first") from None
-        return
+            raise ConfigError(f"{option}: the folder {path.parent} does not exist; create it first") from None
+        return False
     except OSError as error:
-        raise ConfigError(f"--address: {path}: {error.strerror}; use a path that can be reached") from error
+        raise ConfigError(f"{option}: {path}: {error.strerror}; use a path that can be reached") from error
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"--address: {path} exists and is not a socket; use another path")
+        raise ConfigError(f"{option}: {path} exists and is not a socket; use another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
+            return True
         except OSError as error:
-            raise ConfigError(f"--address: {path}: {error.strerror or error}; use another path") from error
-    raise ConfigError(f"--address: {path} is in use by a running process; stop it or use another path")
+            raise ConfigError(f"{option}: {path}: {error.strerror or error}; use another path") from error
+    raise ConfigError(f"{option}: {path} is in use by a running process; stop it or use another path")
 
 
 def check_free(address: str, option: str = "--address") -> None:
-    """ConfigError, naming `option`, if "host:port" cannot be bound; gRPC itself would not say why, and print to stderr.
-
-    Does nothing for a unix socket.
-    """
-    if unix_path(address) is not None:
+    """ConfigError, naming `option`, if an address cannot be bound; gRPC would not say why, and print to stderr."""
+    check_address(address, option)
+    path = unix_path(address)
+    if path is not None:
+        _is_stale_socket(path, option)
         return
     host, port = split_host_port(address, option)
     try:

@@ -59,14 +59,6 @@ def channel_options(max_message_bytes: int) -> ChannelOptions:
     ]
 
 
-def check_token(token: str, option: str) -> None:
-    """Raise ConfigError, naming `option` but not the token, unless it is empty or can travel in a header."""
-    if not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"{option}: the token holds a space or a character beyond ASCII; use letters, digits, ._~+/-="
-        )
-
-
 def unix_path(address: str) -> Path | None:
     """Return the path of a "unix:/path" address, or None for any other."""
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
@@ -76,7 +68,7 @@ def check_address(address: str, option: str) -> None:
     """Raise ConfigError, naming `option`, unless `address` is "host:port" or "unix:/path"."""
     path = unix_path(address)
     if path is None:
-        split_host_port(address, option)
+        split_host_port(address, option, ", or unix:/path")
         return
     text = address.removeprefix("unix:")
     length = len(os.fsencode(text))
@@ -94,15 +86,17 @@ def is_local(address: str) -> bool:
     return unix_path(address) is not None or host in ("localhost", "::1") or host.startswith("127.")
 
 
-def split_host_port(address: str, option: str) -> tuple[str, int]:
-    """Return host and port of "host:port" ("[::1]:port" for IPv6); ConfigError, naming `option`, for anything else."""
+def split_host_port(address: str, option: str, others: str = "") -> tuple[str, int]:
+    """Return host and port of "host:port" ("[::1]:port" for IPv6); ConfigError, naming `option`, for anything else.
+
+    `others`: what the error says may be there in its place.
+    """
     if "://" in address:
-        raise ConfigError(f"{option}: {address!r} is a URL; use host:port, or unix:/path")
+        raise ConfigError(f"{option}: {address!r} is a URL; use host:port{others}")
     host, colon, port_text = address.rpartition(":")
-    if not colon or not host or not port_text.isascii() or not port_text.isdigit() or int(port_text) > 65535:
-        raise ConfigError(
-            f"{option}: {address!r} is not an address; use host:port with a port from 0 to 65535, or unix:/path"
-        )
+    is_port = port_text.isascii() and port_text.isdigit() and len(port_text) <= 5 and int(port_text) <= 65535
+    if not colon or not host or not is_port:
+        raise ConfigError(f"{option}: {address!r} is not an address; use host:port with a port from 0 to 65535{others}")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ConfigError(f"{option}: {address!r} is not an address; put an IPv6 host in brackets, like [::1]:50051")
     try:

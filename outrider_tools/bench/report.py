@@ -98,12 +98,16 @@ _LATENCIES = (("ttft_ms", "time to first token, ms"), ("itl_ms", "between two to
 _WORDS = {"b": "requests at once", "rate": "requests a second"}
 
 
-def require_matplotlib() -> None:
-    """Raise ConfigError where it is missing: better before a long run than after it."""
+def require_matplotlib(path: Path) -> None:
+    """Raise ConfigError where it is missing or draws no such files: better before a long run than after it."""
     try:
         import_module("matplotlib")
+        backends: Any = import_module("matplotlib.backend_bases")
     except ImportError:
         raise ConfigError("--plot: matplotlib is not installed; pip install matplotlib, or leave --plot out") from None
+    kinds = sorted(backends.FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in ("", *kinds):
+        raise ConfigError(f"--plot: {path}: the kind of image is not known; end it with one of {', '.join(kinds)}")
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -111,7 +115,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 
     Raises ConfigError for a suffix that matplotlib does not know, where it is missing, or the file cannot be written.
     """
-    require_matplotlib()
+    require_matplotlib(path)
     matplotlib: Any = import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = import_module("matplotlib.pyplot")
@@ -141,8 +145,6 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     try:
         with writing("--plot", path):
             figure.savefig(path, dpi=130)
-    except ValueError as error:
-        raise ConfigError(f"--plot: {path}: {error}") from None
     finally:
         pyplot.close(figure)
 

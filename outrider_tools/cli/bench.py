@@ -214,7 +214,7 @@ _SHOWN = (
 def run(arguments: argparse.Namespace) -> int:
     """Measure every point; exit code 1 if a request failed."""
     if arguments.plot is not None:
-        require_matplotlib()
+        require_matplotlib(arguments.plot)
     for option, path in (("--out", arguments.out), ("--plot", arguments.plot)):
         if path is not None:
             check_writable(option, path)

@@ -17,8 +17,15 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, SERVICES, is_default, link
-from outrider.cli.options import add_connect_tls_options, add_service_options, number, parse_service_options
-from outrider.cli.placement import is_colocated, is_on_gpu, num_gpus, place_drafts
+from outrider.cli.options import (
+    add_connect_tls_options,
+    add_service_options,
+    bound_services,
+    find_faults,
+    number,
+    parse_service_options,
+)
+from outrider.cli.placement import Placed, is_colocated, is_on_gpu, num_gpus, place_drafts
 from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.service import ServiceOptions, peer_tls
@@ -72,15 +79,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _linked(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
-    """The options with each service told of those that it calls; without draft where verify has all that drafts."""
-    there = {name: one for name, one in options.items() if name != "draft" or not _has_all(options, arguments)}
-    linked = link(there)
+def _planned(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
+    """The services as `outrider up` would run them; without a draft service where verify has all that drafts.
+
+    Those whose addresses were given call what is there.
+    """
+    placed = _try_to_place(options, arguments)
+    planned = dict(options) if placed is None else bound_services(options, placed)
     for name, field, endpoint in LINKS:
         if getattr(arguments, endpoint) is not None:
             changes: dict[str, Any] = {field: getattr(arguments, endpoint)}
-            linked[name] = replace(linked[name], **changes)
-    return linked
+            planned[name] = replace(planned[name], **changes)
+    return planned
+
+
+def _linked(planned: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
+    """The same, each told of those that it calls. Unless services should run, those that would be reached through
+    sockets that nobody knows yet have no address."""
+    found = dict(planned)
+    for name, one in planned.items():
+        if name != "gateway" and not arguments.running and is_default(one, "address"):
+            found[name] = replace(one, address="")
+    return link(found)
 
 
 def _as_found(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
@@ -137,13 +157,13 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _has_all(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> bool:
-    """Whether verify would have all that drafts, so that there is no draft service."""
+def _try_to_place(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> Placed | None:
+    """The drafters' options in their place; None where that cannot be had, which `_place` tells."""
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     try:
-        return place_drafts(verify, draft, arguments.draft_placement, num_gpus(), lambda text: None).draft is None
-    except ConfigError:  # `_place` tells it
-        return False
+        return place_drafts(verify, draft, arguments.draft_placement, num_gpus(), lambda text: None)
+    except ConfigError:
+        return None
 
 
 def _place(
@@ -172,7 +192,11 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     if not arguments.skip_models:
         verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
         findings += check_models(*_place(verify, draft, arguments.draft_placement, findings))
-    planned = _linked(options, arguments)
+    planned = _planned(options, arguments)
+    told_before = [finding.text for finding in findings if finding.level is Level.PROBLEM]
+    faults = (text for text in find_faults(planned, num_gpus()) if not any(one in text for one in told_before))
+    findings += [problem("options", text, "correct the options") for text in faults]
+    planned = _linked(planned, arguments)
     found = _as_found(options, arguments)
     try:
         endpoints = endpoints_of(found or planned, peer_tls(arguments, "connect"))

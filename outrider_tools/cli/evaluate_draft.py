@@ -11,7 +11,7 @@ from textwrap import shorten
 from typing import Any
 
 from outrider.cli.options import number, whole_number
-from outrider.errors import under
+from outrider.errors import ConfigError, under
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.files import check_writable, writing
 from outrider_tools.training.options import ALGORITHMS, TreeShape
@@ -92,7 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     target = import_module("outrider.models.loader").load_model(target_folder, getattr(torch, dtype), device)
-    drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
+    try:
+        drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
+    except ConfigError as error:  # in the words of a draft service
+        words = error.message.replace("--speculative-algorithm", "--algorithm")
+        raise ConfigError(words.replace("--speculative-draft-model-path", "--draft")) from error
     tree = TreeShape(arguments.nodes, arguments.depth, arguments.branching)
     with import_module("outrider_tools.training.report").Report() as report:
         evaluations = [

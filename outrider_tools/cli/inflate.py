@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.options import number, whole_number
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, under
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.inflate.shapes import SHAPES, parse_shape
@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
     _check(arguments)
     shape = parse_shape(arguments.shape)
-    source = resolve_model(arguments.model)
+    with under("--model"):
+        source = resolve_model(arguments.model)
     # By name: the command line imports without torch, and of its commands this one alone computes.
     folder = import_module("outrider_tools.inflate.folder")
     options = folder.InflateOptions(
@@ -103,7 +104,8 @@ def _make_draft(arguments: argparse.Namespace, source: Path, options: Any) -> No
     """The head beside the inflated model."""
     heads = import_module("outrider_tools.inflate.head")
     if arguments.draft is not None:
-        head = resolve_model(arguments.draft, needs_tokenizer=False)
+        with under("--draft"):
+            head = resolve_model(arguments.draft, needs_tokenizer=False)
         with ConsoleProgress() as progress:
             num_bytes = heads.inflate_head(head, source, arguments.draft_out, options, progress)
     else:

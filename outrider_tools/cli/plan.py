@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +12,12 @@ from typing import Any, cast
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 
-from outrider.cli.options import add_service_options, parse_service_options, whole_number
+from outrider.cli.options import add_service_options, check_options, parse_service_options, whole_number
 from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import aligned, make_console
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import LEAST_SIZED_TOKENS, LEAST_TOKENS, VerifyOptions
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, under
 from outrider.models.capacity import (
     CONTEXT_BYTES,
     DRAFT_REGION,
@@ -30,7 +31,7 @@ from outrider.models.capacity import (
     width_buckets,
 )
 from outrider.models.config import ModelConfig, ModelShape, check_heads, choose_impl, foreign_shape
-from outrider.models.cuts import cut
+from outrider.models.cuts import check_target, cut
 from outrider.models.drafters.config import (
     MARKOV_INPUT,
     HeadConfig,
@@ -40,7 +41,7 @@ from outrider.models.drafters.config import (
     eagle_config,
     mtp_config,
 )
-from outrider.models.drafters.kinds import BLOCK_ALGORITHMS, model_algorithm
+from outrider.models.drafters.kinds import model_algorithm
 from outrider.models.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 from outrider.models.fields import read_configs, read_json
 from outrider.models.shipped import choose_drafters
@@ -79,7 +80,9 @@ def parse_size(text: str, option: str) -> float:
     """Bytes of "80GiB", "4.8TB", "512"; raises ConfigError, naming `option`."""
     try:
         size = TypeAdapter(ByteSize).validate_python(text.strip().removesuffix("/s"))
-    except ValidationError:
+        # What stands behind number and unit it takes no notice of.
+        size = size if re.fullmatch(r"[\d.]+\s*[A-Za-z]*", text.strip().removesuffix("/s")) else ByteSize(0)
+    except (ValidationError, OverflowError):
         size = ByteSize(0)
     if size <= 0:
         raise ConfigError(f"{option}: {text!r} is no size; write it like 80GiB or 4.8TB")
@@ -255,11 +258,13 @@ def run(arguments: argparse.Namespace) -> int:
     options = parse_service_options(arguments)
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     gpu = _gpu(arguments)
-    folder = config_folder(verify.model)
+    check_options("verify", verify)
+    with under("--model"):
+        folder = config_folder(verify.model)
     fields, generation = read_configs(folder)
     ours = choose_impl(fields, verify.model_impl) == "outrider"
     config = ModelConfig.from_fields(fields, generation) if ours else foreign_shape(fields, generation)
-    verify.check_lengths(config.max_positions)
+    check_target(folder, verify)
     if gpu.memory:
         check_heads(config)
     whole, ranks = config, verify.tensor_parallel_size
@@ -270,10 +275,14 @@ def run(arguments: argparse.Namespace) -> int:
         plan = plan_target(config, elements, dtype, verify, gpu.memory)
     elif arguments.draft_placement == "colocated":
         verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify
+        check_options("verify", verify)
         drafter = _plan_inside(verify, whole, dtype, folder)
         plan = plan_target(config, elements, dtype, verify, gpu.memory, inside=drafter)
     else:
-        drafter = plan_draft(choose_drafters(draft, verify.model, lambda text: None), whole, folder)
+        draft = choose_drafters(draft, verify.model, lambda text: None)
+        if NAIVE_EAGLE not in draft.speculative_algorithm:
+            check_options("draft", draft)
+        drafter = plan_draft(draft, whole, folder)
         beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
         features = drafter.features_per_token if drafter is not None else 0
         plan = plan_target(config, elements, dtype, verify, gpu.memory, features, beside)
@@ -292,13 +301,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _gpu(arguments: argparse.Namespace) -> Gpu:
     """Memory and bandwidth; 0 where nothing is said."""
     found = Gpu(0, 0.0)
-    if arguments.gpu:
+    if arguments.gpu is not None:
         name = arguments.gpu.upper()
         if name not in GPUS:
             raise ConfigError(f"--gpu: {arguments.gpu!r} is not known; use one of {', '.join(GPUS)}, or --gpu-memory")
         found = GPUS[name]
-    memory = int(parse_size(arguments.gpu_memory, "--gpu-memory")) if arguments.gpu_memory else found.memory
-    bandwidth = parse_size(arguments.bandwidth, "--bandwidth") if arguments.bandwidth else found.bandwidth
+    memory = int(parse_size(arguments.gpu_memory, "--gpu-memory")) if arguments.gpu_memory is not None else found.memory
+    bandwidth = parse_size(arguments.bandwidth, "--bandwidth") if arguments.bandwidth is not None else found.bandwidth
     return Gpu(memory, bandwidth)
 
 
@@ -331,7 +340,8 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path, r
     name = options.speculative_draft_model_path
     if not name and algorithm != "NEXTN":
         raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; give its folder or hub id")
-    folder = config_folder(name) if name else target_folder
+    with under("--speculative-draft-model-path"):
+        folder = config_folder(name) if name else target_folder
     if algorithm == "NAIVE_EAGLE":
         algorithm = "EAGLE3" if "draft_vocab_size" in read_json(folder / "config.json") else "EAGLE"
     head: HeadConfig | None = None

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from outrider.cli.options import number
+from outrider.errors import under
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 
@@ -40,7 +41,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
-    source = resolve_model(arguments.model, needs_tokenizer=False)
+    with under("--model"):
+        source = resolve_model(arguments.model, needs_tokenizer=False)
     # By name: the command line imports without torch.
     module = import_module("outrider_tools.quantize")
     device = import_module("outrider.device").choose_device(arguments.device)

@@ -305,8 +305,12 @@ class Watch:
 def page_url(page: str) -> str:
     """The URL of a page that was given as host:port or URL. Raises ConfigError."""
     url = page if "://" in page else f"http://{page}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        found = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        found = False
+    if not found:
         raise ConfigError(
             f"{page!r} is no metrics page; write host:port, or a URL that begins with http:// or https://"
         )

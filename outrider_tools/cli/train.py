@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.cli.options import whole_number
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, under
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.training.options import ALGORITHMS, CorpusOptions, RunOptions, TrainerOptions, TreeShape
 
@@ -63,16 +63,23 @@ def _add_flags(group: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
+    if not arguments.out.name:
+        raise ConfigError(f"--out: {str(arguments.out)!r} names no folder of the drafter's own; give one")
     # What follows takes seconds, and the first figures come behind it.
     print(f"train: {arguments.algorithm} for {arguments.model} into {arguments.out}", file=sys.stderr, flush=True)
-    folder = resolve_model(arguments.model)
+    with under("--model"):
+        folder = resolve_model(arguments.model)
+    init_from = None
+    if arguments.init_from:
+        with under("--init-from"):
+            init_from = resolve_model(arguments.init_from, needs_tokenizer=False)
     # By name: the command line imports without torch.
     module, torch = import_module("outrider_tools.training.run"), import_module("torch")
     device = import_module("outrider.device").choose_device(arguments.device)
     options = _given(RunOptions(), arguments)
     options = replace(
         options,
-        init_from=resolve_model(arguments.init_from, needs_tokenizer=False) if arguments.init_from else None,
+        init_from=init_from,
         corpus=_given(options.corpus, arguments, SMOKE_CORPUS),
         trainer=_given(options.trainer, arguments, SMOKE_TRAINER),
         tree=_given(options.tree, arguments, SMOKE_TREE),

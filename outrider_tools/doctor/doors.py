@@ -54,7 +54,7 @@ def check_doors(
     taken_ports: dict[str, Door] = {}
     for door in doors_of(options):
         try:
-            check_address(door.address, door.flag)
+            (check_address if door.field == "address" else split_host_port)(door.address, door.flag)
         except ConfigError as error:
             yield problem("port", error.message, "correct the address")
             continue

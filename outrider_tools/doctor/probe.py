@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from outrider.config.draft import DraftOptions
 from outrider.errors import OutriderError
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.kinds import algorithm_of
+from outrider.models.drafters.kinds import named_head
 from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
@@ -117,9 +116,7 @@ def _target(name: str, impl: str) -> tuple[Hello, str]:
 
 
 def _draft(options: DraftOptions) -> tuple[Hello, str]:
-    if options.speculative_algorithm == ("NAIVE_EAGLE",):
-        folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
-        options = replace(options, speculative_algorithm=(algorithm_of(folder),))
+    options = named_head(options)
     model: DraftModel = load_draft_model(options, _META, torch.float32)
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,

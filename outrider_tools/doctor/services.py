@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from outrider import __version__
 from outrider.cli.health import reachable
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import KEY_FIX, ServiceOptions, TlsFiles, peer_tls, read_secret
+from outrider.config.service import KEY_FIX, ServiceOptions, TlsFiles, peer_tls, peer_token
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.channel import open_channel
@@ -43,8 +43,8 @@ class ServiceEndpoint:
 def endpoints_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | None) -> list[ServiceEndpoint]:
     """The services that these options bind or call, each address once. Raises ConfigError for unreadable secrets."""
     gateway, verify = cast(GatewayOptions, options["gateway"]), cast(VerifyOptions, options["verify"])
-    to_verify = read_secret(gateway.verify_auth_token, gateway.verify_auth_token_file, "--verify-auth-token")
-    to_draft = read_secret(verify.draft_auth_token, verify.draft_auth_token_file, "--draft-auth-token")
+    to_verify = peer_token(gateway, "verify")
+    to_draft = peer_token(verify, "draft")
     found = [ServiceEndpoint("gateway", gateway.address, gateway.read_api_key(), gateway_tls)]
     found += [ServiceEndpoint("verify", address, to_verify, peer_tls(gateway, "verify")) for address in gateway.verify]
     found += [ServiceEndpoint("draft", address, to_draft, peer_tls(verify, "draft")) for address in verify.draft]
@@ -53,7 +53,7 @@ def endpoints_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | 
     once: dict[str, ServiceEndpoint] = {}
     for endpoint in found:
         once.setdefault(endpoint.address, endpoint)
-    return [endpoint for endpoint in once.values() if not endpoint.address.endswith(":0")]
+    return [one for one in once.values() if one.address and not one.address.endswith(":0")]
 
 
 async def check_services(

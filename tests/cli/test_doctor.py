@@ -157,6 +157,28 @@ def test_a_draft_service_that_up_would_not_run_is_not_missed(
         assert ("--draft-address" in str(found)) is bool(missed)
 
 
+def test_what_up_would_refuse_is_a_problem_and_doors_that_nobody_named_are_not_looked_at(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    doors = ["--gateway-address=127.0.0.1:0", "--rest-address=127.0.0.1:0", "--draft-placement=remote"]
+    code, found = doctor(capsys, "--skip-models", *doors, "--branch-length=12")
+    assert (code, of(found, "verify"), of(found, "draft")) == (1, [], [])
+    assert not [text for _, text in of(found, "port") if text.startswith(("--verify-address", "--draft-address"))]
+    ((level, text),) = of(found, "options")
+    assert level == "problem" and text.startswith("--branch-length: 12 leaves no room behind a match")
+    _, found = doctor(capsys, "--skip-models", *doors, f"--verify-address=unix:{tmp_path}/verify.sock")
+    assert of(found, "verify") == [("note", f"unix:{tmp_path}/verify.sock: does not run, or cannot be reached")]
+    assert of(found, "draft") == []
+    _, found = doctor(capsys, "--skip-models", "--running", *doors)
+    assert of(found, "verify")[0][0] == of(found, "draft")[0][0] == "problem", "they should run there"
+
+
+def test_a_model_that_is_not_there_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys, *ELSEWHERE, "--verify=", "--draft=", "--model=nosuch", "--draft-placement=remote")
+    assert (code, sum("there is no model 'nosuch'" in one["text"] for one in found)) == (1, 1), found
+
+
 def test_services_that_should_run_and_do_not_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = ["--verify=127.0.0.1:1", "--draft="]
     code, found = doctor(capsys, "--skip-models", *ELSEWHERE, *nowhere)

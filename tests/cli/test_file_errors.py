@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from outrider.chat_template import read_config
+from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.models.fields import read_json
 from outrider_tools.bench.requests import read_prompts
@@ -33,3 +37,29 @@ def test_a_path_that_is_at_fault_is_told_once(touch: Callable[[Path], object], t
     with pytest.raises(ConfigError) as caught:
         touch(path)
     assert caught.value.message.count(str(path)) == 1, caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train --out=out --model=nosuch", "--model: there is no model 'nosuch'"),
+        ("train --out=", "--out: '.' names no folder of the drafter's own"),
+        ("inflate --shape=llama-8b --out=out --model=nosuch", "--model: there is no model 'nosuch'"),
+        ("quantize --format=int4 --out=out --model=nosuch", "--model: there is no model 'nosuch'"),
+    ],
+)
+def test_what_a_tool_cannot_find_is_told_with_its_option(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    assert f"outrider: error: {said}" in capsys.readouterr().err
+
+
+def test_a_hub_cache_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-m", "outrider.cli", "models", "list"]
+    # With OUTRIDER_HOME empty the cache is the hub library's own.
+    env = {**os.environ, "OUTRIDER_HOME": "", "HF_HUB_CACHE": str(tmp_path / "file")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "error: HF_HUB_CACHE: the hub's cache cannot be read" in line

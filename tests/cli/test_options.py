@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import socket
@@ -18,7 +19,8 @@ from outrider.cli.main import COMMANDS, main, make_parser
 from outrider.cli.options import (
     PEOPLES,
     SHARED,
-    check_doors,
+    door_checks,
+    find_faults,
     in_our_words,
     make_cluster,
     parse_service_options,
@@ -26,6 +28,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.placement import place_draft_model
 from outrider.cli.terminal import make_console
+from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
@@ -149,8 +152,12 @@ def test_what_the_gateway_and_tls_would_refuse_is_told_before_anything_starts(
         (["--api-key-file=none"], "--api-key-file: none cannot be read"),
         (["--proxies=10.0.0.1/8"], "--proxies: 10.0.0.1/8 has host bits set"),
         (["--gateway-tls-cert=none", "--gateway-tls-key=none"], "--gateway-tls-cert: none cannot be read"),
-        (["--verify-tls-cert=x", "--gateway-verify-tls-ca=x"], "--verify-tls-cert: --verify-tls-key is not set"),
-        (["--draft-tls-ca=x"], "--draft-tls-ca: clients can show a certificate over TLS only; set --draft-tls-cert"),
+        (["--verify-tls-key=x"], "--verify-tls-key: --verify-tls-cert is not set"),
+        (["--gateway-verify-tls-cert=x"], "--gateway-verify-tls-cert: --gateway-verify-tls-key is not set"),
+        (["--api-key=a b"], "--api-key holds a space"),
+        (["--branch-length=12"], "--branch-length: 12 leaves no room behind a match of --max-match-window-size 12"),
+        (["--tokenizer=none"], "--tokenizer: none has no tokenizer.json"),
+        (["--gateway-tls-ca=x"], "--gateway-tls-ca: clients can show a certificate over TLS only; set --gateway-tls"),
     ):
         assert main(["up", "--ephemeral", "--draft-placement=remote", "--device=gpu", *wrong]) == 2
         lines = capsys.readouterr().err.splitlines()
@@ -175,16 +182,180 @@ def test_a_door_that_its_own_caller_could_not_open_is_refused_before_anything_st
     assert "auth-token" not in capsys.readouterr().err
 
 
+def test_both_ends_of_every_link_show_and_trust_certificates_and_tokens_or_neither(tmp_path: Path) -> None:
+    """`up` would wait for them until its time is over."""
+    files = issued_by(tmp_path)
+    cert, ca = [f"--{{}}-tls-{word}={files[word]}" for word in ("cert", "key")], f"--{{}}-tls-ca={files['ca']}"
+
+    def found(*words: str) -> list[str]:
+        return find_faults(parse_service_options(parse(*words), env={}), gpus=0)
+
+    def of(prefix: str, *words: str) -> list[str]:
+        return [word.format(prefix) for word in words]
+
+    for caller, peer in (("gateway", "verify"), ("verify", "draft")):
+        way = f"{caller}-{peer}"
+        assert found(*of(peer, *cert, ca), *of(way, ca, *cert)) == []
+        assert found(*of(peer, *cert), *of(way, ca)) == []
+        assert found(*of(peer, *cert, ca), *of(way, ca)) == [
+            f"--{peer}-tls-ca: the {caller} service shows no certificate; set --{way}-tls-cert and --{way}-tls-key, too"
+        ]
+        assert found(*of(way, ca)) == [
+            f"--{way}-tls-ca: the {peer} service has no certificate; set --{peer}-tls-cert and --{peer}-tls-key, too"
+        ]
+        assert found(*of(peer, *cert)) == [
+            f"--{peer}-tls-cert: the {caller} service has nothing to trust there; set --{way}-tls-ca, too"
+        ]
+        assert found(f"--{peer}-auth-token=x", f"--{way}-auth-token=x") == []
+        assert found(f"--{peer}-auth-token=x", f"--{way}-auth-token=y") == [
+            f"--{way}-auth-token: the {peer} service takes the tokens of --{peer}-auth-token alone; give it one of them"
+        ]
+
+
+def issued_by(folder: Path) -> dict[str, Path]:
+    """PEM files of a certificate, its key, and the certificate that signed it."""
+    ca = trustme.CA()
+    issued = ca.issue_cert("localhost")
+    files = {"cert": issued.cert_chain_pems[0], "key": issued.private_key_pem, "ca": ca.cert_pem}
+    for word, blob in files.items():
+        (folder / word).write_bytes(blob.bytes())
+        (folder / word).chmod(0o600)
+    return {word: folder / word for word in files}
+
+
+CONTRADICTIONS = [
+    (["--deterministic", "--attention-backend=flashinfer"], "--attention-backend: flashinfer has no deterministic"),
+    (["--deterministic", "--attention-backend=mixed"], "--attention-backend: flashinfer has no deterministic mode"),
+    (["--kv-cache-dtype=fp8_e4m3", "--attention-backend=flashinfer"], "--kv-cache-dtype: fp8_e4m3 needs a GPU and"),
+    (["--kv-cache-dtype=fp8_e4m3", "--device=cpu"], "--kv-cache-dtype: fp8_e4m3 needs a GPU and"),
+    (["--deterministic", "--accept-threshold-acc=0.5"], "--deterministic: lossy acceptance depends on what is drafted"),
+    (
+        ["--tensor-parallel-size=3", "--attention-backend=mixed"],
+        "--attention-backend: ranks need triton",
+    ),
+    (
+        ["--attention-backend=flashinfer", "--dtype=float32"],
+        "--attention-backend: flashinfer runs bfloat16",
+    ),
+    (["--device=tpu"], "--device: 'tpu' is no device"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "said"), CONTRADICTIONS)
+def test_options_that_contradict_each_other_are_refused_alike_by_all_that_take_them(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    model = f"--model={model_path}"
+    lines = []
+    for command in (["up", "--ephemeral"], ["plan"]):
+        assert main([*command, model, *wrong]) == 2
+        lines.append(next(line for line in capsys.readouterr().err.splitlines() if said in line))
+    main(["doctor", "--json", "--skip-models", model, *wrong])
+    found = [one["text"] for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "problem"]
+    assert [line.removeprefix("outrider: error: ") for line in lines] == 2 * [next(one for one in found if said in one)]
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_options(VerifyOptions, [model, *wrong], env={}).check()
+
+
+def test_a_size_that_the_target_cannot_be_divided_by_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    wrong = [f"--model={model_path}", "--tensor-parallel-size=2"]
+    for command in (["up", "--ephemeral"], ["plan"]):
+        assert main([*command, *wrong]) == 2
+        assert "--tensor-parallel-size: num_attention_heads 9 cannot be divided among 2" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert main(["up", "--ephemeral", f"--model={model_path}", "--tensor-parallel-size=3"]) == 2
+    said = "--tensor-parallel-size: 3 ranks from --device auto on need 3 GPUs; this machine has 2 GPUs"
+    assert said in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for visible, flag, said in (("", "--device=cuda:9", "has no GPU"), ("0", "--draft-device=cuda:1", "has 1 GPU,")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert main(["up", "--ephemeral", f"--model={model_path}", flag]) == 2
+        assert f"{flag.replace('=', ': ')} is not there; this machine {said}" in capsys.readouterr().err
+
+
+def test_a_draft_service_s_own_options_are_named_as_the_user_spells_them(
+    capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    wrong = ["--draft-placement=remote", "--draft-device=cpu", "--draft-attention-backend=triton"]
+    assert main(["up", "--ephemeral", f"--model={model_path}", *wrong]) == 2
+    assert "error: --draft-attention-backend: triton needs a GPU; choose torch" in capsys.readouterr().err
+
+
+def test_a_socket_that_cannot_be_bound_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for name, said in (
+        ("none/x", f"the folder {tmp_path}/none does not exist"),
+        ("file", f"{tmp_path}/file exists and is not a socket"),
+    ):
+        assert main(["up", "--ephemeral", f"--model={model_path}", f"--verify-address=unix:{tmp_path}/{name}"]) == 2
+        assert f"--verify-address: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--verify-engine-cpus=abc", "--verify-engine-cpus: 'abc' is no list of cores"),
+        ("--draft-engine-cpus=99999", "--draft-engine-cpus: '99999' names core 99999"),
+        (
+            "--rest-address=unix:/tmp/x",
+            "--rest-address: 'unix:/tmp/x' is not an address; use host:port with a port from",
+        ),
+        ("--verify-metrics-address=unix:/tmp/x", "--verify-metrics-address: 'unix:/tmp/x' is not an address"),
+        (
+            f"--gateway-address=127.0.0.1:{'9' * 5000}",
+            "is not an address; use host:port with a port from 0 to 65535, or",
+        ),
+        ("--max-total-tokens=99999999999999999999", "is above the maximum 2147483647; use 2147483647 or less"),
+        ("--served-model-name=\udcff", "the command line: '--served-model-name=\\udcff' is not UTF-8"),
+    ],
+)
+def test_what_a_service_could_not_use_is_one_line(
+    wrong: str, said: str, capsys: pytest.CaptureFixture[str], model_path: Path
+) -> None:
+    assert main(["up", "--ephemeral", f"--model={model_path}", "--draft-placement=remote", wrong]) == 2
+    (line, *_) = capsys.readouterr().err.splitlines()
+    assert line.startswith("outrider: error: ") and said in line
+
+
+def test_a_token_map_of_another_kind_is_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "map.pt").write_bytes(b"")
+    words = ["--draft-placement=remote", "--speculative-algorithm=STANDALONE", f"--model={model_path}"]
+    words += [f"--speculative-draft-model-path={model_path}", f"--speculative-token-map={tmp_path}/map.pt"]
+    assert main(["up", "--ephemeral", *words]) == 2
+    assert "must be .json or .safetensors; for a .pt file: outrider convert" in capsys.readouterr().err
+
+
+def test_an_empty_address_of_a_gateway_starts_no_services(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--connect", ""]) == 2
+    assert "--connect: '' is not an address" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["demo", "chat"])
 def test_a_command_does_not_start_a_gateway_that_it_could_not_speak_to(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, model_path: Path
 ) -> None:
-    issued = trustme.CA().issue_cert("localhost")
-    (tmp_path / "key").write_bytes(issued.private_key_pem.bytes())
-    (tmp_path / "cert").write_bytes(issued.cert_chain_pems[0].bytes())
-    tls = [f"--gateway-tls-cert={tmp_path}/cert", f"--gateway-tls-key={tmp_path}/key"]
-    assert main([command, f"--model={model_path}", "--device=cpu", *tls]) == 2
-    assert "--connect-tls-ca: --gateway-tls-cert is set; name the" in capsys.readouterr().err
+    files = issued_by(tmp_path)
+    tls = [f"--gateway-tls-{word}={files[word]}" for word in ("cert", "key")]
+    trusted = f"--connect-tls-ca={files['ca']}"
+    for words, said in (
+        (tls, "--connect-tls-ca: --gateway-tls-cert is set; name the"),
+        ([trusted], "--connect-tls-ca: the gateway has no certificate"),
+        ([*tls, trusted, f"--gateway-tls-ca={files['ca']}"], "--connect-tls-cert: --gateway-tls-ca asks for one"),
+    ):
+        assert main([command, f"--model={model_path}", "--device=cpu", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_context_without_room_for_an_answer_is_refused_as_such(
@@ -207,7 +378,7 @@ def test_a_token_map_that_is_not_there_is_told_before_anything_starts(
 
 def test_a_local_model_s_config_is_checked_once(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Path] = []
-    monkeypatch.setattr(options_module, "check_config", lambda folder, wanted: checked.append(folder) or 0)
+    monkeypatch.setattr(options_module, "check_target", lambda folder, options: checked.append(folder))
     cluster = make_cluster(
         parse(f"--model={model_path}", "--draft-placement=remote"),
         make_console(color=False),
@@ -282,7 +453,8 @@ def test_an_address_that_cannot_be_bound_is_refused_with_its_option() -> None:
         free = ["--ephemeral"] if not fixed_ports else []
         others = [f"--{name}=127.0.0.1:0" for name in ("gateway-address", "verify-metrics-address", "rest-address")]
         given = parse(*free, *others, "--draft-metrics-address=127.0.0.1:0", *words)
-        check_doors(parse_service_options(given, env={}), fixed_ports)
+        for look in door_checks(parse_service_options(given, env={}), fixed_ports):
+            look()
 
     check()
     with socket.socket() as taken:

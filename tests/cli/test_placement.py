@@ -10,10 +10,9 @@ import pytest
 
 from outrider.cli import placement
 from outrider.cli.placement import Placed, is_colocated, num_gpus, place_draft_model, place_drafts
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.drafters.kinds import BLOCK_ALGORITHMS
 
 HEAD = DraftOptions(
     speculative_algorithm=("EAGLE3", "NGRAM"),

@@ -452,12 +452,19 @@ def test_requests_longer_than_the_context_are_refused(model_path: Path, capsys: 
     assert main(["plan", f"--model={model_path}", "--gpu=L4", "--request-tokens=8192"]) == 0
 
 
-@pytest.mark.parametrize("names", ["EAGLE9", "EAGLE9,NGRAM", "EAGLE,EAGLE3"])
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("EAGLE9", "'EAGLE9' is not known; use one of DFLASH"),
+        ("EAGLE9,NGRAM", "'EAGLE9' is not known; use one of DFLASH"),
+        ("EAGLE,EAGLE3", "EAGLE,EAGLE3 are models and do not run together"),
+    ],
+)
 def test_a_drafter_that_there_is_not_is_no_missing_draft_model(
-    names: str, model_path: Path, capsys: pytest.CaptureFixture[str]
+    names: str, said: str, model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", f"--model={model_path}", f"--speculative-algorithm={names}"]) == 2
-    assert f"--speculative-algorithm {names}: needs one of EAGLE, EAGLE3" in capsys.readouterr().err
+    assert f"--speculative-algorithm: {said}" in capsys.readouterr().err
 
 
 def test_sizes_and_names_that_are_wrong_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -466,3 +473,22 @@ def test_sizes_and_names_that_are_wrong_are_told(capsys: pytest.CaptureFixture[s
         assert main(["plan", *words]) == 2
     with pytest.raises(ConfigError, match=r"no config\.json there"):
         config_folder(str(tmp_path))
+
+
+def test_sizes_that_are_none_and_models_that_are_not_there_are_named(
+    model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"--model={model_path}"
+    for words, said in (
+        ([model, "--gpu="], "--gpu: '' is not known"),
+        ([model, "--gpu-memory="], "--gpu-memory: '' is no size"),
+        ([model, "--bandwidth=1e-300"], "--bandwidth: '1e-300' is no size"),
+        ([model, "--gpu-memory=80GiB-x"], "--gpu-memory: '80GiB-x' is no size"),
+        (["--model="], "--model: : no config.json there"),
+        (
+            [model, "--speculative-algorithm=STANDALONE", "--speculative-draft-model-path=nosuch"],
+            "--speculative-draft-model-path: nosuch: no config.json there",
+        ),
+    ):
+        assert main(["plan", *words]) == 2
+        assert f"error: {said}" in capsys.readouterr().err

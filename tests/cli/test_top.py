@@ -213,5 +213,6 @@ def test_an_optional_page_is_left_out_until_it_was_read(door: tuple[str, type[As
 def test_pages_are_named_by_address_or_url() -> None:
     assert page_url("host:1") == "http://host:1/metrics" == page_url("http://host:1/")
     assert page_url("https://host:1/other") == "https://host:1/other"
-    with pytest.raises(ConfigError, match="is no metrics page"):
-        page_url("ftp://host")
+    for none in ("ftp://host", "http://host:99999", "http://[::1"):
+        with pytest.raises(ConfigError, match="is no metrics page"):
+            page_url(none)

@@ -266,3 +266,13 @@ def test_questions_that_leave_no_room_are_left_out(
     words = ["evaluate-draft", "--model", str(target.folder), "--draft", str(target.folder), "--device", "cpu"]
     assert main([*words, "--prompts", str(prompts), "--temperature", "0"]) == 2
     assert "no question leaves room for an answer" in capsys.readouterr().err
+
+
+def test_a_draft_of_another_kind_is_refused_in_the_words_of_the_command(
+    target: TargetModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.jsonl").write_text('{"prompt": "x"}')
+    words = [f"--model={target.folder}", f"--draft={target.folder}", f"--prompts={tmp_path}/one.jsonl"]
+    assert main(["evaluate-draft", "--algorithm=EAGLE3", "--device=cpu", *words]) == 2
+    said = capsys.readouterr().err
+    assert "error: --algorithm EAGLE3: " in said and "give --algorithm STANDALONE, or another --draft\n" in said

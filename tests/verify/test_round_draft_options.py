@@ -39,4 +39,4 @@ def test_auto_takes_the_head_that_ships_for_the_target(tmp_path: Path) -> None:
 
 def test_two_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="EAGLE3,STANDALONE are models"):
-        named_draft(replace(HEAD, speculative_algorithm=("EAGLE3", "STANDALONE")), TARGET)
+        replace(HEAD, speculative_algorithm=("EAGLE3", "STANDALONE")).check()

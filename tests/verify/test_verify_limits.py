@@ -39,7 +39,7 @@ def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
 def test_a_context_below_the_model_s_is_told_with_its_reason(
     pages: int, told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_num_tokens", lambda path: 61)
+    monkeypatch.setattr(build, "count_tokens", lambda path: 61)
     config = SimpleNamespace(max_positions=8192, vocab_size=61)
     model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"))
     options = VerifyOptions(max_draft_tokens=63)

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from outrider import __version__
 from outrider.attention.base import AttentionBackend
@@ -28,16 +27,17 @@ from outrider.host.worker import disable_automatic_collection, pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES, cpu_tokens
+from outrider.models.cuts import check_plain_attention
 from outrider.models.decoder import CausalLM
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import served_name
-from outrider.models.store_folder import TOKENIZER_FILE, hash_tokenizer
+from outrider.models.store_folder import hash_tokenizer
 from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.sampler import AcceptRule
 from outrider.tree.handshake import HandshakeError, agree
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
-from verify_service.engine.loading import RoundDraft, kv_tokens, load, load_draft
+from verify_service.engine.loading import RoundDraft, count_tokens, kv_tokens, load, load_draft
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth
@@ -121,8 +121,6 @@ def _colocated_draft(
     if not options.speculative_algorithm or options.no_speculation:
         return None
     told = choose_drafters(options.draft_model(str(path)), options.model)
-    if "NAIVE_EAGLE" in told.speculative_algorithm:
-        raise ConfigError("--speculative-algorithm: NAIVE_EAGLE drafts inside rounds on a GPU; use EAGLE3 or EAGLE")
     told = replace(
         told,
         speculative_num_steps=options.speculative_num_steps,
@@ -229,7 +227,12 @@ def build(
             fixed = Growth(draft.options.max_steps, limits.max_nodes) if draft and options.lockstep else None
             growth = round_growth(executor, memory, cost, fixed, is_chain)
         else:
-            executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
+            executor = TorchExecutor(
+                model,
+                num_pages,
+                options.page_size,
+                AcceptRule(options.accept_threshold_single, options.accept_threshold_acc),
+            )
             context_cost = _context_cost(executor, limits, num_pages * options.page_size, MEASURED_CONTEXT)
             cost = CostModel.measured(executor.measure, context_cost=context_cost)
     rows = ", ".join(f"{width}: {seconds * 1e3:.1f}" for width, seconds in cost.table().items())
@@ -258,23 +261,15 @@ def _cuda_executor(
         num_pages,
         options.page_size,
         limits,
-        attention_backend(options.attention_backend, model, options.page_size, options.deterministic),
+        attention_backend(options.attention_backend, model, options.page_size),
         link,
         max_graph_rows=options.cuda_graph_max_bs,
         use_graphs=not options.disable_cuda_graph,
-        rule=_accept_rule(options),
+        rule=AcceptRule(options.accept_threshold_single, options.accept_threshold_acc),
     )
     if draft is not None:
         executor.draft_inside(draft.model, draft.options)
     return executor
-
-
-def _num_tokens(folder: Path) -> int:
-    path = folder / TOKENIZER_FILE
-    try:
-        return Tokenizer.from_file(str(path)).get_vocab_size()
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"{path} is not a tokenizer: {error}") from None
 
 
 def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool = False) -> Sequence[int]:
@@ -302,30 +297,14 @@ def round_growth(
     return RoundGrowth(drafts, policy, memory, lambda rows: buckets.fit(1, rows).rows, executor.limits)
 
 
-def _accept_rule(options: VerifyOptions) -> AcceptRule:
-    rule = AcceptRule(options.accept_threshold_single, options.accept_threshold_acc)
-    if rule.lossy and options.deterministic:
-        raise ConfigError(
-            "--deterministic: lossy acceptance depends on what is drafted; leave --accept-threshold-single and "
-            "--accept-threshold-acc at 1"
-        )
-    return rule
-
-
-def attention_backend(name: str, model: LanguageModel, page_size: int, deterministic: bool = False) -> AttentionBackend:
+def attention_backend(name: str, model: LanguageModel, page_size: int) -> AttentionBackend:
     """The backend that --attention-backend names. Raises ConfigError if it cannot run here."""
     # FlashInfer takes 0.7 of our time for the attention of prompts, which is a few percent of prefill; but it may have
     # to be compiled first, and needs nvcc for that.
     if name in ("auto", "triton"):
         return TritonAttention()
-    if deterministic:
-        raise ConfigError("--attention-backend: flashinfer has no deterministic mode; choose triton")
     config = model.config
-    if not config.has_plain_attention:
-        raise ConfigError(
-            f"--attention-backend: flashinfer has no windows, caps, sinks and scales, which {config.architecture} "
-            "has; choose triton"
-        )
+    check_plain_attention(config)
     shape = FlashInferShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, model.dtype)
     return FlashInferAttention(shape, model.device, trees=name == "flashinfer")
 
@@ -362,7 +341,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages:
         )
     limits = EngineLimits(
         # Output matrices are often padded past the tokenizer; what has no text is never sampled.
-        vocab_size=min(model.config.vocab_size, _num_tokens(path)),
+        vocab_size=min(model.config.vocab_size, count_tokens(path)),
         context_length=options.context_length or most,
         max_running=options.max_running_requests,
         max_waiting=options.max_queued_requests,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
+from outrider.attention.flashinfer_backend import check_installed
 from outrider.cache.kv import KVCache
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import LEAST_SIZED_TOKENS, VerifyOptions
 from outrider.device import check_fp8, choose_device, choose_dtype, gib, out_of_memory
 from outrider.errors import ConfigError
@@ -19,17 +21,17 @@ from outrider.layers.exchange import Exchange, HostExchange
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig, check_heads
-from outrider.models.cuts import cut
+from outrider.models.cuts import check_target, cut
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.kinds import algorithm_of, check_drafter
+from outrider.models.drafters.kinds import check_drafter, named_head
 from outrider.models.drafters.loader import is_cut, load_draft_model
 from outrider.models.elements import model_elements
 from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import hash_tokenizer
+from outrider.models.store_folder import TOKENIZER_FILE, hash_tokenizer
 from outrider.models.transformers_model import TransformersConfig
 from verify_service.executors.round_drafts import DraftingOptions
 
@@ -59,28 +61,25 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
 
     Raises ConfigError for what cannot run, where possible before weights are read.
     """
-    path = resolve_model(options.model, impl=options.model_impl)
+    # What the machine refuses comes first: a model may have to be fetched.
     device = choose_device(options.device)
+    if memory is not None:
+        device = _rank_device(options, device, memory)
+    _check_machine(options, device)
+    path = resolve_model(options.model, impl=options.model_impl)
+    check_target(path, options)
     config = describe_model(path, options.model_impl)
     part: ModelConfig | None = None
     if memory is not None:
         config = part = cut(config, memory.world)
-        device = _rank_device(options, device, memory)
     options.check_lengths(config.max_positions)
-    told = named_draft(options, path)
-    if told is not None and told.speculative_algorithm != ("NAIVE_EAGLE",):
+    count_tokens(path)
+    if (told := named_draft(options, path)) is not None:
         check_drafter(told, path)
     dtype = choose_dtype(options.dtype, device, config.dtype)
     fp8_kv = options.kv_cache_dtype == "fp8_e4m3"
-    if fp8_kv and (device.type != "cuda" or options.attention_backend not in ("auto", "triton")):
-        raise ConfigError(
-            f"--kv-cache-dtype: fp8_e4m3 needs a GPU and --attention-backend triton; this is {device.type} with "
-            f"{options.attention_backend}"
-        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if fp8_kv:
-            check_fp8(device, "--kv-cache-dtype: fp8_e4m3")
         check_model(config, dtype, device, options.mem_fraction_static)
     with ConsoleProgress() as progress, out_of_memory("the weights", "choose a smaller model"):
         stage = f"loading weights into memory, dtype {str(dtype).removeprefix('torch.')}"
@@ -95,6 +94,16 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     return path, model
 
 
+def _check_machine(options: VerifyOptions, device: torch.device) -> None:
+    """Raise ConfigError for options that a device does not take: it is known where they leave it open."""
+    options = replace(options, device=str(device))
+    options.check()
+    if options.wants_flashinfer:
+        check_installed()
+    if options.kv_cache_dtype == "fp8_e4m3":
+        check_fp8(device, "--kv-cache-dtype: fp8_e4m3")
+
+
 def _rank_device(options: VerifyOptions, first: torch.device, memory: RankMemory) -> torch.device:
     """The device of a rank: that of rank 0, or one of the GPUs behind it."""
     if first.type != "cuda":
@@ -105,8 +114,6 @@ def _rank_device(options: VerifyOptions, first: torch.device, memory: RankMemory
             f"--tensor-parallel-size: {memory.world} ranks from cuda:{index} on need {index + memory.world} GPUs, and "
             f"torch sees {count}"
         )
-    if options.attention_backend not in ("auto", "triton"):
-        raise ConfigError(f"--attention-backend: ranks need triton, this is {options.attention_backend}")
     return torch.device("cuda", index + memory.rank)
 
 
@@ -121,6 +128,16 @@ def _exchange(
     )
 
 
+@cache
+def count_tokens(folder: Path) -> int:
+    """Of the tokenizer in a model's folder. Raises ConfigError for one that cannot be read."""
+    path = folder / TOKENIZER_FILE
+    try:
+        return Tokenizer.from_file(str(path)).get_vocab_size()
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"{path} is not a tokenizer: {error}") from None
+
+
 def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
     """The draft model that drafts inside rounds on a GPU, or a rank's part of it, if the options name one.
 
@@ -129,12 +146,8 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
     told = named_draft(options, path)
     if told is None or target.device.type != "cuda":
         return None
-    names = told.speculative_algorithm
-    is_chain = names == ("NAIVE_EAGLE",)
-    if is_chain:
-        folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
-        names = (algorithm_of(folder),)
-    told = replace(told, speculative_algorithm=names)
+    is_chain = told.speculative_algorithm == (NAIVE_EAGLE,)
+    told = named_head(told)
     exchange = target.exchange if isinstance(target, CausalLM) else None
     rank = 0 if exchange is None else exchange.rank
     # NCCL is for GPUs that do not reach each other: what a sum takes there has not been measured.
@@ -149,7 +162,7 @@ def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> Rou
         model = load_draft_model(told, target.device, target.dtype, report, exchange)
     _check_draft(model, target, path)
     steps, topk = options.speculative_num_steps, options.speculative_eagle_topk
-    drafting = DraftingOptions(name=names[0].lower())
+    drafting = DraftingOptions(name=told.speculative_algorithm[0].lower())
     if steps:
         drafting = replace(drafting, max_steps=steps)
     if topk:
@@ -165,8 +178,6 @@ def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
         return None
     told = choose_drafters(options.draft_model(str(path)), options.model)
     names = tuple(name for name in told.speculative_algorithm if name != "NGRAM")
-    if len(names) > 1:
-        raise ConfigError(f"--speculative-algorithm: {','.join(names)} are models and do not run together; use one")
     return replace(told, speculative_algorithm=names) if names else None
 
 

@@ -10,7 +10,7 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
-from outrider.device import gib, out_of_memory
+from outrider.device import choose_device, gib, out_of_memory
 from outrider.drafting.base import Needs
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.cuda_runner import CudaRunner
@@ -42,6 +42,9 @@ _MEMORY_FIX = "lower --max-total-tokens, --mem-fraction-static or --max-requests
 
 def load_model_drafter(options: DraftOptions) -> ModelDrafter:
     """Load the model that the options name and build its runner. Raises ConfigError naming the option at fault."""
+    # What the device does not take is refused before weights are read.
+    options = replace(options, device=str(choose_device(options.device)))
+    options.check()
     model = load_draft_model(options)
     runner = build_runner(model, options)
     needs = Needs(
@@ -61,7 +64,11 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
     Raises ConfigError: names the option that is at fault.
     """
     on_gpu = model.device.type == "cuda"
-    _check_options(options, model, on_gpu)
+    if on_gpu and model.head_dim not in _HEAD_DIMS:
+        raise ConfigError(
+            f"--speculative-draft-model-path: head_dim {model.head_dim} does not run on a GPU; supported are "
+            f"{_HEAD_DIMS}; choose --device cpu"
+        )
     torch.set_num_threads(options.threads)
     shape = _shape(options, model, on_gpu)
     chunk = GPU_CHUNK if on_gpu else CPU_CHUNK
@@ -84,18 +91,6 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
         gib(runner.num_bytes),
     )
     return runner
-
-
-def _check_options(options: DraftOptions, model: DraftModel, on_gpu: bool) -> None:
-    if on_gpu and options.attention_backend == "torch":
-        raise ConfigError("--attention-backend: torch runs on a CPU; choose triton, or --device cpu")
-    if not on_gpu and options.attention_backend == "triton":
-        raise ConfigError("--attention-backend: triton needs a GPU; choose torch, or auto")
-    if on_gpu and model.head_dim not in _HEAD_DIMS:
-        raise ConfigError(
-            f"--speculative-draft-model-path: head_dim {model.head_dim} does not run on a GPU; supported are "
-            f"{_HEAD_DIMS}; choose --device cpu"
-        )
 
 
 def _shape(options: DraftOptions, model: DraftModel, on_gpu: bool) -> BurstShape:

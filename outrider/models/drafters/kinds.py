@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.config.base import expand
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import ALGORITHMS, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, check_config, text_fields
 from outrider.models.drafters.config import (
@@ -30,11 +30,7 @@ from outrider.models.fields import get_int, read_json
 from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
 
-BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
-"""Heads that guess a block of tokens in one forward."""
-ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE")
-"""Drafters with a model: one of them at most."""
-
+_MAX_MAP_BYTES = 64 << 20
 MTP_PREFIX = "model.mtp_layers.0."
 MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
 
@@ -91,6 +87,7 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
 
     Raises ConfigError: names option, folder and both values.
     """
+    options = named_head(options)
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
     if algorithm == "STANDALONE":
@@ -99,14 +96,37 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
         name_of = mtp_name if algorithm == "NEXTN" else head_name
         names = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
         head_config(algorithm, folder, {name for name in names if name}, target)
-    if (token_map := options.speculative_token_map) and not Path(token_map).is_file():
-        raise ConfigError(f"--speculative-token-map {token_map}: no such file")
+    if options.speculative_token_map:
+        check_token_map(Path(options.speculative_token_map))
     own, wanted = hash_tokenizer(folder), hash_tokenizer(target)
     if own and own != wanted:
         raise ConfigError(
             f"--speculative-draft-model-path: the tokenizer of {folder} is {own[:12]}, the target's {wanted[:12]}; "
             "use a draft that was made for this target"
         )
+
+
+def check_token_map(path: Path) -> None:
+    """Raise ConfigError for a file that is not there, too large, or of a kind that is not read."""
+    if not path.is_file():
+        raise ConfigError(f"--speculative-token-map {path}: no such file")
+    if path.stat().st_size > _MAX_MAP_BYTES:
+        raise ConfigError(
+            f"--speculative-token-map {path}: is larger than {_MAX_MAP_BYTES >> 20} MiB; that is no list of token ids"
+        )
+    if path.suffix not in (".json", ".safetensors"):
+        raise ConfigError(
+            f"--speculative-token-map {path}: must be .json or .safetensors; for a .pt file: outrider convert {path} "
+            "OUT.json"
+        )
+
+
+def named_head(options: DraftOptions) -> DraftOptions:
+    """The options with the kind of the head in the place of NAIVE_EAGLE, which says how it drafts alone."""
+    if NAIVE_EAGLE not in options.speculative_algorithm:
+        return options
+    folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
+    return replace(options, speculative_algorithm=(algorithm_of(folder),))
 
 
 def check_kind(algorithm: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError
 from outrider.layers.exchange import Exchange
@@ -22,8 +22,8 @@ from outrider.models.drafters.block import BlockHead
 from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig, cut_head
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
-    BLOCK_ALGORITHMS,
     asked_window,
+    check_token_map,
     draft_folder,
     head_config,
     head_name,
@@ -45,7 +45,6 @@ _HEADS: dict[str, type[DraftHead]] = {
 }
 CONFIG = "the draft's config.json"
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-_MAX_MAP_BYTES = 64 << 20
 _TOKEN_MAP = "--speculative-token-map"
 
 
@@ -223,20 +222,8 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
 
     Raises ConfigError: names the file and what is wrong with it.
     """
-    if not path.is_file():
-        raise ConfigError(f"{_TOKEN_MAP} {path}: no such file")
-    if path.stat().st_size > _MAX_MAP_BYTES:
-        raise ConfigError(
-            f"{_TOKEN_MAP} {path}: is larger than {_MAX_MAP_BYTES >> 20} MiB; that is no list of token ids"
-        )
-    if path.suffix == ".json":
-        ids = _from_json(path)
-    elif path.suffix == ".safetensors":
-        ids = _from_safetensors(path)
-    else:
-        raise ConfigError(
-            f"{_TOKEN_MAP} {path}: must be .json or .safetensors; for a .pt file: outrider convert {path} OUT.json"
-        )
+    check_token_map(path)
+    ids = _from_json(path) if path.suffix == ".json" else _from_safetensors(path)
     rising: Tensor = torch.unique(ids)
     if not rising.numel():
         raise ConfigError(f"{_TOKEN_MAP} {path}: holds no token ids")

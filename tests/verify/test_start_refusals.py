@@ -1,0 +1,68 @@
+"""What a verify service refuses before it looks for its model, or before it reads any weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_service import tiny_folder, tiny_options
+
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
+from verify_service.engine.loading import load
+from verify_service.main import main
+
+
+@pytest.fixture
+def restored_log() -> Iterator[None]:
+    """A service sets up the log of its process, which here is that of all tests."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--deterministic --accept-threshold-acc=0.5", "--deterministic: lossy acceptance depends on what is drafted"),
+        ("--deterministic --attention-backend=flashinfer", "--attention-backend: flashinfer has no deterministic mode"),
+        ("--kv-cache-dtype=fp8_e4m3 --attention-backend=mixed", "--kv-cache-dtype: fp8_e4m3 needs a GPU"),
+        ("--device=cpu --speculative-algorithm=NAIVE_EAGLE", "NAIVE_EAGLE drafts inside rounds on a GPU"),
+        ("--device=cpu --lockstep --speculative-algorithm=NGRAM", "--lockstep: NGRAM has no model"),
+        ("--speculative-algorithm=EAGLE3,NEXTN", "EAGLE3,NEXTN are models and do not run together"),
+        ("--ready-file=nowhere/ready", "--ready-file: cannot write nowhere/ready"),
+        ("--address=unix:nowhere/verify.sock", "--address: the folder nowhere does not exist"),
+        ("--draft-auth-token=a\u00e9", "--draft-auth-token holds a space or a character beyond ASCII"),
+        ("--auth-token=a\u00e9", "--auth-token holds a space or a character beyond ASCII"),
+    ],
+)
+def test_options_are_refused_before_the_model_is_looked_for(
+    wrong: str, said: str, restored_log: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--model=nosuch", "--address=127.0.0.1:0", "--metrics-address=", *wrong.split()]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert said in line
+
+
+def test_a_device_is_refused_before_the_model_is_looked_for() -> None:
+    with pytest.raises(ConfigError, match="--device: cuda:99 is not there"):
+        load(VerifyOptions(model="nosuch", device="cuda:99"))
+
+
+def test_what_the_cpu_has_not_is_refused_where_the_device_was_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.device.torch.cuda.is_available", lambda: False)
+    options = VerifyOptions(model="nosuch", kv_cache_dtype="fp8_e4m3")
+    options.check()
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype: fp8_e4m3 needs a GPU .* this is --device cpu"):
+        load(options)
+
+
+def test_a_tokenizer_that_is_none_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
+        load(tiny_options(folder))
