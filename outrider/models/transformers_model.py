@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,7 @@ from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, s
 from outrider.models.fields import read_configs
 from outrider.models.transformers_modules import (
     ATTENTION,
+    NOTED_ATTENTION,
     Attends,
     LayerCall,
     PlannedForward,
@@ -156,6 +157,8 @@ def _split(model: Any) -> nn.Module:
     In its base class a model of transformers names its decoder.
     """
     base: nn.Module = model.base_model
+    # It would look at token ids on the host.
+    model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
     setattr(model, model.base_model_prefix, _Given())
     return base
 
@@ -175,20 +178,20 @@ def load_transformers(
     survey = _survey(folder)
     config = survey.config
     if device == _META:
-        return TransformersLM(survey.base, survey.rest, config, dtype, device)
+        return TransformersLM(survey.base, survey.rest, config, dtype, device, rules=survey.rules)
     if device.type == "cuda" and any(weight.dim() == 3 for weight in survey.base.parameters()):
         _check_experts(config.architecture, dtype, device)
     rest = _load(folder, survey.rest.config, dtype, device)
     if progress is not None:
         size = config.num_parameters * dtype.itemsize
         progress(size, size)
-    calls, size, base, rotary = survey.calls, config.head_dim, rest.base_model, None
+    base, rotary = rest.base_model, None
     with torch.inference_mode():
         if survey.is_whole:
-            rotary = replace_attention(base, survey.attentions, config.num_heads, calls, size)
+            rotary = replace_attention(base, survey.attentions, config.num_heads, survey.calls, config.head_dim)
         replace_modules(rest)
     _split(rest)
-    return TransformersLM(base, rest, config, dtype, device, rotary, [call.rules(size) for call in calls])
+    return TransformersLM(base, rest, config, dtype, device, rotary, survey.rules)
 
 
 def _check_experts(name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -214,17 +217,39 @@ class _Survey:
     is_whole: bool
     """Whether heads have the size that they have in the KV cache."""
 
+    @property
+    def rules(self) -> list[LayerRules]:
+        """What each asks for, of heads of the size that they have in the KV cache."""
+        return [call.rules(self.config.head_dim) for call in self.calls]
+
 
 class _Notes(Attends):
     """Takes note of how layers call attention; what it returns has no values."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_positions: int = 0) -> None:
         self.modules: dict[Any, nn.Module] = {}
         self.calls: dict[Any, LayerCall] = {}
         self.sizes: dict[Any, tuple[int, ...]] = {}
         """Numbers of query and kv heads, sizes of keys and values."""
         self.count = 0
         self.is_causal = True
+        self.has_own_mask = False
+        """Whether a layer masks by something else than a window."""
+        self._max_positions = max_positions
+        self._masks: list[tuple[Tensor, int | None]] = []
+        """Each that was made, and its window."""
+
+    def mask(self, mask_function: Callable[..., Tensor], q_length: int, kv_length: int) -> Tensor:
+        """bool [1, 1, q_length, kv_length], without values: stands for a mask among those that layers get."""
+        mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device=_META)
+        self._masks.append((mask, _window(mask_function, self._max_positions)))
+        return mask
+
+    def window_of(self, mask: Tensor) -> int | None:
+        """See Attends."""
+        window = next((window for made, window in self._masks if made is mask), None)
+        self.has_own_mask = self.has_own_mask or window is None
+        return window or None
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         number = getattr(layer, "layer_idx", None)
@@ -233,6 +258,29 @@ class _Notes(Attends):
         self.count += 1
         self.is_causal = self.is_causal and getattr(layer, "is_causal", True) is not False
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+def _window(mask_function: Callable[..., Tensor], max_positions: int) -> int | None:
+    """How many positions, itself the last, a query sees by a mask function of transformers: 0 for all before it.
+
+    None: it is no window.
+    """
+    keys, zero = torch.arange(max_positions), torch.tensor(0)
+    size = 0
+    for query in (max_positions - 1, max(max_positions - 2, 0), max_positions // 2, 0):
+        seen = mask_function(zero, zero, torch.tensor(query), keys)
+        size = size or int(seen.sum())
+        if not torch.equal(seen, (keys <= query) & (keys > query - size)):
+            return None
+    return 0 if size == max_positions else size
+
+
+def _noted_mask(*, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **_: Any) -> Tensor:
+    """What transformers calls for a mask of `NOTED_ATTENTION`."""
+    notes = under_way()
+    if not isinstance(notes, _Notes):
+        raise TypeError("masks are made for a model that is looked at alone")
+    return notes.mask(mask_function, q_length, kv_length)
 
 
 def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
@@ -286,16 +334,12 @@ def _survey(folder: Path) -> _Survey:
         )
     num_parameters, num_layers = model.num_parameters(), int(config.num_hidden_layers)
     base, notes = _split(model), _Notes()
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=_META)
-    try:
-        with attending(notes), torch.inference_mode():
-            hidden = base(input_ids=ids, position_ids=ids, use_cache=False)[0]
-            logits = model(inputs_embeds=hidden, use_cache=False).logits
-    except Exception as error:  # as above
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
         raise ConfigError(
-            f"config.json: {name} does not run through transformers, whose forward would need values on the host or "
-            f"fails: {_first_line(error)}"
-        ) from error
+            f"config.json: {name} is not supported: it counts positions from behind its padding token; only models "
+            "that count from 0 are run"
+        )
+    logits = _look(name, base, model, notes)
     if notes.count != num_layers or set(notes.calls) != set(range(num_layers)):
         raise ConfigError(
             f"config.json: {name} is not supported: of its {num_layers} layers {notes.count} attend through the "
@@ -303,6 +347,8 @@ def _survey(folder: Path) -> _Survey:
         )
     if len(set(notes.sizes.values())) > 1 or not notes.is_causal:
         raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways or differ in their heads")
+    max_positions = int(config.max_position_embeddings)
+    notes = _look_at_masks(name, base, model, max_positions)
     num_heads, num_kv_heads, key_size, value_size = notes.sizes[0]
     head_dim = padded_head_dim(max(key_size, value_size))
     shape = TransformersConfig(
@@ -313,7 +359,7 @@ def _survey(folder: Path) -> _Survey:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_positions=int(config.max_position_embeddings),
+        max_positions=max_positions,
         eos_token_ids=eos_token_ids(fields, generation),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         dtype=stated_dtype(fields),
@@ -331,6 +377,38 @@ def _survey(folder: Path) -> _Survey:
     )
 
 
+def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool = False) -> Tensor:
+    """Logits without values of a forward that `notes` are taken of; `is_masked`: told that all tokens are one text,
+    which a mask could not do without from positions without values. Raises ConfigError.
+    """
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=_META)
+    mask = {"attention_mask": torch.ones_like(ids)} if is_masked else {}
+    try:
+        with attending(notes), torch.inference_mode():
+            hidden = base(input_ids=ids, position_ids=ids, use_cache=False, **mask)[0]
+            logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
+    except Exception as error:  # as above
+        raise ConfigError(
+            f"config.json: {name} does not run through transformers, whose forward would need values on the host or "
+            f"fails: {_first_line(error)}"
+        ) from error
+    return logits
+
+
+def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -> _Notes:
+    """Notes of a forward where transformers makes masks, which tell windows. Raises ConfigError for other masks."""
+    notes = _Notes(max_positions)
+    model.set_attn_implementation(NOTED_ATTENTION)
+    _look(name, base, model, notes, is_masked=True)
+    model.set_attn_implementation(ATTENTION)
+    if notes.has_own_mask:
+        raise ConfigError(
+            f"config.json: {name} is not supported: its layers mask scores by a rule of their own; only causal "
+            "attention and sliding windows are run"
+        )
+    return notes
+
+
 def _empty(folder: Path, name: str) -> Any:
     """The model without weights, in a format for which every product has a shape rule. Raises ConfigError."""
     import transformers
@@ -338,7 +416,9 @@ def _empty(folder: Path, name: str) -> Any:
     logging, auto = (getattr(transformers, name) for name in ("logging", "AutoModelForCausalLM"))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    transformers.AttentionInterface.register(ATTENTION, attention)
+    for name_of_ours in (ATTENTION, NOTED_ATTENTION):
+        transformers.AttentionInterface.register(name_of_ours, attention)
+    transformers.AttentionMaskInterface.register(NOTED_ATTENTION, _noted_mask)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING

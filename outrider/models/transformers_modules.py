@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ Replacement = Callable[[Tensor], Tensor]
 """What stands in the place of a module: [..., in] to [..., out]."""
 ATTENTION = "outrider"
 """Of our attention among those of transformers."""
+NOTED_ATTENTION = "outrider-noted"
+"""The same where transformers makes masks, for a model's attention to be looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,10 @@ class Attends(ABC):
     @abstractmethod
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """q [1, H, M, D], k and v [1, KVH, M, D], rotated, to [1, M, H, size of v]. `layer` is the calling module."""
+
+    def window_of(self, mask: Tensor) -> int | None:
+        """How many positions a layer's mask lets a query see, None for all up to its own."""
+        raise NotImplementedError
 
     def attend_heads(self, number: int, heads: Tensor) -> Tensor:
         """[M, H + 2 * KVH, D] before rotation, of layer `number`, to [M, H * D]."""
@@ -91,9 +98,11 @@ def attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; without a mask function of its name the mask is None."""
-    call = LayerCall(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    return under_way().attend(module, query, key, value, call), None
+    """What transformers calls; a mask that it has says which window holds, and `sliding_window` where it has none."""
+    current = under_way()
+    window = sliding_window if attention_mask is None else current.window_of(attention_mask)
+    call = LayerCall(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, s_aux)
+    return current.attend(module, query, key, value, call), None
 
 
 class PlannedForward(Attends):
@@ -109,7 +118,7 @@ class PlannedForward(Attends):
     ) -> None:
         """`still` turns nothing: for heads that come rotated, if the plan turns those of other layers.
 
-        `rules` are those of `attend_heads`, by layer.
+        `rules`, by layer, are those of `attend_heads`, and windows for all.
         """
         self.wanted = wanted
         self.seen: dict[int, Tensor] = {}
@@ -121,7 +130,8 @@ class PlannedForward(Attends):
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """See Attends."""
-        # Made once a forward for all layers that ask for the same.
+        # Made once a forward for all layers that ask for the same. Here there are no masks to tell windows.
+        call = replace(call, window=self._rules[layer.layer_idx].scores.window)
         rules = self._told.get(call)
         if rules is None:
             rules = self._told[call] = call.rules(self._size, self._still)
@@ -209,6 +219,8 @@ def replace_modules(model: Any) -> None:
                 agree[kind] = _agree(child, better)
             if agree[kind]:
                 _put(parent, name, better)
+        if "weight" in unwrap(type(parent).forward).__code__.co_names:
+            continue  # it looks at the weights of its children
         _fuse(parent)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

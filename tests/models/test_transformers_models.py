@@ -50,6 +50,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, **PLAIN_ROPE},
     ),
 }
+FAMILIES |= {
+    "phimoe, window of a mask": (
+        "Phimoe",
+        {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, **PLAIN_ROPE},
+    ),
+    "qwen2-moe, windows of masks": (
+        "Qwen2Moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "hunyuan-moe, a router that looks at its weight": (
+        "HunYuanMoEV1",
+        {"head_dim": 16, "num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 24},
+    ),
+    "gpt2, a token for padding": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 2}),
+    "olmo, clipped": ("Olmo", {"clip_qkv": 0.3}),
+}
 LENGTH, CHUNK = 12, 5
 
 
@@ -159,12 +183,14 @@ ELSEWHERE = [
     ("Cohere", {}),
     ("HunYuanDenseV1", {"head_dim": 16}),
     ("SmolLM3", {"head_dim": 16, "num_hidden_layers": 4}),
+    # So wide a clip changes none of the rows that modules are tried on.
+    ("Olmo", {"head_dim": 16, "hidden_size": 64, "clip_qkv": 100.0}),
 ]
 
 
 @pytest.mark.parametrize(("family", "changes"), ELSEWHERE)
 def test_attention_that_does_something_else_stays(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Rotates neighbours or a part of a head, norms heads behind it, rotates in some layers alone."""
+    """Rotates neighbours or a part of a head, norms heads behind it, rotates in some layers alone, clips."""
     reference = save_tiny(tmp_path, family, **changes)
     model = load_model(tmp_path, impl="transformers")
     assert f"{family}Attention" in parts(model)
@@ -254,6 +280,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         },
         "rope_type dynamic of GlmForCausalLM is not supported",
+    ),
+    "mask of its own": (
+        {"architectures": ["DogeForCausalLM"], "model_type": "doge"},
+        "DogeForCausalLM is not supported: its layers mask scores by a rule of their own",
+    ),
+    "both ways": (
+        {"architectures": ["BertLMHeadModel"], "model_type": "bert", "is_decoder": False},
+        "BertLMHeadModel is not supported: its layers attend both ways",
+    ),
+    "positions": (
+        {"architectures": ["RobertaForCausalLM"], "model_type": "roberta", "is_decoder": True},
+        "RobertaForCausalLM is not supported: it counts positions from behind its padding token",
     ),
     "quantized": (
         {"architectures": ["GlmForCausalLM"], "model_type": "glm", "quantization_config": {"quant_method": "awq"}},

@@ -34,7 +34,8 @@ def save_tiny(folder: Path, family: str = "Llama", max_shard_size: str = "1GB", 
     """Save a random `family` model to `folder`; returns transformers' own model, in eval mode and float32."""
     torch.manual_seed(7)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
-    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family.removesuffix('Text')}{head}")(config).eval()
     # Others leave out caps of scores in some versions.
     model.set_attn_implementation("eager")
     with torch.no_grad():
