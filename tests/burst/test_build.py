@@ -1,21 +1,13 @@
 from __future__ import annotations
 
-<<<<<<< HEAD
 from copy import copy
-from typing import Any
 
-=======
->>>>>>> h2
 import pytest
 from burst_host import Host
 
 from outrider.config.draft import DraftOptions
-<<<<<<< HEAD
-from outrider.drafting.model.build import build_runner
-from outrider.drafting.model.drafter import GrowthOptions
-=======
 from outrider.drafting.model.build import build_runner, load_model_drafter
->>>>>>> h2
+from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel
@@ -45,14 +37,9 @@ def test_memory_is_no_more_than_all_rows_can_use(plain_model: DraftModel) -> Non
     assert build_runner(plain_model, DraftOptions(speculative_eagle_topk=2)).shape.branching == 2
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"max_total_tokens": 100}, "--max-total-tokens"), ({"attention_backend": "triton"}, "--attention-backend")],
-)
-def test_refusals_name_the_option(plain_model: DraftModel, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        build_runner(plain_model, DraftOptions(**options))
+def test_too_few_tokens_are_refused_naming_the_option(plain_model: DraftModel) -> None:
+    with pytest.raises(ConfigError, match="--max-total-tokens"):
+        build_runner(plain_model, DraftOptions(max_total_tokens=100))
 
 
 def test_sequences_that_memory_could_never_hold_are_not_served(plain_model: DraftModel) -> None:
@@ -63,10 +50,6 @@ def test_sequences_that_memory_could_never_hold_are_not_served(plain_model: Draf
     assert GrowthOptions.choose(DraftOptions(), shape, plain_model.max_positions).max_positions == 608
     plain_model.window = ContextWindow(256)
     assert build_runner(plain_model, DraftOptions(max_total_tokens=600)).shape.max_context == 4096
-=======
-def test_too_few_tokens_are_refused_naming_the_option(plain_model: DraftModel) -> None:
-    with pytest.raises(ConfigError, match="--max-total-tokens"):
-        build_runner(plain_model, DraftOptions(max_total_tokens=100))
 
 
 def test_attention_that_the_device_has_not_is_refused_before_the_model_is_looked_for(
@@ -78,4 +61,3 @@ def test_attention_that_the_device_has_not_is_refused_before_the_model_is_looked
     )
     with pytest.raises(ConfigError, match="--attention-backend: triton needs a GPU"):
         load_model_drafter(options)
->>>>>>> h2

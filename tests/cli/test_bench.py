@@ -344,7 +344,6 @@ def test_plots_order_cases_by_load() -> None:
     assert points_of([Row("x b4 rate2.5 greedy", "failed", 0, "")])[0][:2] == ("rate", 2.5)
 
 
-<<<<<<< HEAD
 async def test_a_load_of_a_time_lasts_that_time_though_nothing_is_due_in_its_last_part(live: Cluster) -> None:
     client = GrpcClient(live.gateway_address, RequestOptions(ignore_eos=True))
     prompts = random_prompts(1, LENGTHS, "window")
@@ -354,9 +353,9 @@ async def test_a_load_of_a_time_lasts_that_time_though_nothing_is_due_in_its_las
     figures = {row.metric: row.value for row in rows_of(run, "case")}
     assert figures["seconds"] == 300.0 and figures["requests_per_second"] == 1 / 300
     assert few.window == few.records[0].end < 300
-=======
+
+
 def test_a_plot_of_a_kind_that_is_not_drawn_is_told_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert main(["bench", "--connect=127.0.0.1:1", "--plot=x.txt"]) == 2
     assert "--plot: x.txt: the kind of image is not known; end it with one of" in capsys.readouterr().err
->>>>>>> h2
