@@ -51,7 +51,22 @@ class Family:
 
 
 _OF_FAMILIES = frozenset(
-    ["attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation", "qkv_bias", "rope_local_base_freq", "no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern", "max_window_layers"]
+    [
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "hidden_activation",
+        "qkv_bias",
+        "rope_local_base_freq",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "sliding_window_pattern",
+        "max_window_layers",
+    ]
 )
 """Fields that count for families alone that have them among their defaults."""
 _OF_WINDOWS = frozenset(("use_sliding_window", "layer_types"))
