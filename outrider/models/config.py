@@ -194,7 +194,12 @@ class ModelConfig(ModelShape):
         """The same from parsed JSON."""
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        fields = {**family.defaults, **text_fields(fields)}
+        fields = family.completed(text_fields(fields))
+        if get_bool(fields, "use_bidirectional_attention", False):
+            raise ConfigError(
+                f"config.json: use_bidirectional_attention of {architecture} is not supported: tokens would see those "
+                "behind them; only causal decoders are run"
+            )
         hidden_size = get_int(fields, "hidden_size", minimum=1)
         num_heads = get_int(fields, "num_attention_heads", minimum=1)
         max_positions = get_int(fields, "max_position_embeddings", minimum=1)
@@ -216,7 +221,7 @@ class ModelConfig(ModelShape):
             rope=rope,
             eos_token_ids=eos_token_ids(fields, generation),
             tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
-            qkv_bias=family.qkv_bias or attention_bias,
+            qkv_bias=attention_bias or (family.qkv_bias and get_bool(fields, "qkv_bias", True)),
             output_bias=attention_bias,
             mlp_bias=family.mlp_bias and get_bool(fields, "mlp_bias", False),
             qk_norm=family.qk_norm,
@@ -376,9 +381,11 @@ def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tupl
         return ()
     if kinds is not None:
         has_window = [kind == "sliding_attention" for kind in kinds]
-    elif fields.get("sliding_window_pattern"):
-        every = get_int(fields, "sliding_window_pattern", minimum=1)
-        has_window = [(layer + 1) % every != 0 for layer in range(num_layers)]
+    elif "no_rope_layer_interval" in fields:
+        has_window = [layer in _unrotated(fields, num_layers) for layer in range(num_layers)]
+    elif every := get_int(fields, "sliding_window_pattern", family.window_pattern):
+        last = get_int(fields, "max_window_layers", num_layers)
+        has_window = [(layer + 1) % every != 0 and layer < last for layer in range(num_layers)]
     else:
         first = get_int(fields, "max_window_layers", 0)
         has_window = [layer >= first for layer in range(num_layers)]
@@ -400,6 +407,8 @@ def _activation(fields: Mapping[str, Any], family: Family) -> str:
     name = "hidden_activation" if fields.get("hidden_activation") else "hidden_act"
     found = fields.get(name) or "silu"
     found = family.gelu if found == "gelu" else found
+    if family.experts in ("qwen", "mixtral") and found in ACTIVATIONS and found != "silu":
+        raise ConfigError(f"config.json: {name} {found!r} is not supported for experts; silu is")
     if found not in ACTIVATIONS:
         raise ConfigError(f"config.json: {name} {found!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     return str(found)

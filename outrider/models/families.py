@@ -19,7 +19,8 @@ class Family:
     `wide_qk_norm`, `norms`, `norm_offset`, `fused`, `sinks`: see ModelConfig. `windows`: config.json may ask for
     sliding windows. `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is
     the text part of a larger model, which text_config describes; other tensors are not read. `gelu`: what its
-    config.json means by that name. `defaults`: fields that its config.json may leave out.
+    config.json means by that name. `window_pattern`: each so many-th layer has no window, the others do; 0 if that is
+    not how they are told. `defaults`: fields that its config.json may leave out.
     """
 
     qkv_bias: bool = False
@@ -37,17 +38,49 @@ class Family:
     scaled_embedding: bool = False
     is_part: bool = False
     gelu: str = "gelu"
+    window_pattern: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    def completed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json's fields without those that only other families read, and with those that it leaves out."""
+        others = _OF_FAMILIES | (_OF_WINDOWS if self.windows else frozenset())
+        given = {name: value for name, value in fields.items() if name in self.defaults or name not in others}
+        if given.get("rope_parameters") is None:
+            given.pop("rope_parameters", None)
+        return {**self.defaults, **given}
 
-_MISTRAL = Family(windows=True, defaults={"sliding_window": 4096})
-_QWEN2 = Family(qkv_bias=True, windows=True, defaults={"use_sliding_window": False, "max_window_layers": 28})
+
+_OF_FAMILIES = frozenset(
+    [
+        "attention_multiplier",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "hidden_activation",
+        "qkv_bias",
+        "rope_local_base_freq",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "sliding_window_pattern",
+        "max_window_layers",
+    ]
+)
+"""Fields that count for families alone that have them among their defaults."""
+_OF_WINDOWS = frozenset(("use_sliding_window", "layer_types"))
+"""Likewise, among families that have windows; others refuse what these ask for."""
+
+_MISTRAL = Family(windows=True, defaults={"sliding_window": 4096, "layer_types": None})
+_QWEN2_FIELDS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_QWEN2 = Family(qkv_bias=True, windows=True, defaults=_QWEN2_FIELDS)
 _QWEN3 = replace(_QWEN2, qkv_bias=False, qk_norm=True, head_dim=128)
 _OLMO_2 = Family(wide_qk_norm=True, norms="after", defaults={"rms_norm_eps": 1e-5})
 _OLMO_3_FIELDS = {
     "rms_norm_eps": 1e-5,
     "sliding_window": 4096,
-    "sliding_window_pattern": 4,
+    "layer_types": None,
     "rope_theta": 500_000.0,
     "rope_local_base_freq": 500_000.0,
 }
@@ -62,11 +95,11 @@ _GEMMA_2_FIELDS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "sliding_window_pattern": 2,
+    "layer_types": None,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-_GEMMA_2 = replace(_GEMMA, norms="both", windows=True, defaults=_GEMMA_2_FIELDS)
+_GEMMA_2 = replace(_GEMMA, norms="both", windows=True, window_pattern=2, defaults=_GEMMA_2_FIELDS)
 _GEMMA_3_FIELDS = {
     **_GEMMA_2_FIELDS,
     "sliding_window_pattern": 6,
@@ -80,6 +113,38 @@ _GEMMA_3_FIELDS = {
     "max_position_embeddings": 131_072,
 }
 _GEMMA_3 = replace(_GEMMA_2, qk_norm=True, defaults=_GEMMA_3_FIELDS)
+
+_GRANITE_FIELDS = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_SMOLLM_3_FIELDS = {
+    "tie_word_embeddings": True,
+    "rope_theta": 2_000_000.0,
+    "use_sliding_window": False,
+    "layer_types": None,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}
+_QWEN_2_MOE_FIELDS = {**_QWEN2_FIELDS, "qkv_bias": True}
+_QWEN_3_MOE_FIELDS = {"use_sliding_window": False, "sliding_window": 4096}
+_MIXTRAL_FIELDS = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+_GPT_OSS_FIELDS = {
+    "attention_bias": True,
+    "sliding_window": 128,
+    "layer_types": None,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 
 FAMILIES = {
     "LlamaForCausalLM": Family(mlp_bias=True),
@@ -95,22 +160,17 @@ FAMILIES = {
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, is_part=True),
-    "Phi3ForCausalLM": Family(fused=True, windows=True, defaults={"rms_norm_eps": 1e-5}),
-    "GraniteForCausalLM": Family(mlp_bias=True, defaults={"attention_multiplier": 1.0}),
-    "Olmo2ForCausalLM": _OLMO_2,
-    "Olmo3ForCausalLM": replace(_OLMO_2, windows=True, defaults=_OLMO_3_FIELDS),
-    "SmolLM3ForCausalLM": Family(
-        mlp_bias=True,
-        windows=True,
-        defaults={"tie_word_embeddings": True, "use_sliding_window": False, "no_rope_layer_interval": 4},
+    "Phi3ForCausalLM": Family(
+        fused=True, windows=True, defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
     ),
-    "Qwen2MoeForCausalLM": replace(_QWEN2, experts="qwen"),
-    "Qwen3MoeForCausalLM": replace(_QWEN3, experts="qwen"),
-    "MixtralForCausalLM": Family(experts="mixtral", windows=True),
+    "GraniteForCausalLM": Family(mlp_bias=True, defaults=_GRANITE_FIELDS),
+    "Olmo2ForCausalLM": _OLMO_2,
+    "Olmo3ForCausalLM": replace(_OLMO_2, windows=True, window_pattern=4, defaults=_OLMO_3_FIELDS),
+    "SmolLM3ForCausalLM": Family(mlp_bias=True, windows=True, defaults=_SMOLLM_3_FIELDS),
+    "Qwen2MoeForCausalLM": replace(_QWEN2, experts="qwen", window_pattern=2, defaults=_QWEN_2_MOE_FIELDS),
+    "Qwen3MoeForCausalLM": replace(_QWEN3, experts="qwen", head_dim=None, defaults=_QWEN_3_MOE_FIELDS),
+    "MixtralForCausalLM": Family(experts="mixtral", windows=True, defaults=_MIXTRAL_FIELDS),
     "GptOssForCausalLM": Family(
-        experts="gpt-oss",
-        windows=True,
-        sinks=True,
-        defaults={"attention_bias": True, "sliding_window": 128, "head_dim": 64, "rms_norm_eps": 1e-5},
+        experts="gpt-oss", windows=True, window_pattern=2, sinks=True, defaults=_GPT_OSS_FIELDS
     ),
 }

@@ -52,7 +52,8 @@ class RopeConfig:
             raise ConfigError(f"config.json: the rope parameters must be an object, got {scaling!r}")
         merged = {"rope_theta": parameters.get("rope_theta", fields.get("rope_theta")), **scaling}
         kind = merged.get("rope_type", merged.get("type", "default"))
-        kind = "longrope" if kind == "su" else kind
+        # Of Phi-3's first files; nothing else that is called yarn has factors.
+        kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in merged) else kind
         if kind not in ROPE_KINDS:
             raise ConfigError(
                 f"config.json: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}"
@@ -65,7 +66,9 @@ class RopeConfig:
             raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {rotated}")
         if merged.get("llama_4_scaling_beta"):
             raise ConfigError("config.json: llama_4_scaling_beta is not supported; only queries scaled alike are")
-        original = get_int({**fields, **merged}, "original_max_position_embeddings", 0)
+        # Where both say it, transformers goes by the model's.
+        original = get_int(merged, "original_max_position_embeddings", 0)
+        original = get_int(fields, "original_max_position_embeddings", original)
         if kind == "llama3" and not original:
             raise ConfigError("config.json: llama3 rope scaling needs original_max_position_embeddings")
         rope = cls(
@@ -100,15 +103,19 @@ def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
 
 def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotary embedding, and that of layers with a window if it is another."""
-    given = fields.get("rope_parameters")
-    if isinstance(given, Mapping) and isinstance(given.get("full_attention"), Mapping):
-        whole = {**fields, "rope_parameters": given["full_attention"]}
+    given, local_theta = fields.get("rope_parameters"), fields.get("rope_local_base_freq")
+    if isinstance(given, Mapping) and ("full_attention" in given or "sliding_attention" in given):
+        fields = {**fields, "original_max_position_embeddings": None}
+        whole = {**fields, "rope_parameters": given.get("full_attention")}
         windowed = {**fields, "rope_parameters": given.get("sliding_attention"), "rope_scaling": None}
+        if local_theta is not None:
+            windowed["rope_theta"] = local_theta
         rope, local = (RopeConfig.from_fields(of_kind, max_positions) for of_kind in (whole, windowed))
         return rope, None if local == rope else local
-    rope = RopeConfig.from_fields(fields, max_positions)
-    if given or fields.get("rope_local_base_freq") is None:
-        return rope, None
+    if local_theta is None:
+        return RopeConfig.from_fields(fields, max_positions), None
+    # Of families that have two a parameter counts where it is told whose it is.
+    rope = RopeConfig.from_fields({**fields, "rope_parameters": None}, max_positions)
     return rope, RopeConfig(theta=get_float(fields, "rope_local_base_freq"), original_max_positions=max_positions)
 
 

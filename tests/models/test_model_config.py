@@ -147,6 +147,8 @@ EXPERTS: dict[str, Any] = {
         ({**SMOLLM3, "no_rope_layers": [1]}, ["no_rope_layers", "2 numbers"]),
         ({**GEMMA, "hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
         ({**GEMMA, "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
+        ({**GEMMA, "use_bidirectional_attention": True}, ["use_bidirectional_attention", "Gemma2ForCausalLM"]),
+        ({**EXPERTS, "hidden_act": "gelu_pytorch_tanh"}, ["hidden_act", "gelu_pytorch_tanh", "experts"]),
         ({**GEMMA, "architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3}, ["text_config"]),
     ],
 )
