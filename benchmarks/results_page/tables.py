@@ -78,8 +78,10 @@ def mt_runs() -> str:
     after, before = ({f"{CHECKOUTS} {which}": services} for which in ("after", "before"))
     lines = []
     for products, name, asked, cases in (
+        ("4 bits, tiles", MT_BENCH, "80, 96", {MT_INSIDE: inside}),
+        ("4 bits, tiles", "mt_bench_llamacpp_cpu", "16, 128", {MT_INSIDE: inside}),
         ("4 bits, tiles", "checkouts_amx_cpu", "8 short ones, 96", {f"{CHECKOUTS} after": inside}),
-        ("4 bits", MT_BENCH, "80, 96", both),
+        ("4 bits", "mt_bench_80_before_tiles_cpu", "80, 96", both),
         ("4 bits", "mt_bench_colocated_2_cores", "24, 128", both),
         ("4 bits", "mt_bench_inline_four_bits_cpu", "8, 96", both),
         ("4 bits", "mt_bench_colocated_4_cores", "8, 96", both),
