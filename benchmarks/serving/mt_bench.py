@@ -140,7 +140,7 @@ class MtBench:
         if "transformers" in arguments.runs:
             self._workers["transformers"] = Worker.transformers(arguments.dtype)
         if "llamacpp" in arguments.runs:
-            self._workers["llamacpp"] = Worker("llama_cpp_worker.py", str(arguments.gguf))
+            self._workers["llamacpp"] = Worker("llamacpp", str(arguments.gguf))
         for worker in self._workers.values():
             services.callback(worker.close)
 

@@ -68,15 +68,15 @@ async def ours(stub: Any, prompt: str, max_tokens: int, speculate: bool) -> Run:
 
 
 class Worker:
-    """Another way to answer in a process of its own, with OpenMP as it comes: a `*_worker.py` beside this file."""
+    """Another way to answer in a process of its own, with OpenMP as it comes: an engine of other_worker.py."""
 
     @classmethod
     def transformers(cls, dtype: str) -> Self:
         """transformers.generate with the default model."""
-        return cls("transformers_worker.py", str(resolve_model(DEFAULT_MODEL)), dtype)
+        return cls("transformers", str(resolve_model(DEFAULT_MODEL)), dtype)
 
-    def __init__(self, script: str, *arguments: str) -> None:
-        command = [sys.executable, str(Path(__file__).parent / script), *arguments]
+    def __init__(self, engine: str, *arguments: str) -> None:
+        command = [sys.executable, str(Path(__file__).parent / "other_worker.py"), engine, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def generate(self, prompt: str, max_tokens: int) -> Run:

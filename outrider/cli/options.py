@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar, cast
 
@@ -233,10 +234,9 @@ def make_cluster(
     placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
     verify, told = placed.verify, placed.draft
     bound = bound_services(options, placed)
-    found = [*_faults(door_checks(bound, fixed_ports)), *find_faults(bound, gpus)]
-    found += _faults([partial(_check_own_door, gateway, arguments)])
-    if found:
-        raise ConfigError("\n".join(dict.fromkeys(found)))
+    own_door = partial(_check_own_door, gateway, arguments)
+    if found := _faults(chain(door_checks(bound, fixed_ports), _service_checks(bound, gpus), [own_door])):
+        raise ConfigError("\n".join(found))
     target = resolve_model(verify.model, impl=verify.model_impl)
     if not expand(verify.model).is_dir():  # one that is has been checked
         check_target(target, verify)
@@ -274,14 +274,14 @@ Check = Callable[[], object]
 
 
 def _faults(checks: Iterable[Check]) -> list[str]:
-    """What all of them find wrong."""
-    found = []
+    """What all of them find wrong, each once."""
+    found: dict[str, None] = {}
     for check in checks:
         try:
             check()
         except ConfigError as error:
-            found.append(error.message)
-    return found
+            found[error.message] = None
+    return list(found)
 
 
 def find_faults(options: Mapping[str, ServiceOptions], gpus: int) -> list[str]:
@@ -289,14 +289,16 @@ def find_faults(options: Mapping[str, ServiceOptions], gpus: int) -> list[str]:
 
     Each line names options as `outrider up` spells them. `gpus`: how many this machine has.
     """
+    return _faults(_service_checks(options, gpus))
+
+
+def _service_checks(options: Mapping[str, ServiceOptions], gpus: int) -> list[Check]:
     verify, draft = cast(VerifyOptions, options["verify"]), cast("DraftOptions | None", options.get("draft"))
     models = dict.fromkeys(one.speculative_draft_model_path for one in (verify, draft) if one is not None)
     own = {name: [partial(_in_our_flags, name, check) for check in _own_checks(one)] for name, one in options.items()}
     checks: list[Check] = [*own["verify"], *own.get("draft", ()), partial(_check_gpus, verify, draft, gpus)]
     checks += [partial(_check_target, verify), *(partial(_check_draft_model, path) for path in models)]
-    checks += [*own["gateway"], *(partial(_check_link, options, *link) for link in LINKS)]
-    found = _faults(checks)
-    return list(dict.fromkeys(found))
+    return [*checks, *own["gateway"], *(partial(_check_link, options, *link) for link in LINKS)]
 
 
 def _own_checks(one: ServiceOptions) -> Iterator[Check]:

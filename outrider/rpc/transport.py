@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from outrider.errors import ConfigError
 
@@ -78,6 +79,15 @@ def check_address(address: str, option: str) -> None:
         raise ConfigError(
             f"{option}: the path {text} has {length} bytes, the kernel allows {MAX_UNIX_PATH_BYTES}; use a shorter one"
         )
+
+
+def is_http_url(text: str) -> bool:
+    """Whether it is the URL of something that HTTP or HTTPS can reach."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def is_local(address: str) -> bool:

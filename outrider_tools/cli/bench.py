@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 
@@ -21,6 +20,7 @@ from outrider.config.service import TlsFiles, gateway_key, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
 from outrider.rpc.tls import TlsSource, client_context
+from outrider.rpc.transport import is_http_url
 from outrider_tools.bench.clients import (
     Client,
     GrpcClient,
@@ -280,18 +280,9 @@ def _client(arguments: argparse.Namespace, key: str, files: TlsFiles | None, tls
     )
     if arguments.backend == "grpc":
         return GrpcClient(arguments.connect, ask, key, TlsSource(files) if files else None)
-    _check_url(arguments.base_url)
+    if not is_http_url(arguments.base_url):
+        raise ConfigError(f"--base-url: {arguments.base_url!r} is no URL; write it like http://127.0.0.1:8000")
     return RestClient(arguments.base_url, ask, key, tls or True, arguments.timeout)
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        found = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        found = False
-    if not found:
-        raise ConfigError(f"--base-url: {url!r} is no URL; write it like http://127.0.0.1:8000")
 
 
 def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Prompt]:

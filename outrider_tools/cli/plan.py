@@ -336,13 +336,13 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path, r
     names = options.speculative_algorithm
     if set(names) <= {"NGRAM", "AUTO"}:
         return None
-    algorithm = "NAIVE_EAGLE" if "NAIVE_EAGLE" in names else model_algorithm(names)
+    algorithm = NAIVE_EAGLE if NAIVE_EAGLE in names else model_algorithm(names)
     name = options.speculative_draft_model_path
     if not name and algorithm != "NEXTN":
         raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; give its folder or hub id")
     with under("--speculative-draft-model-path"):
         folder = config_folder(name) if name else target_folder
-    if algorithm == "NAIVE_EAGLE":
+    if algorithm == NAIVE_EAGLE:
         algorithm = "EAGLE3" if "draft_vocab_size" in read_json(folder / "config.json") else "EAGLE"
     head: HeadConfig | None = None
     if algorithm == "STANDALONE":

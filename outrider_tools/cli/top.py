@@ -24,6 +24,7 @@ from outrider.config.service import KEY_FIX, gateway_key, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import WANTS_KEY, Histogram, MetricsPage
 from outrider.rpc.tls import client_context
+from outrider.rpc.transport import is_http_url
 
 MAX_DEPTHS = 8
 _VERIFY = "outrider_verify_"
@@ -305,15 +306,11 @@ class Watch:
 def page_url(page: str) -> str:
     """The URL of a page that was given as host:port or URL. Raises ConfigError."""
     url = page if "://" in page else f"http://{page}"
-    try:
-        parts = urlsplit(url)
-        found = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        found = False
-    if not found:
+    if not is_http_url(url):
         raise ConfigError(
             f"{page!r} is no metrics page; write host:port, or a URL that begins with http:// or https://"
         )
+    parts = urlsplit(url)
     return url if parts.path not in ("", "/") else f"{parts.scheme}://{parts.netloc}/metrics"
 
 
