@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config.base import (
+    MAX_WHOLE,
     describe_options,
     option,
     options_to_argv,
@@ -157,7 +158,7 @@ list_items = plain_text.map(lambda text: text.replace(",", "").strip()).filter(b
         draft=st.lists(list_items).map(tuple),
         no_speculation=st.booleans(),
         overlap=st.booleans(),
-        seed=st.none() | st.integers(),
+        seed=st.none() | st.integers(max_value=MAX_WHOLE),
         model_path=st.lists(st.from_regex(r"[a-z. -]{1,5}", fullmatch=True)).map(lambda parts: Path(*parts)),
     )
 )
