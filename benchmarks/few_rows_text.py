@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quantized_text import ROOT, STEP, TEXTS, losses
-from kernels.amx import MAX_ROWS
+from kernels.cpu.products import MAX_ROWS
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.models.loader import load_model

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.amx import GROUP
+from kernels.cpu.products import GROUP
 from outrider.layers.linear import FourBitProduct, Linear
 from outrider.models.config import ModelConfig
 from outrider.models.store import DEFAULT_MODEL, resolve_model

@@ -6,10 +6,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention_tiles import PLAIN_SCORES, ScoreRules
+from kernels.cpu.stack import Queries
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary
@@ -52,6 +54,11 @@ class TokenBatch:
     token_ids: Tensor
     positions: Tensor
 
+    def queries(self) -> tuple[list[Queries], Tensor] | None:
+        """On a CPU: which keys rows see, and the KV slots int64 [M] that their own go to. None where only the device
+        knows."""
+        return None
+
 
 @dataclass(slots=True)
 class ForwardBatch(TokenBatch):
@@ -62,6 +69,17 @@ class ForwardBatch(TokenBatch):
     """
 
     segments: list[Segment]
+
+    def queries(self) -> tuple[list[Queries], Tensor] | None:
+        """See TokenBatch."""
+        found, own = [], []
+        for segment in self.segments:
+            count, mask = segment.num_queries, segment.mask
+            if mask is None and count > 1:
+                mask = torch.ones(count, count, dtype=torch.bool).tril()
+            found.append(Queries(count, segment.kv_slots, mask))
+            own.append(segment.kv_slots[-count:])
+        return found, torch.cat(own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ this one, the doors of the draft service among them, and a draft model is loaded
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
 
@@ -18,6 +19,8 @@ from outrider.drafting.model.growth import BurstGrowth
 
 _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
+_BESIDE_TURNS_FLOOR = 0.1
+"""The same where a model drafts between rounds on the cores that verify: rounds take few nodes, and wait for these."""
 _MODEL_NODES = 1 << 16
 """More than verify ever gives credit for: the next rounds begin far below the root."""
 _MODEL_FLOOR = 0.0002
@@ -52,7 +55,7 @@ def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
     for part in parts:
         sources = range(first_source, first_source + len(part.sources))
         first_source = sources.stop
-        limits = _limits(options, part, sources, shared=len(parts) > 1)
+        limits = _limits(options, part, sources, parts)
         if isinstance(part, ModelDrafter):
             BurstGrowth(part.runner, growth, limits, part.growth_options(options))
         elif isinstance(part, Drafter):
@@ -62,11 +65,12 @@ def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
     return growth
 
 
-def _limits(options: DraftOptions, part: AnyDrafter, sources: range, *, shared: bool) -> TreeLimits:
-    is_model = isinstance(part, ModelDrafter)
+def _limits(options: DraftOptions, part: AnyDrafter, sources: range, parts: Sequence[AnyDrafter]) -> TreeLimits:
+    is_model, shared = isinstance(part, ModelDrafter), len(parts) > 1
     least = options.min_path_probability
     if least is None:
-        least = _MODEL_FLOOR if is_model else _NGRAM_FLOOR
+        in_turns = any(isinstance(one, ModelDrafter) and one.growth_options(options).min_chance for one in parts)
+        least = _MODEL_FLOOR if is_model else _BESIDE_TURNS_FLOOR if in_turns else _NGRAM_FLOOR
     return TreeLimits(
         num_nodes=options.speculative_num_draft_tokens or (_MODEL_NODES if is_model else _NGRAM_NODES),
         depth=options.speculative_num_steps or 48,

@@ -8,26 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.amx import GROUP, MAX_ROWS, TILE, four_bit_product, has_amx, packed_blocks
+from kernels.cpu.norm import fits_norm
+from kernels.cpu.norm import rms_norm as cpu_rms_norm
 from kernels.elementwise import add_rms_norm, gate_mul, rms_norm
 from kernels.launch import use_triton
 from kernels.linear import MAX_FP8_ROWS, dequantize, fits_fp8_linear, fp8_linear, norm_linear, ring_pays, stream_linear
 from kernels.linear_configs import MAX_ROWS as MAX_STREAM_ROWS
 from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
-from kernels.quant_weight import QuantWeight, joined, reordered, unpacked
+from kernels.quant_weight import QuantWeight, joined, reordered
+from outrider.layers.cpu_weight import CpuWeight
 from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.humming_weight import HummingWeight, humming_weight
 from outrider.models.quantization import Scheme
-
-# oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
-# 18 ms for 1 to 6 rows in float32 and 12, 13, 12, 11, 10, 10 ms in bfloat16. So fewer are padded with zeros to five.
-MIN_ROWS = 5
-
-_STEPS = 15
-_ROUNDING = 2.0**-7
-"""Of bfloat16, twice: by so much of its largest weight may a group's weights lie off its levels."""
-_SAMPLE = 16
-"""Rows that are looked at before the whole matrix: most have no levels."""
 
 
 class RMSNorm:
@@ -41,11 +33,19 @@ class RMSNorm:
         self.eps = eps
         self._offset = offset
         self._done: tuple[Tensor, Tensor] | None = None
+        self._wide: Tensor | None = None
 
     def finish_loading(self) -> None:
         """Called once when the weight is filled."""
         if self._offset:
             self.weight += self._offset
+
+    @property
+    def wide_weight(self) -> Tensor:
+        """The weight in float32, once it is loaded."""
+        if self._wide is None:
+            self._wide = self.weight.float()
+        return self._wide
 
     def note(self, rows: Tensor, normed: Tensor) -> None:
         """What the next call is to return for `rows`, if it is asked for these: another kernel has made it already."""
@@ -58,22 +58,15 @@ class RMSNorm:
             return done[1]
         if self.weight.ndim == 1 and rows.ndim == 2 and use_triton(rows):
             return rms_norm(rows, self.weight, self.eps)
+        if self.weight.ndim == 1 and fits_norm(rows):
+            return cpu_rms_norm(rows, self.wide_weight, self.eps)
         return functional.rms_norm(rows, rows.shape[-1:], None, self.eps).mul_(self.weight)
-
-
-def _padded(rows: Tensor) -> Tensor:
-    """At least MIN_ROWS rows: these, and zeros."""
-    missing = MIN_ROWS - rows.shape[0]
-    return functional.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
 
 
 class Linear:
     """x W^T + b for rows x [M, in]. `weight` [out, in] and `bias` [out] are filled by a loader, then `pack` is called.
 
-    On a CPU, `pack` puts the weight in oneDNN's own layout. Measured for all layers of SmolLM2-135M on 2 Zen 4 cores,
-    packed against functional.linear: 17 against 35 ms at M = 1 and 24 against 47 ms at M = 16 in float32, 8 against
-    15 ms and 13 against 22 ms in bfloat16. Weights that were stored in four bits, the default model's, are kept as such
-    for up to 16 rows, too (FourBitProduct).
+    On a CPU, `pack` lays the weight out for its fastest product (CpuWeight).
 
     On a GPU few rows go through our weight-streaming kernel, which takes gate and residual along;
     cuBLAS does the rest.
@@ -103,8 +96,7 @@ class Linear:
         self._in_fp8 = False
         self._scheme = scheme
         self._stored: list[dict[str, Tensor]] = []
-        self._packed: Tensor | None = None
-        self._of_few: FourBitProduct | None = None
+        self.on_cpu: CpuWeight | None = None
 
     def tensors(self, *names: str, rows: Sequence[int] = ()) -> dict[str, Tensor]:
         """Weights and biases to be filled, by their names in a checkpoint: matrices of so many rows, one upon another.
@@ -131,6 +123,7 @@ class Linear:
         if order is not None:
             self.weight = self.weight[order] if self._scheme is None else self.weight
             self.bias = None if self.bias is None else self.bias[order]
+        quantized = None
         if self._scheme is not None:
             quantized = joined([decode(self._scheme, part) for part in self._stored])
             quantized = quantized if order is None else reordered(quantized, order)
@@ -142,10 +135,8 @@ class Linear:
                 self._in_fp8 = self._scheme.library and fits_fp8_linear(quantized, self.weight.dtype)
                 return
             self.weight = quantized.dequantized(self.weight.dtype)
-            self._of_few = FourBitProduct.of_quantized(quantized, self.weight)
-        if can_pack(self.weight):
-            self._of_few = self._of_few or FourBitProduct.of(self.weight)
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+        self.on_cpu = CpuWeight.of(self.weight, quantized)
+        if self.on_cpu is not None:
             self.weight = self.weight.new_empty(0)
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -154,13 +145,9 @@ class Linear:
             return self.library(rows)
         if self._streams(rows):
             return self._streamed(rows)
-        if self._of_few is not None and rows.shape[0] <= MAX_ROWS:
-            few = self._of_few(rows)
-            return few if self.bias is None else few.add_(self.bias)
-        if self._packed is None:
-            return functional.linear(rows, self.wide(), self.bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(rows), self._packed, self.bias, "none", [], "")
-        return product[: rows.shape[0]]
+        if self.on_cpu is not None:
+            return self.on_cpu.product(rows, self.bias)
+        return functional.linear(rows, self.wide(), self.bias)
 
     def add_to(self, residual: Tensor, rows: Tensor, next_norm: RMSNorm | None = None) -> Tensor:
         """residual [M, out] plus the product for [M, in], in one kernel where there is one.
@@ -173,14 +160,8 @@ class Linear:
             return norm_linear(rows, self.weight, bias=self.bias, residual=residual)
         if self._streams(rows):
             return self._streamed(rows, residual=residual)
-        if self._of_few is not None and rows.shape[0] <= MAX_ROWS:
-            return self(rows).add_(residual)
-        if self._packed is not None:
-            # Whatever their number, the sum is rounded once: few rows must say what they say among many.
-            num_rows = rows.shape[0]
-            rows, residual = _padded(rows), _padded(residual)
-            total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, residual, self._packed, self.bias, "add")
-            return total[:num_rows]
+        if self.on_cpu is not None:
+            return self.on_cpu.product(rows, self.bias, residual)
         if self.bias is None and rows.is_cuda:
             return torch.addmm(residual, rows, self.wide().t())
         return residual + self(rows)
@@ -218,11 +199,13 @@ class Linear:
         return rows.dtype != torch.float32 and row_kernel_pays(count, num_out, size, whole, gated)
 
     def to_float32(self, rows: Tensor) -> Tensor:
-        """[M, in] to float32 [M, out], on a GPU by our kernels without a rounding to the weight's dtype between."""
+        """[M, in] to float32 [M, out], by our kernels without a rounding to the weight's dtype between."""
         if self._streams(rows):
             return self._streamed(rows, out_dtype=torch.float32)
         if self.library is None and rows.is_cuda and self.bias is None and rows.dtype != torch.float32:
             return torch.mm(rows, self.wide().t(), out_dtype=torch.float32)
+        if self.on_cpu is not None and self.bias is None:
+            return self.on_cpu.to_float32(rows)
         return self(rows).float()
 
     def wide(self) -> Tensor:
@@ -258,74 +241,3 @@ def _added(stream: Tensor, part: Tensor, norm: RMSNorm | None) -> Tensor:
 def has_small_products(width: int) -> bool:
     """Whether products of a model with a residual stream of `width` use `norm_linear`, on a GPU and not in float32."""
     return row_kernel_pays(1, width, width, whole=True)
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN's packed product, which torch.compile's CPU backend uses too, serves this weight here."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
-
-
-class FourBitProduct:
-    """x W^T for up to MAX_ROWS rows x [M, in] in bfloat16, with the weights as codes: a third of the bytes to read.
-
-    Codes and scales say what the wide weights say, up to the rounding of these to bfloat16 and of those to float16. A
-    row's result does not depend on the rows beside it.
-    """
-
-    def __init__(self, codes: Tensor, scales: Tensor, middles: Tensor) -> None:
-        """W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g], of each group g of as many columns, a multiple of
-        GROUP; codes are int32, 0 to 15."""
-        groups = codes.shape[1] // GROUP // scales.shape[1]
-        scales, middles = scales.repeat_interleave(groups, 1), middles.repeat_interleave(groups, 1)
-        self._num_out, self._blocks = codes.shape[0], packed_blocks(codes, scales, middles)
-
-    @classmethod
-    def of(cls, weight: Tensor) -> FourBitProduct | None:
-        """For a bfloat16 weight [out, in] that lies on 16 even levels in each group; None for any other."""
-        if not _is_served(weight) or _levels(weight[:_SAMPLE]) is None:
-            return None
-        found = _levels(weight)
-        return None if found is None else cls(*found)
-
-    @classmethod
-    def of_quantized(cls, quantized: QuantWeight, weight: Tensor) -> FourBitProduct | None:
-        """For int4 codes of a checkpoint, of which `weight` is the wide matrix."""
-        if quantized.kind != "int4" or quantized.group % GROUP or quantized.span > 1 or not _is_served(weight):
-            return None
-        codes = unpacked(quantized.codes, quantized.kind, quantized.piece).to(torch.int32)
-        scales = quantized.scales.float().t()
-        zeros = 8.0 if quantized.zeros is None else quantized.zeros.float().t()
-        return cls(codes, scales, scales * (8.0 - zeros))
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[M, in] to [M, out]."""
-        return four_bit_product(rows if rows.stride(1) == 1 else rows.contiguous(), self._blocks, self._num_out)
-
-
-def _is_served(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        return False
-    return weight.shape[0] % TILE == 0 and weight.shape[1] % GROUP == 0 and has_amx()
-
-
-def _levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Codes, scales and middles (see FourBitProduct) of a weight, if its groups span 16 even levels each.
-
-    Both ends of such levels are always taken: they were laid between a group's least and largest weight.
-    """
-    places = weight.float().view(weight.shape[0], -1, GROUP)
-    least, largest = places.aminmax(dim=2, keepdim=True)
-    scales = ((largest - least) / _STEPS).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = places.sub_(least).div_(scales).round()
-    below, above = places.sub_(codes).aminmax(dim=2, keepdim=True)
-    off = torch.maximum(above, below.neg_()).mul_(scales)
-    if bool((off > _ROUNDING * torch.maximum(least.abs(), largest.abs())).any()):
-        return None
-    middles = least + 8 * scales
-    return codes.view(weight.shape).to(torch.int32), scales.squeeze(2), middles.squeeze(2)

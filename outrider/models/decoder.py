@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention_tiles import ScoreRules
+from kernels.cpu.stack import LayerWeights, StackShape
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.exchange import Exchange
@@ -21,6 +22,7 @@ from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary, pair_order
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
+from outrider.models.few_rows import LayerStack
 
 
 class ResidualOutput:
@@ -34,6 +36,11 @@ class ResidualOutput:
         """Among ranks of which each has some of the matrix's columns."""
         self.next_norm: RMSNorm | None = None
         """What the residual stream is normed by next, for one kernel to do both."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether products are added as they are, and on one rank."""
+        return self.norm is None and self._scale == 1.0 and self.exchange is None and self.linear.bias is None
 
     def add_to(self, stream: Tensor, rows: Tensor) -> Tensor:
         """The residual stream [M, hidden] plus what comes of `rows` [M, in]."""
@@ -103,6 +110,13 @@ class SelfAttention:
             ]
         self._order = pair_order(config.rope, self.head_dim)
         self.rules = _layer_rules(config, layer, device, rotary)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it sees all keys by the model's angles, has no norms over all heads, no padding, and adds what it
+        makes as it is."""
+        is_usual = self.rules.scores == PLAIN.scores and self.rules.rotary is None
+        return is_usual and not self.wide_norms and not self._padding and self.output.is_plain
 
     def __call__(self, rows: Tensor, residual: Tensor, plan: AttentionPlan) -> Tensor:
         """`residual` [M, hidden] plus the attention's output for `rows`."""
@@ -196,6 +210,11 @@ class GatedMlp:
         down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device, scheme)
         self.down = ResidualOutput(down, config, dtype, device)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it gates by silu, has no bias, and adds what it makes as it is."""
+        return not self._gelu and self.gate_up.bias is None and self.down.is_plain
+
     def __call__(self, stream: Tensor, norm: RMSNorm | None, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the MLP's output for it, normed."""
         return self.down.add_to(stream, self.gate_up.normed_gated(stream, norm, self._gelu))
@@ -254,6 +273,31 @@ class DecoderLayer:
         """The same where attention takes `rows` [M, input_size], which the caller has normed."""
         stream = self.attention(rows, stream, plan)
         return self.mlp(stream, self.mlp_norm, plan)
+
+    def few_rows(self, config: ModelConfig) -> tuple[StackShape, LayerWeights] | None:
+        """See outrider.models.few_rows.Layer."""
+        attention, mlp, before = self.attention, self.mlp, self.attention_norm
+        if not attention.is_plain or not isinstance(mlp, GatedMlp) or not mlp.is_plain or self.mlp_norm is None:
+            return None
+        linears = attention.qkv, attention.output.linear, mlp.gate_up, mlp.down.linear
+        packed = [linear.on_cpu.of_few for linear in linears if linear.on_cpu is not None]
+        matrices = [matrix for matrix in packed if matrix is not None]
+        kinds = {matrix.kind for matrix in matrices}
+        if len(matrices) < len(linears) or len(kinds) > 1:
+            return None
+        bias, norm = attention.qkv.bias, attention.qk_norm
+        shape = StackShape(
+            config.hidden_size, attention.num_heads, attention.num_kv_heads, attention.head_dim, mlp.size,
+            eps=config.rms_norm_eps, scale=attention.rules.scale or attention.head_dim**-0.5, kind=kinds.pop(),
+            given=attention.qkv.size if before is None else 0,
+            has_bias=bias is not None, has_qk_norm=norm is not None,
+        )  # fmt: skip
+        qkv, output, gate_up, down = matrices
+        weights = LayerWeights(
+            None if before is None else before.wide_weight, qkv, output, self.mlp_norm.wide_weight, gate_up, down,
+            qkv_bias=None if bias is None else bias.float(), qk_norm=None if norm is None else norm.wide_weight,
+        )  # fmt: skip
+        return shape, weights
 
     def join(self, exchange: Exchange) -> None:
         """See CausalLM."""
@@ -316,6 +360,7 @@ class CausalLM(LanguageModel):
         self.head = Linear(config.hidden_size, rows, False, dtype, device, scheme and scheme.without_library())
         self.exchange: Exchange | None = None
         """Among ranks of which each has its part of the weights."""
+        self._stack = LayerStack(self.layers, config, self.rotary)
 
     def join(self, exchange: Exchange) -> None:
         """Compute as one of several ranks, of which each has its part of the weights; before `finish_loading`.
@@ -347,24 +392,17 @@ class CausalLM(LanguageModel):
                 self.head.weight = self.embedding.chunk(self.config.vocab_cuts)[self.exchange.rank]
         self.head.pack()
         self.norm.finish_loading()
-        for layer in self.layers:
-            layer.finish_loading()
+        self._stack.finish_loading()
 
     @torch.inference_mode()
     def forward_with_features(
         self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend, feature_layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
         """See LanguageModel."""
-        plan = attention.plan(batch, kv, self.config.num_heads, self.rotary)
-        wanted = set(feature_layers)
-        stream = self.embedded(batch.token_ids)
-        features: dict[int, Tensor] = {}
-        for number, layer in enumerate(self.layers):
-            if number in wanted:
-                features[number] = stream
-            stream = layer(stream, plan)
-        features[len(self.layers)] = stream
-        hidden = features[len(self.layers) + 1] = self.norm(stream)
+        count = len(self.layers)
+        stream, features = self._stack(self.embedded(batch.token_ids), batch, kv, attention, feature_layers)
+        features[count] = stream
+        hidden = features[count + 1] = self.norm(stream)
         return hidden, [features[number] for number in feature_layers]
 
     def embedded(self, token_ids: Tensor) -> Tensor:

@@ -72,11 +72,11 @@ def test_the_formula_is_what_the_loader_allocates_for_smollm2(
     import torch
 
     from outrider.cache.kv import KVCache
-    from outrider.layers.linear import can_pack
+    from outrider.layers.cpu_weight import can_pack
     from outrider.models.loader import load_model
 
-    # With AMX matrices of four bits are kept as codes, too; the plan is of a GPU's memory.
-    monkeypatch.setattr("outrider.layers.linear.has_amx", lambda: False)
+    # With AMX matrices lie in tiles, and some as codes, too; the plan is of a GPU's memory.
+    monkeypatch.setattr("outrider.layers.cpu_weight.fits", lambda weight: False)
     kind = getattr(torch, dtype)
     packed = can_pack(torch.empty(1, 1, dtype=kind))
     model = load_model(model_path, kind)

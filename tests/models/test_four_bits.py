@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.amx import GROUP, MAX_ROWS, has_amx
+from kernels.cpu.products import GROUP, MAX_ROWS, has_amx, tile_product
 from kernels.quant_weight import QuantWeight, packed
-from outrider.layers.linear import FourBitProduct, Linear, can_pack
+from outrider.layers.cpu_weight import CpuWeight, four_bits, four_bits_of
+from outrider.layers.linear import Linear
 
 CPU = torch.device("cpu")
 
@@ -29,35 +30,43 @@ def on_levels(num_out: int, size: int) -> Tensor:
 @with_amx
 def test_few_rows_get_the_product_and_each_the_same_bits_whatever_is_beside_it() -> None:
     weight = on_levels(48, 96)
-    product = FourBitProduct.of(weight.bfloat16())
-    assert product is not None
+    found_weight = CpuWeight.of(weight.bfloat16())
+    assert found_weight is not None and found_weight.of_few is not None and found_weight.of_few.kind == "four"
     rows = torch.randn(MAX_ROWS, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found, exact = product(rows), rows.double() @ weight.double().t()
+    found, exact = found_weight.product(rows, None), rows.double() @ weight.double().t()
     assert (found - exact).norm() < 0.003 * exact.norm()
     for count in range(1, MAX_ROWS):
-        assert torch.equal(product(rows[:count]), found[:count])
+        assert torch.equal(found_weight.product(rows[:count], None), found[:count])
     wider = torch.cat((rows, rows), 1)
-    assert torch.equal(product(wider[:, 96:]), found), "rows that do not lie side by side"
+    assert torch.equal(found_weight.product(wider[:, 96:], None), found), "rows that do not lie side by side"
 
 
-def test_a_matrix_of_other_weights_has_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.layers.linear.has_amx", lambda: True)
-    assert FourBitProduct.of(on_levels(48, 96).bfloat16()) is not None
-    assert FourBitProduct.of(torch.randn(48, 96).bfloat16()) is None
+def test_a_matrix_of_other_weights_has_no_codes() -> None:
+    assert four_bits(on_levels(48, 96).bfloat16()) is not None
+    assert four_bits(torch.randn(48, 96).bfloat16()) is None
     weight = on_levels(48, 96)
     weight[40, 50] += 0.004  # nearly half a step
-    assert FourBitProduct.of(weight.bfloat16()) is None
-    assert FourBitProduct.of(on_levels(48, 96)) is None, "float32 is the reference, and stays exact"
+    assert four_bits(weight.bfloat16()) is None
+
+
+@with_amx
+def test_other_matrices_lie_in_tiles_and_those_of_float32_as_they_did() -> None:
+    found = CpuWeight.of(torch.randn(48, 96).bfloat16())
+    assert found is not None and found.of_few is not None and found.of_few.kind == "half"
+    exact = CpuWeight.of(on_levels(48, 96))
+    assert exact is None or exact.of_few is None, "float32 is the reference, and stays exact"
+    odd = CpuWeight.of(torch.randn(20, 96).bfloat16())
+    assert odd is None or odd.of_few is None, "20 rows are no tiles"
 
 
 @with_amx
 def test_groups_of_equal_weights_are_zeros_of_a_scale() -> None:
     weight = torch.zeros(16, 64)
     weight[:, GROUP:] = 0.5
-    product = FourBitProduct.of(weight.bfloat16())
-    assert product is not None
+    found = four_bits(weight.bfloat16())
+    assert found is not None
     rows = torch.ones(1, 64, dtype=torch.bfloat16)
-    assert torch.equal(product(rows), torch.full((1, 16), 16.0, dtype=torch.bfloat16))
+    assert torch.equal(tile_product(rows, found), torch.full((1, 16), 16.0, dtype=torch.bfloat16))
 
 
 @with_amx
@@ -68,16 +77,14 @@ def test_codes_of_a_checkpoint_are_taken_as_they_are(has_zeros: bool) -> None:
     scales = 0.01 + torch.rand(2, 48, generator=generator) * 0.01
     zeros = torch.randint(0, 16, (2, 48), generator=generator, dtype=torch.uint8) if has_zeros else None
     quantized = QuantWeight("int4", packed(codes, "int4", 64), scales, 64, 64, zeros=zeros)
-    product = FourBitProduct.of_quantized(quantized, quantized.dequantized(torch.bfloat16))
-    assert product is not None
+    found = four_bits_of(quantized)
+    assert found is not None
     rows = torch.randn(2, 128, generator=generator).bfloat16()
     exact = rows.double() @ quantized.dequantized(torch.float32).double().t()
-    assert (product(rows) - exact).norm() < 0.006 * exact.norm()
-    assert FourBitProduct.of_quantized(quantized, quantized.dequantized(torch.float32)) is None
+    assert (tile_product(rows, found) - exact).norm() < 0.006 * exact.norm()
 
 
 @with_amx
-@pytest.mark.skipif(not can_pack(torch.empty(1, 1, dtype=torch.bfloat16)), reason="oneDNN has no bfloat16 here")
 def test_a_layer_multiplies_few_rows_and_many_alike_but_for_rounding() -> None:
     linear = Linear(64, 32, True, torch.bfloat16, CPU)
     linear.weight.copy_(on_levels(32, 64))

@@ -13,7 +13,8 @@ from outrider.host.process import KEPT_KERNELS, KERNEL_CACHES
 
 PROGRAM = """
 import ctypes, sys, torch
-from outrider.layers.linear import Linear, can_pack
+from outrider.layers.cpu_weight import can_pack
+from outrider.layers.linear import Linear
 from outrider.models.loader import load_model
 
 class Heap(ctypes.Structure):

@@ -34,8 +34,6 @@ Job = tuple[list[int], SamplingParams]
 
 @pytest.fixture(scope="module", params=["float32", "auto"])
 def model(model_path: Path, request: pytest.FixtureRequest) -> Iterator[CausalLM]:
-    if request.param == "auto" and torch.cpu._is_amx_tile_supported():
-        pytest.skip("with AMX products in bfloat16 round by their number of rows")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield load_model(model_path, choose_dtype(request.param))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import exp, inf
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -13,22 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.base import (
-    PLAIN,
-    AttentionBackend,
-    AttentionPlan,
-    ForwardBatch,
-    LayerRules,
-    Segment,
-    TokenBatch,
-)
+from kernels.cpu.products import torch_alone
+from outrider.attention.base import AttentionBackend, ForwardBatch, Segment, TokenBatch
 from outrider.attention.prompts import PromptChunk
-from outrider.attention.torch_backend import HeadSplit, folded_attention
-from outrider.cache.kv import KVCache
 from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape
+from outrider.drafting.model.region_attention import RegionAttention, RowSteps, StepBatch
 from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
-from outrider.layers.linear import RMSNorm
-from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.block import BlockHead
 from outrider.sampling.proposer import HostProposer
@@ -48,6 +38,9 @@ class TorchRunner(BurstRunner):
         self._masks = [[0] * shape.region for _ in range(shape.num_rows)]
         self._injected = [0] * shape.num_rows  # tree slots with KV of the target's features, as bits; of a block head
         self._interrupted: Callable[[], bool] = _never
+        self._ended_at = -inf
+        self._seconds_a_step = self._round_seconds = 0.0
+        """Of a step, and from a burst's end to the next, which where verify waits for bursts is a round: lately."""
 
     def run_until(self, interrupted: Callable[[], bool]) -> None:
         """See BurstRunner."""
@@ -68,7 +61,8 @@ class TorchRunner(BurstRunner):
         for pending in self._launched:
             if not pending.ran:
                 try:
-                    self._run(pending)
+                    with torch_alone():
+                        self._run(pending)
                 except Exception as error:
                     # Raised by `finish`, not by the call that happens to run the burst.
                     pending.error = error
@@ -84,6 +78,9 @@ class TorchRunner(BurstRunner):
     def _run(self, pending: PendingBurst) -> None:
         """Run the steps of a burst, and write their results where `finish` reads them."""
         pending.ran = True
+        began = perf_counter()
+        self._round_seconds = _follow(self._round_seconds, began - self._ended_at)
+        least_chance = self._least_chance(pending.burst)
         burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
         self.memory.flush()
         self.memory.take_features(burst.features)
@@ -92,11 +89,13 @@ class TorchRunner(BurstRunner):
         lines[:, (2 + branching) * width :].view(np.float32)[:] = -np.inf
         frontier = HostFrontier(burst, width, self._masks, (self.shape.max_seeds, branching), self.shape.lag)
         head = self._model if isinstance(self._model, BlockHead) else None
-        attention = None if head is not None else self._region_attention(burst)
+        places = [] if head is not None else self._places(burst)
+        attention = RegionAttention(self.memory.kv, places, self.shape.region)
         ends = burst.rows.live.shape[1] - burst.rows.live[:, ::-1].argmax(1)
         used = np.where(burst.rows.live.any(1), ends, 0).tolist()
+        num_run = 0
         for number, line in enumerate(lines):
-            if number and burst.min_chance and frontier.chance < burst.min_chance:
+            if number and frontier.chance < least_chance:
                 break
             pending.cut = pending.cut or (number > 0 and self._interrupted())
             nodes = [] if pending.cut else frontier.take()
@@ -104,8 +103,9 @@ class TorchRunner(BurstRunner):
                 break
             if head is not None:
                 logits = self._run_block(head, burst, frontier, nodes)
-            elif attention is not None:
-                logits = self._model.logits(self._run_nodes(burst, frontier, nodes, used, attention))
+            else:
+                rows = self._row_steps(places, frontier, nodes, used)
+                logits = self._model.logits(self._run_nodes(burst, nodes, rows, attention))
             tokens, scores = self._propose_for(burst, nodes, logits, branching)
             count, found = len(nodes), tokens.numpy()
             frontier.add(nodes, number * width, found.tolist(), scores.tolist())
@@ -114,20 +114,31 @@ class TorchRunner(BurstRunner):
             size = count * branching
             line[2 * width : 2 * width + size] = found.reshape(-1)
             line[(2 + branching) * width :].view(np.float32)[:size] = scores.numpy().reshape(-1)
+            num_run = number + 1
+        self._ended_at = perf_counter()
+        if num_run:
+            self._seconds_a_step = _follow(self._seconds_a_step, (self._ended_at - began) / num_run)
+
+    def _least_chance(self, burst: Burst) -> float:
+        """Sum of the chances of a step's nodes below which a burst that verify waits for ends; 0 where it does not.
+
+        A step brings about half of it, in accepted tokens, and costs what rounds commit in its time.
+        """
+        if not burst.min_chance or not self._round_seconds:
+            return burst.min_chance
+        return min(max(burst.min_chance, _STEP_COST * self._seconds_a_step / self._round_seconds), 1.0)
 
     def _run_nodes(
-        self, burst: Burst, frontier: HostFrontier, nodes: list[StepNode], used: list[int], attention: AttentionBackend
+        self, burst: Burst, nodes: list[StepNode], steps: list[RowSteps], attention: AttentionBackend
     ) -> Tensor:
         """Run nodes; returns rows for `logits`."""
         region, lag, rows = self.shape.region, self.shape.lag, burst.rows.rows
-        for node in nodes:
-            used[node.row] = max(used[node.row], node.slot + 1)
         table_rows = [int(rows[node.row]) for node in nodes]
         batch = StepBatch(
             token_ids=torch.tensor([node.token for node in nodes]),
             positions=torch.tensor([max(node.position - lag, 0) for node in nodes]),
             kv_slots=self._kv_slots(table_rows, nodes),
-            rows=self._row_steps(burst, frontier, nodes, used),
+            rows=steps,
         )
         store, given = self.memory.features, None
         zero_row = (self.shape.num_rows + 1) * region
@@ -222,28 +233,29 @@ class TorchRunner(BurstRunner):
         return tokens, scores.masked_fill_(scores > 0, -torch.inf)
 
     def _row_steps(
-        self, burst: Burst, frontier: HostFrontier, nodes: list[StepNode], used: list[int]
+        self, places: Sequence[Tensor], frontier: HostFrontier, nodes: list[StepNode], used: list[int]
     ) -> list[RowSteps]:
+        for node in nodes:
+            used[node.row] = max(used[node.row], node.slot + 1)
         seen = torch.from_numpy(frontier.sees(nodes, self.shape.region))
         bounds = [index for index, node in enumerate(nodes) if not index or nodes[index - 1].row != node.row]
         steps = []
         for first, end in zip(bounds, [*bounds[1:], len(nodes)], strict=True):
             row = nodes[first].row
-            length, count = int(burst.rows.context_lens[row]), end - first
-            mask = torch.zeros(count, length + used[row], dtype=self._model.dtype)
-            mask[:, length:].masked_fill_(~seen[first:end, : used[row]], -torch.inf)
-            steps.append(RowSteps(row, count, torch.tensor([node.slot for node in nodes[first:end]]), mask))
+            own = torch.tensor([node.slot for node in nodes[first:end]])
+            length = len(places[row]) - self.shape.region
+            steps.append(RowSteps(row, own, places[row][: length + used[row]], seen[first:end, : used[row]]))
         return steps
 
-    def _region_attention(self, burst: Burst) -> RegionAttention:
-        rows, memory = burst.rows.rows.tolist(), self.memory
-        lengths = burst.rows.context_lens.tolist()
-        contexts = [
-            torch.from_numpy(memory.context_slots(row, 0, length).astype(np.int64))
-            for row, length in zip(rows, lengths, strict=True)
+    def _places(self, burst: Burst) -> list[Tensor]:
+        """KV slots of each row's context, and of its tree region behind."""
+        memory, region = self.memory, self.shape.region
+        return [
+            torch.from_numpy(
+                np.concatenate((memory.context_slots(row, 0, length), memory.region_start(row) + np.arange(region)))
+            ).long()
+            for row, length in zip(burst.rows.rows.tolist(), burst.rows.context_lens.tolist(), strict=True)
         ]
-        starts = [memory.region_start(row) for row in rows]
-        return RegionAttention(memory.kv, contexts, [slice(start, start + self.shape.region) for start in starts])
 
     def _run_context(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:
         segments = []
@@ -256,6 +268,18 @@ class TorchRunner(BurstRunner):
         batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
         own = torch.cat([segment.kv_slots[-segment.num_queries :] for segment in segments])
         self._model.extend(batch, features, own, self.memory.kv, self._attention)
+
+
+_STEP_COST = 3.0
+"""Twice the tokens that a round and the wait before it commit, a round's time for theirs."""
+_LEARN_RATE = 0.1
+
+
+def _follow(known: float, seconds: float) -> float:
+    """What something takes, as known, and as it took now. Pauses between requests are no rounds."""
+    if not known:
+        return min(seconds, 1.0)
+    return known + _LEARN_RATE * (min(seconds, 4 * known) - known)
 
 
 def _never() -> bool:
@@ -370,102 +394,3 @@ class HostFrontier:
         if best and -best[0][0] >= FORCED:
             return inf
         return sum(exp(-entry[0]) for entry in best)
-
-
-@dataclass(slots=True)
-class RowSteps:
-    """A request of a step.
-
-    Attributes:
-        row: of the burst.
-        num_nodes: of the step.
-        slots: int64 [num_nodes], their tree slots.
-        mask: [num_nodes, context_len + slots up to the last one in use], 0 where a node sees, else -inf.
-    """
-
-    row: int
-    num_nodes: int
-    slots: Tensor
-    mask: Tensor
-
-
-@dataclass(slots=True)
-class StepBatch(TokenBatch):
-    """Nodes of a step, row by row; `kv_slots` int64 [M] is where their keys and values go."""
-
-    kv_slots: Tensor
-    rows: Sequence[RowSteps]
-
-
-class RegionAttention(AttentionBackend):
-    """Attention of draft steps on a CPU: keys and values of a burst's requests lie side by side, context first.
-
-    What nodes write goes to the cache, too.
-    """
-
-    def __init__(self, kv: KVCache, contexts: Sequence[Tensor], regions: Sequence[slice]) -> None:
-        """For each request of the burst: KV slots of its context int64 [L], and of its tree region."""
-        self._lengths = [len(context) for context in contexts]
-        self._held = [
-            [_gather(kv, layer, context, region) for layer in range(len(kv.k_layers))]
-            for context, region in zip(contexts, regions, strict=True)
-        ]
-
-    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
-        """See AttentionBackend. Raises TypeError for another batch than a step's."""
-        if not isinstance(batch, StepBatch):
-            raise TypeError(f"{type(batch).__name__} is no step of a burst")
-        split = HeadSplit(batch, kv, num_heads, rotary)
-        return _RegionPlan(batch, kv, split, num_heads // kv.k.shape[2], self._held, self._lengths)
-
-
-class _RegionPlan(AttentionPlan):
-    def __init__(
-        self,
-        batch: StepBatch,
-        kv: KVCache,
-        split: HeadSplit,
-        per_kv_head: int,
-        held: Sequence[Sequence[tuple[Tensor, Tensor]]],
-        lengths: Sequence[int],
-    ) -> None:
-        self._batch = batch
-        self._kv = kv
-        self._split = split
-        self._held = held
-        self._lengths = lengths
-        self._places = [part.slots + lengths[part.row] for part in batch.rows]
-        self._masks = [part.mask.repeat(per_kv_head, 1) for part in batch.rows]
-
-    def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
-        q, k, v = self._split(heads, qk_norm, rules.rotary)
-        self._kv.write(layer, self._batch.kv_slots, k, v)
-        outputs, first = [], 0
-        for part, places, mask in zip(self._batch.rows, self._places, self._masks, strict=True):
-            end = first + part.num_nodes
-            keys, values = self._held[part.row][layer]
-            keys.index_copy_(1, places, k[first:end].transpose(0, 1))
-            values.index_copy_(1, places, v[first:end].transpose(0, 1))
-            seen_keys, seen_values = (held[:, : mask.shape[1]].unsqueeze(0) for held in (keys, values))
-            if rules.scores.window:
-                mask = _within(mask, self._batch.positions[first:end], self._lengths[part.row], rules.scores.window)
-            outputs.append(folded_attention(q[first:end], seen_keys, seen_values, mask, rules))
-            first = end
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _within(mask: Tensor, positions: Tensor, length: int, window: int) -> Tensor:
-    """The mask of a row with what the window hides of its context of `length`; all of its tree counts as near."""
-    far = torch.arange(length, device=mask.device) <= positions.unsqueeze(1) - window
-    mask = mask.clone()
-    mask[:, :length].masked_fill_(far.repeat(len(mask) // len(far), 1), float("-inf"))
-    return mask
-
-
-def _gather(kv: KVCache, layer: int, context: Tensor, region: slice) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer, each [K, L + region, D]."""
-    caches = (kv.k_layers[layer], kv.v_layers[layer])
-    keys, values = (
-        torch.cat((cache.index_select(0, context), cache[region])).transpose(0, 1).contiguous() for cache in caches
-    )
-    return keys, values

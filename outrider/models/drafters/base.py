@@ -15,6 +15,7 @@ from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.config import ALL_SEEN, EMBEDDING, OUTPUT, ContextWindow, HeadConfig
+from outrider.models.few_rows import LayerStack
 from outrider.sampling.proposer import HEAD_SCALE, PLAIN_SCALE
 from outrider.tree.projection import MAX_PROJECTION_BYTES, Projection, name_projection
 
@@ -136,6 +137,7 @@ class DraftHead(DraftModel):
         self._norms: dict[str, RMSNorm] = {}
         self.rotary = Rotary(decoder.rope, decoder.weight_head_dim, device, decoder.head_dim)
         self.layers: list[DecoderLayer] = []
+        self.stack = LayerStack(self.layers, decoder, self.rotary)
 
     def join(self, exchange: Exchange) -> None:
         """Compute as one of several ranks; before `finish_loading`. `config` is what `cut_head` makes for so many."""
@@ -157,8 +159,7 @@ class DraftHead(DraftModel):
         """Called once when all tensors are filled, to choose memory layouts."""
         for linear in self._linears.values():
             linear.pack()
-        for layer in self.layers:
-            layer.finish_loading()
+        self.stack.finish_loading()
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:

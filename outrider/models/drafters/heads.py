@@ -35,10 +35,8 @@ class EagleHead(DraftHead):
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor | None]:
         """See DraftModel."""
-        plan = attention.plan(batch, kv, self.num_heads, self.rotary)
         stream = self.fc(torch.cat((self.embed(batch.token_ids), required(features)), 1))
-        for layer in self.layers:
-            stream = layer(stream, plan)
+        stream, _ = self.stack(stream, batch, kv, attention, given=stream)
         return stream, stream
 
 
@@ -110,13 +108,11 @@ class Eagle3Head(DraftHead):
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor | None]:
         """See DraftModel."""
-        plan = attention.plan(batch, kv, self.num_heads, self.rotary)
         stream = required(features)
         hidden = self.hidden_norm(stream)
         rows = torch.cat((self.token_norm(self.embed(batch.token_ids)), hidden), 1)
-        stream = self.layers[0].run(rows, hidden if self.config.norm_before_residual else stream, plan)
-        for layer in self.layers[1:]:
-            stream = layer(stream, plan)
+        stream = hidden if self.config.norm_before_residual else stream
+        stream, _ = self.stack(stream, batch, kv, attention, given=rows)
         normed = self.final_norm(stream)
         return normed, normed if self.config.norm_output else stream
 
@@ -145,12 +141,12 @@ class MtpHead(DraftHead):
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor | None]:
         """See DraftModel."""
-        plan = attention.plan(batch, kv, self.num_heads, self.rotary)
         tokens = self.token_norm(self.embed(batch.token_ids))
         # The first pair of a sequence has no token, as in the engines that serve this head.
         tokens = tokens.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
         stream = self.input(torch.cat((self.hidden_norm(required(features)), tokens), 1))
-        rows = self.final_norm(self.layers[0](stream, plan))
+        stream, _ = self.stack(stream, batch, kv, attention)
+        rows = self.final_norm(stream)
         return rows, rows
 
 

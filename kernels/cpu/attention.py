@@ -1,0 +1,157 @@
+"""Attention of few queries on a CPU, where each lane of a vector is a query: see kernels.cpu.stack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from kernels.cpu.code import I8, I16, I32, I64, LANES, Code
+from kernels.cpu.layout import ITEM, KEYS, LAYER, QUERIES, RUN, StackShape
+
+_HIDDEN = -1e30
+"""The score of a key that a query does not see."""
+_LEAST = -50.0
+"""Powers of e below are 0: they change no sum, and processors take long for numbers as small as their products."""
+_FETCHED = 32
+"""Keys that are asked of memory ahead: they lie too far from each other for processors to do it by themselves."""
+_MAX_TOTALS = 16
+"""Vectors that sums of values are kept in: half of the registers."""
+
+
+def write_attention(module: Any, shape: StackShape) -> None:
+    """`attend`: up to 16 queries of a kv head over their keys, by two passes over scores in a thread's own memory."""
+    code = Code(module, "attend", ["run", "layer", "item", "scratch"])
+    _Attention(code, shape).write()
+    code.done()
+
+
+class _Attention:
+    def __init__(self, code: Code, shape: StackShape) -> None:
+        self.code, self.shape = code, shape
+        self.run, self.layer = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER)
+        self.item = code.fields(code.args["item"], ITEM)
+        where = code.plus(self.run["queries"], code.times(self.item["queries"], 8 * len(QUERIES)))
+        self.queries = code.fields(where, QUERIES)
+        scratch = code.args["scratch"]
+        self.pairs, self.seen, self.scores = (
+            code.plus(scratch, self.run[name]) for name in ("at_pairs", "at_seen", "at_scores")
+        )
+        self.num_keys = self.queries["num_keys"]
+        self.num_lanes = code.times(self.item["count"], shape.group)
+        self.first = code.plus(self.queries["first"], self.item["first"])
+
+    def write(self) -> None:
+        self._lay_out_queries()
+        self._score()
+        self._hide()
+        sums = self._weigh()
+        self._add_up(sums)
+
+    def _lay_out_queries(self) -> None:
+        """Pairs of columns, each of all queries side by side."""
+        code, shape = self.code, self.shape
+        with code.loop(0, shape.head_dim * 32, 64) as at:
+            code.store(code.number(0.0), code.plus(self.pairs, at))
+        with code.loop(0, self.item["count"]) as row:
+            for member in range(shape.group):
+                head = code.plus(code.times(self.item["head"], shape.group), member)
+                source = code.plus(code.times(code.plus(self.first, row), shape.num_all), head)
+                source = code.plus(self.run["heads"], code.times(source, 2 * shape.head_dim))
+                target = code.plus(self.pairs, code.times(row, 4 * shape.group), 4 * member)
+                with code.loop(0, shape.head_dim // 2) as pair:
+                    value = code.load(I32, source, code.times(pair, 4))
+                    code.store(value, target, code.times(pair, 64))
+
+    def _key(self, number: Any, name: str) -> Any:
+        """Where the key, or its value, of this number lies."""
+        code, shape = self.code, self.shape
+        slot = code.load_number(self.queries["slots"], code.times(number, 8))
+        place = code.plus(code.times(slot, shape.num_kv_heads), self.item["head"])
+        return code.plus(self.layer[name], code.times(place, 2 * shape.head_dim))
+
+    def _score(self) -> None:
+        """Scores of some keys at a time; behind the last key it is taken again, and what comes of it not used."""
+        code, shape, steps = self.code, self.shape, 4
+        last = code.plus(self.num_keys, -1)
+        with code.loop(0, self.num_keys, KEYS) as first:
+            keys = [self._key(code.least(code.plus(first, number), last), "keys") for number in range(KEYS)]
+            for number in range(KEYS):
+                ahead = code.least(code.plus(first, number + _FETCHED), last)
+                code.fetch(self._key(ahead, "keys"), 2 * shape.head_dim)
+            totals = [code.variable(code.number(0.0)) for _ in keys]
+            with code.loop(0, shape.head_dim // 2, steps) as pair:
+                for step in range(steps):
+                    queries = code.load_vector(self.pairs, code.plus(code.times(pair, 64), 64 * step))
+                    for key, total in zip(keys, totals, strict=True):
+                        both = code.same(code.load(I32, key, code.plus(code.times(pair, 4), 4 * step)))
+                        total.set(code.add_pairs(total.get(), queries, both))
+            for number, total in enumerate(totals):
+                scaled = code.build.fmul(total.get(), code.number(shape.scale))
+                code.store(scaled, self.scores, code.times(code.plus(first, number), 64))
+
+    def _hide(self) -> None:
+        """Keys that a mask hides get a score below all others."""
+        code, shape, masked = self.code, self.shape, self.queries["num_masked"]
+        before = code.minus(self.num_keys, masked)
+        bits = ir.VectorType(ir.IntType(1), LANES)
+        with code.loop(0, masked) as key:
+            seen = code.variable(I32(0))
+            with code.loop(0, self.item["count"]) as row:
+                place = code.plus(code.times(code.plus(self.item["first"], row), masked), key)
+                sees = code.build.zext(code.load(I8, self.queries["mask"], place), I32)
+                lanes = code.build.mul(sees, I32((1 << shape.group) - 1))
+                shift = code.build.trunc(code.times(row, shape.group), I32)
+                seen.set(code.build.or_(seen.get(), code.build.shl(lanes, shift)))
+            place = code.plus(self.scores, code.times(code.plus(before, key), 64))
+            visible = code.build.bitcast(code.build.trunc(seen.get(), I16), bits)
+            code.store(code.build.select(visible, code.load_vector(place), code.number(_HIDDEN)), place)
+
+    def _weigh(self) -> Any:
+        """Scores become weights; returns where one over their sums is."""
+        code = self.code
+        most, sums = code.variable(code.number(_HIDDEN)), code.variable(code.number(0.0))
+        with code.loop(0, self.num_keys) as key:
+            most.set(code.largest(most.get(), code.load_vector(self.scores, code.times(key, 64))))
+        with code.loop(0, self.num_keys) as key:
+            place = code.plus(self.scores, code.times(key, 64))
+            below = code.build.fsub(code.load_vector(place), most.get())
+            counts = code.build.fcmp_ordered(">", below, code.number(_LEAST))
+            weight = code.build.select(counts, code.exp(below), code.number(0.0))
+            sums.set(code.build.fadd(sums.get(), weight))
+            code.store(weight, place)
+        code.store(code.build.fdiv(code.number(1.0), sums.get()), self.pairs)
+        return self.pairs
+
+    def _add_up(self, shares: Any) -> None:
+        """Values times weights, for some queries at a time."""
+        code, shape = self.code, self.shape
+        columns = range(0, shape.head_dim, LANES)
+        some = max(1, _MAX_TOTALS // len(columns))
+        with code.loop(0, self.num_lanes, some) as lane:
+            totals = [[code.variable(code.number(0.0)) for _ in columns] for _ in range(some)]
+            with code.loop(0, self.num_keys) as key:
+                ahead = code.least(code.plus(key, _FETCHED), code.plus(self.num_keys, -1))
+                code.fetch(self._key(ahead, "values"), 2 * shape.head_dim)
+                value = self._key(key, "values")
+                values = [code.load_halves(value, 2 * column) for column in columns]
+                weights = code.plus(self.scores, code.times(key, 64), code.times(lane, 4))
+                for member, row in enumerate(totals):
+                    weight = code.load_same(weights, 4 * member)
+                    for total, part in zip(row, values, strict=True):
+                        total.set(code.fma(weight, part, total.get()))
+            for member, row in enumerate(totals):
+                query = code.plus(lane, member)
+                with code.when(code.build.icmp_signed("<", query, self.num_lanes)):
+                    share = code.load_same(shares, code.times(query, 4))
+                    target = self._target(query)
+                    for column, total in zip(columns, row, strict=True):
+                        code.store_halves(code.build.fmul(total.get(), share), target, 2 * column)
+
+    def _target(self, query: Any) -> Any:
+        """Where what a query attends to goes."""
+        code, shape = self.code, self.shape
+        row, member = code.build.udiv(query, I64(shape.group)), code.build.urem(query, I64(shape.group))
+        head = code.plus(code.times(self.item["head"], shape.group), member)
+        place = code.plus(code.times(code.plus(self.first, row), shape.num_heads), head)
+        return code.plus(self.run["attended"], code.times(place, 2 * shape.head_dim))

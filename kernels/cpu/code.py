@@ -1,0 +1,336 @@
+"""Writing and compiling functions for a CPU: a thin layer over llvmlite's builder of LLVM code.
+
+A function takes addresses and numbers, all int64 (the language: llvm.org/docs/LangRef.html). Vectors hold 16 numbers
+(`LANES`), float32 in registers and float32 or bfloat16 in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from llvmlite import binding as llvm
+from llvmlite import ir
+
+LANES = 16
+I8, I16, I32, I64, F32, PTR = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.PointerType())
+VECTOR = ir.VectorType(F32, LANES)
+_WORDS = ir.VectorType(I32, LANES)
+_CPU = "sapphirerapids"
+_SPINS = 2000
+"""Looks at a counter before a thread lets others have its core: some 0.1 ms."""
+
+
+class _BFloat16(ir.Type):  # type: ignore[misc]
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_HALVES = ir.VectorType(_BFloat16(), LANES)
+PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+"""Of 32 bfloat16 numbers, two for each lane."""
+
+
+class Variable:
+    """A value that changes."""
+
+    def __init__(self, code: Code, value: Any) -> None:
+        self._code = code
+        with code.build.goto_entry_block():
+            self._place = code.build.alloca(value.type)
+        self.set(value)
+
+    def set(self, value: Any) -> None:
+        """Give it another value."""
+        self._code.build.store(value, self._place)
+
+    def get(self) -> Any:
+        """Its value now."""
+        return self._code.build.load(self._place, typ=self._place.allocated_type)
+
+
+class Code:
+    """One function in the making: `names` are its arguments, int64, found as attributes of `args`."""
+
+    def __init__(self, module: Any, name: str, names: Sequence[str]) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(names))
+        self.function = ir.Function(module, kind, name)
+        self.function.attributes.add("nounwind")
+        self.args = dict(zip(names, self.function.args, strict=True))
+        self.build = ir.IRBuilder(self.function.append_basic_block())
+        self._module = module
+
+    def room(self, size: int) -> Any:
+        """The address of so many bytes on the stack, a multiple of 64."""
+        with self.build.goto_entry_block():
+            found = self.build.alloca(I8, size=I64(size))
+            found.align = 64
+        return self.build.ptrtoint(found, I64)
+
+    def variable(self, value: Any) -> Variable:
+        """A value that changes, with its first one."""
+        return Variable(self, value)
+
+    def fields(self, address: Any, names: Sequence[str]) -> dict[str, Any]:
+        """int64 values that lie side by side."""
+        return {name: self.load_number(address, 8 * place) for place, name in enumerate(names)}
+
+    def bounds(self, chunk: Any, size: int, end: int) -> tuple[Any, Any]:
+        """The first of a chunk of so many, and the one behind its last, `end` at most."""
+        first = self.times(chunk, size)
+        return first, self.least(self.plus(first, size), end)
+
+    def plus(self, first: Any, *others: Any) -> Any:
+        """The sum of int64 values and Python's numbers."""
+        for other in others:
+            first = self.build.add(first, I64(other) if isinstance(other, int) else other)
+        return first
+
+    def minus(self, first: Any, other: Any) -> Any:
+        """The difference of int64 values."""
+        return self.build.sub(first, other)
+
+    def times(self, first: Any, other: Any) -> Any:
+        """The product of an int64 value and another or a Python number."""
+        return self.build.mul(first, I64(other) if isinstance(other, int) else other)
+
+    def load_number(self, address: Any, offset: Any = 0) -> Any:
+        """An int64 value."""
+        return self.load(I64, address, offset)
+
+    def between(self, low: Any, value: Any, high: Any) -> Any:
+        """low < value <= high."""
+        low, high = (I64(bound) if isinstance(bound, int) else bound for bound in (low, high))
+        return self.build.and_(self.build.icmp_signed("<", low, value), self.build.icmp_signed("<=", value, high))
+
+    def when(self, condition: Any) -> AbstractContextManager[Any]:
+        """What is written within is done if the condition holds."""
+        found: AbstractContextManager[Any] = self.build.if_then(condition)
+        return found
+
+    def least(self, first: Any, other: Any) -> Any:
+        """The lesser of two int64 values; `other` may be a Python number."""
+        other = I64(other) if isinstance(other, int) else other
+        return self.build.select(self.build.icmp_signed("<", first, other), first, other)
+
+    def at(self, address: Any, offset: Any = 0) -> Any:
+        """A pointer for an int64 address."""
+        return self.build.inttoptr(self.plus(address, offset), PTR)
+
+    def load(self, kind: Any, address: Any, offset: Any = 0) -> Any:
+        """A value of `kind` at an address that need not be aligned to it."""
+        found = self.build.load(self.at(address, offset), typ=kind, align=1)
+        return found
+
+    def store(self, value: Any, address: Any, offset: Any = 0) -> None:
+        """Put a value at an address that need not be aligned to it."""
+        self.build.store(value, self.at(address, offset), align=1)
+
+    def load_vector(self, address: Any, offset: Any = 0) -> Any:
+        """16 float32 numbers."""
+        return self.load(VECTOR, address, offset)
+
+    def load_same(self, address: Any, offset: Any = 0) -> Any:
+        """A float32 number in all lanes."""
+        return self.same(self.load(F32, address, offset))
+
+    def load_halves(self, address: Any, offset: Any = 0) -> Any:
+        """16 bfloat16 numbers as float32."""
+        words = self.build.zext(self.load(ir.VectorType(I16, LANES), address, offset), _WORDS)
+        return self.build.bitcast(self.build.shl(words, _WORDS([16] * LANES)), VECTOR)
+
+    def store_halves(self, value: Any, address: Any, offset: Any = 0) -> None:
+        """16 float32 numbers, rounded to bfloat16."""
+        self.store(self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, value), address, offset)
+
+    def same(self, value: Any) -> Any:
+        """A float32 or int32 number in all lanes."""
+        kind = ir.VectorType(value.type, LANES)
+        one = self.build.insert_element(kind(ir.Undefined), value, I32(0))
+        return self.build.shuffle_vector(one, kind(ir.Undefined), _WORDS([0] * LANES))
+
+    def number(self, value: float) -> Any:
+        """A constant in all lanes."""
+        return VECTOR([float(value)] * LANES)
+
+    def call(self, name: str, kind: Any, *values: Any) -> Any:
+        """A function that is not in Python's hands: LLVM's own, or one of another module or library."""
+        found = self._module.globals.get(name)
+        if found is None:
+            found = ir.Function(self._module, ir.FunctionType(kind, [value.type for value in values]), name)
+        return self.build.call(found, values)
+
+    def run(self, name: str, *values: Any) -> None:
+        """Call a function that takes int64 values and returns nothing."""
+        self.call(name, ir.VoidType(), *(I64(value) if isinstance(value, int) else value for value in values))
+
+    def fetch(self, address: Any, size: int) -> None:
+        """Ask memory for so many bytes, for later; what is not there is no fault."""
+        with self.loop(0, size, 64) as line:
+            self.call("llvm.prefetch.p0", ir.VoidType(), self.at(address, line), I32(0), I32(3), I32(1))
+
+    def fma(self, first: Any, second: Any, third: Any) -> Any:
+        """first * second + third, rounded once."""
+        return self.call("llvm.fma.v16f32", VECTOR, first, second, third)
+
+    def largest(self, first: Any, second: Any) -> Any:
+        """The larger number in each lane."""
+        return self.call("llvm.maxnum.v16f32", VECTOR, first, second)
+
+    def add_pairs(self, total: Any, first: Any, second: Any) -> Any:
+        """total + both products of the two bfloat16 numbers in each lane of vectors of 32 bits."""
+        pairs = (self.build.bitcast(value, PAIRS) for value in (first, second))
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, total, *pairs)
+
+    def inverse_root(self, value: Any) -> Any:
+        """1 / sqrt(value), float32."""
+        return self.build.fdiv(F32(1.0), self.call("llvm.sqrt.f32", F32, value))
+
+    def silu(self, value: Any) -> Any:
+        """value / (1 + exp(-value)), by a power of e that is no more than 1."""
+        build = self.build
+        away = build.fsub(self.number(0.0), self.call("llvm.fabs.v16f32", VECTOR, value))
+        power = self.exp(away)
+        above = build.select(build.fcmp_ordered(">=", value, self.number(0.0)), self.number(1.0), power)
+        return build.fdiv(build.fmul(value, above), build.fadd(self.number(1.0), power))
+
+    def total(self, value: Any) -> Any:
+        """The sum over all lanes, float32, always in the same order."""
+        for size in (8, 4, 2, 1):
+            other = self.build.shuffle_vector(
+                value, value.type(ir.Undefined), _WORDS([(lane + size) % LANES for lane in range(LANES)])
+            )
+            value = self.build.fadd(value, other)
+        return self.build.extract_element(value, I32(0))
+
+    def exp(self, value: Any) -> Any:
+        """e to the power of numbers up to 0, off by 2^-22 of it: a power of two, times Taylor's series of the rest."""
+        build = self.build
+        value = self.call("llvm.maxnum.v16f32", VECTOR, value, self.number(-87.0))
+        turns = self.call("llvm.rint.v16f32", VECTOR, build.fmul(value, self.number(1.4426950408889634)))
+        left = self.fma(turns, self.number(-0.693145751953125), value)
+        left = self.fma(turns, self.number(-1.428606765330187e-06), left)
+        found = self.number(1 / 5040)
+        for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+            found = self.fma(found, left, self.number(factor))
+        power = build.shl(build.add(build.fptosi(turns, _WORDS), _WORDS([127] * LANES)), _WORDS([23] * LANES))
+        return build.fmul(found, build.bitcast(power, VECTOR))
+
+    @contextmanager
+    def loop(self, first: Any, end: Any, step: int = 1) -> Iterator[Any]:
+        """Over int64 values from `first` up to `end`."""
+        build = self.build
+        first, end = (I64(value) if isinstance(value, int) else value for value in (first, end))
+        place = Variable(self, first)
+        head, body, behind = (build.append_basic_block() for _ in range(3))
+        build.branch(head)
+        build.position_at_end(head)
+        value = place.get()
+        build.cbranch(build.icmp_signed("<", value, end), body, behind)
+        build.position_at_end(body)
+        yield value
+        place.set(self.plus(value, step))
+        build.branch(head)
+        build.position_at_end(behind)
+
+    def count_up(self, address: Any, offset: Any = 0, by: int = 1) -> Any:
+        """Add to an int64 counter that threads share; returns what it was."""
+        return self.build.atomic_rmw("add", self.at(address, offset), I64(by), "seq_cst")
+
+    def swap(self, address: Any, offset: Any, value: Any) -> Any:
+        """Put an int64 value where threads share one; returns what was there."""
+        return self.build.atomic_rmw("xchg", self.at(address, offset), value, "seq_cst")
+
+    def look(self, address: Any, offset: Any = 0) -> Any:
+        """An int64 value that threads share."""
+        return self.build.load_atomic(self.at(address, offset), "seq_cst", 8, typ=I64)
+
+    def wait_while(self, condition: Callable[[], Any]) -> None:
+        """Look again and again while a condition holds."""
+        build, looks = self.build, Variable(self, I64(0))
+        head, body, rest, behind = (build.append_basic_block() for _ in range(4))
+        build.branch(head)
+        build.position_at_end(head)
+        build.cbranch(condition(), body, behind)
+        build.position_at_end(body)
+        self.call("llvm.x86.sse2.pause", ir.VoidType())
+        looks.set(self.plus(looks.get(), 1))
+        build.cbranch(build.icmp_signed(">", looks.get(), I64(_SPINS)), rest, head)
+        build.position_at_end(rest)
+        self.call("sched_yield", I32)
+        build.branch(head)
+        build.position_at_end(behind)
+
+    def clear(self, address: Any, size: Any) -> None:
+        """Zeros, so many bytes."""
+        self.call("llvm.memset.p0.i64", ir.VoidType(), self.at(address), I8(0), size, ir.IntType(1)(0))
+
+    @contextmanager
+    def chunks(
+        self, count: Any, address: Any, taken: int, ended: int, prepare: Any = None, ahead: Any = None
+    ) -> Iterator[Any]:
+        """Over chunks that this thread gets, by counters of those that all took and ended; then waits for all.
+
+        `prepare` writes what a thread does before its first, `ahead` what it does before it waits.
+        """
+        build = self.build
+        count = I64(count) if isinstance(count, int) else count
+        is_new = Variable(self, I64(1))
+        head, body, behind = (build.append_basic_block() for _ in range(3))
+        build.branch(head)
+        build.position_at_end(head)
+        chunk = self.count_up(address, taken)
+        build.cbranch(build.icmp_signed("<", chunk, count), body, behind)
+        build.position_at_end(body)
+        if prepare is not None:
+            with self.when(build.icmp_signed("==", is_new.get(), I64(1))):
+                prepare()
+                is_new.set(I64(0))
+        yield chunk
+        self.count_up(address, ended)
+        build.branch(head)
+        build.position_at_end(behind)
+        if ahead is not None:
+            ahead()
+        self.wait_while(lambda: build.icmp_signed("<", self.look(address, ended), count))
+
+    def done(self) -> None:
+        """The function ends here."""
+        self.build.ret_void()
+
+
+def machine() -> Any:
+    """What code is made for, on whatever processor."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu=_CPU, opt=2)
+
+
+def made(module: Any) -> Any:
+    """A module of functions as LLVM has it, with its optimizations."""
+    text = str(module)
+    found = llvm.parse_assembly(text)
+    for function in found.functions:
+        if not function.is_declaration:
+            function.add_function_attribute("nounwind")
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    builder = llvm.create_pass_builder(machine(), options)
+    builder.getModulePassManager().run(found, builder)
+    return found
+
+
+def compiled(*modules: Any) -> Any:
+    """An engine that holds the memory of all functions of modules that call each other."""
+    first, *others = modules
+    engine = llvm.create_mcjit_compiler(first, machine())
+    for module in others:
+        engine.add_module(module)
+    engine.finalize_object()
+    return engine
+
+
+def function(engine: Any, name: str, count: int) -> Any:
+    """A function of so many int64 arguments, for Python."""
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(engine.get_function_address(name))

@@ -1,0 +1,70 @@
+"""What functions of kernels.cpu.stack are told, and where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.cpu.products import GROUP
+
+LANES = 16
+"""Numbers in a vector of float32."""
+KEYS = 8
+"""Keys that are multiplied with queries at once."""
+RUN = (
+    "stream", "rows", "layers", "num_layers", "cos", "sin", "slots", "items", "num_items", "queries", "heads",
+    "attended", "inner", "given", "scratch", "scratch_size", "at_sums", "at_part", "at_pairs", "at_seen", "at_scores",
+    "counters",
+)  # fmt: skip
+"""What a run is told, all int64: addresses and counts. See DecoderStack.run."""
+LAYER = ("attention_norm", "qkv", "qkv_bias", "qk_norm", "output", "mlp_norm", "gate_up", "down", "keys", "values")
+"""Addresses of a layer's weights, and of its keys and values."""
+QUERIES = ("slots", "num_keys", "first", "mask", "num_masked")
+ITEM = ("queries", "head", "first", "count")
+"""A piece of attention: which queries, of which kv head, from which of their rows on, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What layers have in common.
+
+    Attributes:
+        hidden: width of the residual stream, a multiple of 32; so is `inner`, that of the MLP.
+        head_dim: a multiple of 32.
+        eps: of norms.
+        scale: factor on attention's scores.
+        kind: of all matrices, see kernels.cpu.products.Packed.
+        given: columns of what q, k and v are made of, if that is not the normed stream but given beside it; else 0.
+        has_bias: whether q, k and v have a bias.
+        has_qk_norm: whether heads of q and k are normed.
+    """
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inner: int
+    eps: float
+    scale: float
+    kind: str = "four"
+    given: int = 0
+    has_bias: bool = False
+    has_qk_norm: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a function for it."""
+        return (
+            not any(size % GROUP for size in (self.hidden, self.inner, self.head_dim, self.given))
+            and self.group <= LANES
+            and self.head_dim <= 256
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_all(self) -> int:
+        """Heads of q, k and v."""
+        return self.num_heads + 2 * self.num_kv_heads

@@ -1,0 +1,80 @@
+"""RMS norms of rows in bfloat16 on a CPU."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.products import has_amx
+
+if TYPE_CHECKING:
+    from kernels.cpu.code import Code
+
+_LANES = 16
+_NORM = ("x", "weight", "out", "count", "size", "eps")
+"""All int64: addresses, rows, columns, and the bits of a float32."""
+
+
+def fits_norm(rows: Tensor) -> bool:
+    """Whether `rms_norm` takes these rows."""
+    is_served = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.ndim == 2 and has_amx()
+    return is_served and rows.shape[1] % _LANES == 0 and rows.is_contiguous()
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows bfloat16 [M, N] scaled to unit root mean square, then by float32 `weight` [N], rounded once."""
+    out = torch.empty_like(rows)
+    _compiled()(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, float_bits(eps))
+    return out
+
+
+def float_bits(value: float) -> int:
+    """A float32 number as a function's argument."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+@cache
+def _compiled() -> Any:
+    from llvmlite import ir
+
+    from kernels.cpu import code
+
+    module = ir.Module()
+    write_norm(module)
+    engine = code.compiled(code.made(module))
+    found = code.function(engine, "norm", len(_NORM))
+    found.engine = engine
+    return found
+
+
+def write_norm(module: Any) -> None:
+    """`norm` of _NORM."""
+    from kernels.cpu.code import F32, I32, Code
+
+    code = Code(module, "norm", _NORM)
+    args, build = code.args, code.build
+    eps = build.bitcast(build.trunc(args["eps"], I32), F32)
+    with code.loop(0, args["count"]) as row:
+        start = code.times(code.times(row, args["size"]), 2)
+        places = code.plus(args["x"], start), code.plus(args["out"], start)
+        norm_row(code, *places, args["weight"], args["size"], eps)
+    code.done()
+
+
+def norm_row(code: Code, source: Any, target: Any, weight: Any, size: Any, eps: Any) -> None:
+    """`size` numbers scaled to unit root mean square, then by float32 weights."""
+    build = code.build
+    squares = code.variable(code.number(0.0))
+    with code.loop(0, size, _LANES) as column:
+        values = code.load_halves(source, code.times(column, 2))
+        squares.set(code.fma(values, values, squares.get()))
+    mean = build.fdiv(code.total(squares.get()), build.sitofp(size, eps.type))
+    factor = code.same(code.inverse_root(build.fadd(mean, eps)))
+    with code.loop(0, size, _LANES) as column:
+        values = build.fmul(code.load_halves(source, code.times(column, 2)), factor)
+        scaled = build.fmul(values, code.load_vector(weight, code.times(column, 4)))
+        code.store_halves(scaled, target, code.times(column, 2))

@@ -1,0 +1,124 @@
+"""Products with bfloat16 weights by tiles; kernels.cpu.products has those with weights of four bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from kernels.cpu.code import I8, I16, I64, Code
+
+BLOCK = 1024
+"""Bytes of a block of 16 weight rows of 32 columns."""
+TILE_ARGUMENTS = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "sums")
+"""Of a product, all int64: address of rows and bytes from one to the next, address of weights, the same of results as
+of rows, blocks of a tile, the first tile and the one behind the last, rows, and the address of the rows' sums, unused
+here."""
+_FETCHED = 8
+"""Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
+_ROWS = 16
+_X, _W = 4, 6
+"""Tiles: 0 to 3 are totals of two tiles of weights for each of two groups of rows, then come those rows and weights."""
+_CONFIG, _PRODUCTS, _STACK = 0, 64, 64 + 4 * 1024
+
+
+def write_tiles(module: Any, name: str, wide: bool = False) -> None:
+    """A function of TILE_ARGUMENTS for any number of rows: 32 at a time while each pair of weights is at hand, the rest
+    behind. `wide`: results stay float32."""
+    for groups in (1, 2):
+        code = Code(module, f"{name}_{groups}", TILE_ARGUMENTS)
+        _Tiles(code, groups, wide).write()
+        code.call("llvm.x86.tilerelease", ir.VoidType())
+        code.done()
+    code = Code(module, name, TILE_ARGUMENTS)
+    whole = code.build.and_(code.args["count"], I64(-2 * _ROWS))
+    left = code.minus(code.args["count"], whole)
+    with code.when(code.build.icmp_signed(">", whole, I64(0))):
+        _call(code, f"{name}_2", I64(0), whole)
+    with code.when(code.between(_ROWS, left, 2 * _ROWS)):
+        _call(code, f"{name}_2", whole, left)
+    with code.when(code.between(0, left, _ROWS)):
+        _call(code, f"{name}_1", whole, left)
+    code.done()
+
+
+def _call(code: Code, name: str, first: Any, count: Any) -> None:
+    given = code.args | {"count": count}
+    for address, stride in (("x", "row_stride"), ("y", "out_stride")):
+        given[address] = code.plus(given[address], code.times(first, given[stride]))
+    code.run(name, *given.values())
+
+
+class _Tiles:
+    """All rows in groups of 16, one or two at a time; the last group may have fewer."""
+
+    def __init__(self, code: Code, groups: int, wide: bool) -> None:
+        self.code, self.args, self.groups, self.wide = code, code.args, groups, wide
+        self.stack = code.room(_STACK)
+        self.products = code.plus(self.stack, _PRODUCTS)
+        self.tile_size = code.times(code.args["blocks"], BLOCK)
+
+    def write(self) -> None:
+        code, args = self.code, self.args
+        self._configure()
+        before = code.plus(args["last"], -1)
+        with code.loop(args["first"], args["last"], 2) as tile:
+            # Of an odd number the last is taken twice.
+            tiles = tile, code.least(code.plus(tile, 1), before)
+            with code.loop(0, args["count"], self.groups * _ROWS) as row:
+                self._multiply(tiles, row)
+                for group in range(self.groups):
+                    self._write_out(tiles, row, group)
+
+    def _configure(self) -> None:
+        """Tiles of 64 bytes: as many rows of totals and rows as there are, 16 of weights."""
+        code = self.code
+        for offset in range(0, 64, 8):
+            code.store(I64(1 if offset == 0 else 0), self.stack, offset)
+        for group in range(self.groups):
+            rows = code.build.trunc(self._rows(group, I64(0)), I8)
+            for tile in (2 * group, 2 * group + 1, _X + group):
+                code.store(I16(64), self.stack, 16 + 2 * tile)
+                code.store(rows, self.stack, 48 + tile)
+        for tile in (_W, _W + 1):
+            code.store(I16(64), self.stack, 16 + 2 * tile)
+            code.store(I8(_ROWS), self.stack, 48 + tile)
+        code.call("llvm.x86.ldtilecfg", ir.VoidType(), code.at(self.stack))
+
+    def _rows(self, group: int, first: Any) -> Any:
+        """Rows of a group of those from `first` on."""
+        code = self.code
+        return code.least(code.minus(self.args["count"], code.plus(first, group * _ROWS)), _ROWS)
+
+    def _multiply(self, tiles: tuple[Any, Any], row: Any) -> None:
+        code, args = self.code, self.args
+        for total in range(2 * self.groups):
+            code.call("llvm.x86.tilezero", ir.VoidType(), I8(total))
+        weights = [code.plus(args["w"], code.times(tile, self.tile_size)) for tile in tiles]
+        rows = code.plus(args["x"], code.times(row, args["row_stride"]))
+        with code.loop(0, args["blocks"]) as number:
+            at = code.times(number, BLOCK)
+            for group in range(self.groups):
+                place = code.plus(rows, code.times(args["row_stride"], group * _ROWS), code.times(number, 64))
+                self._load(_X + group, place, args["row_stride"])
+            for place, address in enumerate(weights):
+                code.fetch(code.plus(address, at, _FETCHED * BLOCK), BLOCK)
+                self._load(_W + place, code.plus(address, at), I64(64))
+                for group in range(self.groups):
+                    names = (I8(number) for number in (2 * group + place, _X + group, _W + place))
+                    code.call("llvm.x86.tdpbf16ps", ir.VoidType(), *names)
+
+    def _load(self, tile: int, address: Any, stride: Any) -> None:
+        self.code.call("llvm.x86.tileloadd64", ir.VoidType(), I8(tile), self.code.at(address), stride)
+
+    def _write_out(self, tiles: tuple[Any, Any], first: Any, group: int) -> None:
+        code, args = self.code, self.args
+        for place in range(2):
+            where = code.at(self.products, 1024 * place)
+            code.call("llvm.x86.tilestored64", ir.VoidType(), I8(2 * group + place), where, I64(64))
+        with code.loop(0, self._rows(group, first)) as row:
+            target = code.times(code.plus(first, row, group * _ROWS), args["out_stride"])
+            for place, tile in enumerate(tiles):
+                value = code.load_vector(code.plus(self.products, code.times(row, 64)), 1024 * place)
+                put, size = (code.store, 4) if self.wide else (code.store_halves, 2)
+                put(value, code.plus(args["y"], target, code.times(tile, size * _ROWS)))

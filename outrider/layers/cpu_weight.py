@@ -1,0 +1,130 @@
+"""A matrix as a CPU multiplies with it: in tiles where there is AMX, else in oneDNN's own layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.cpu.products import GROUP, MAX_ROWS, Packed, fits, packed_four, packed_half, tile_product
+from kernels.quant_weight import QuantWeight, unpacked
+
+# oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
+# 18 ms for 1 to 6 rows in float32. So fewer are padded with zeros to five.
+MIN_ROWS = 5
+
+_STEPS = 15
+_ROUNDING = 2.0**-7
+"""Of bfloat16, twice: by so much of its largest weight may a group's weights lie off its levels."""
+_SAMPLE = 16
+"""Rows that are looked at before the whole matrix: most have no levels."""
+
+
+class CpuWeight:
+    """W [out, in], packed.
+
+    In bfloat16 with AMX: tiles (kernels.cpu), and, where weights lie on 16 levels in each group, four bits of each for
+    up to MAX_ROWS rows. A row's result does not depend on the rows beside it, while they are as few, or more. Measured
+    on two cores of a Xeon with AMX, [3072, 576] in ms for 1, 16, 64 and 512 rows: tiles 0.06, 0.08, 0.26, 1.96, oneDNN
+    0.12, 0.14, 0.31, 1.78.
+    """
+
+    def __init__(self, wide: Packed | Tensor, few: Packed | None = None) -> None:
+        """`wide`: tiles or oneDNN's; `few`: four bits."""
+        self._wide, self._few = wide, few
+
+    @classmethod
+    def of(cls, weight: Tensor, quantized: QuantWeight | None = None) -> CpuWeight | None:
+        """For a matrix, of which `quantized` may be what was stored; None where there is no layout for it."""
+        if fits(weight):
+            few = four_bits(weight) if quantized is None else four_bits_of(quantized)
+            return cls(packed_half(weight), few)
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, None)) if can_pack(weight) else None
+
+    @property
+    def of_few(self) -> Packed | None:
+        """What few rows are multiplied with; None without AMX."""
+        if self._few is not None:
+            return self._few
+        return self._wide if isinstance(self._wide, Packed) else None
+
+    def product(self, rows: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+        """rows W^T + bias + residual, [M, out] for [M, in]."""
+        if not isinstance(self._wide, Packed):
+            return _by_onednn(rows, self._wide, bias, residual)
+        few = self._few if rows.shape[0] <= MAX_ROWS else None
+        total = tile_product(rows if rows.stride(1) == 1 else rows.contiguous(), few or self._wide)
+        for added in (bias, residual):
+            if added is not None:
+                total += added
+        return total
+
+    def to_float32(self, rows: Tensor) -> Tensor:
+        """rows W^T in float32, by tiles without a rounding between."""
+        if isinstance(self._wide, Packed) and (self._few is None or rows.shape[0] > MAX_ROWS):
+            return tile_product(rows.contiguous(), self._wide, torch.float32)
+        return self.product(rows, None).float()
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN's packed product, which torch.compile's CPU backend uses too, serves this weight here."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def _by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """The sum is rounded once, whatever the number of rows: few must say what they say among many."""
+    count, missing = rows.shape[0], max(MIN_ROWS - rows.shape[0], 0)
+    rows = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+    if residual is None:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    else:
+        residual = functional.pad(residual, (0, 0, 0, missing)) if missing else residual
+        product = torch.ops.mkldnn._linear_pointwise.binary(rows, residual, weight, bias, "add")
+    return product[:count]
+
+
+def four_bits(weight: Tensor) -> Packed | None:
+    """A bfloat16 weight [out, in] that lies on 16 even levels in each group: a third of the bytes to read. None for any
+    other.
+
+    Codes and scales say what the wide weights say, up to the rounding of these to bfloat16 and of those to float16.
+    """
+    found = None if _levels(weight[:_SAMPLE]) is None else _levels(weight)
+    return None if found is None else packed_four(*found)
+
+
+def four_bits_of(quantized: QuantWeight) -> Packed | None:
+    """int4 codes of a checkpoint; None for others.
+
+    W[n, k] = scales[n, g] * (codes[n, k] - 8) + middles[n, g] of each group g of as many columns.
+    """
+    if quantized.kind != "int4" or quantized.group % GROUP or quantized.span > 1:
+        return None
+    codes = unpacked(quantized.codes, quantized.kind, quantized.piece).to(torch.int32)
+    scales = quantized.scales.float().t()
+    zeros = 8.0 if quantized.zeros is None else quantized.zeros.float().t()
+    groups = quantized.group // GROUP
+    return packed_four(codes, *(part.repeat_interleave(groups, 1) for part in (scales, scales * (8.0 - zeros))))
+
+
+def _levels(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Codes, scales and middles (see packed_four) of a weight, if its groups span 16 even levels each.
+
+    Both ends of such levels are always taken: they were laid between a group's least and largest weight.
+    """
+    places = weight.float().view(weight.shape[0], -1, GROUP)
+    least, largest = places.aminmax(dim=2, keepdim=True)
+    scales = ((largest - least) / _STEPS).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = places.sub_(least).div_(scales).round()
+    below, above = places.sub_(codes).aminmax(dim=2, keepdim=True)
+    off = torch.maximum(above, below.neg_()).mul_(scales)
+    if bool((off > _ROUNDING * torch.maximum(least.abs(), largest.abs())).any()):
+        return None
+    middles = least + 8 * scales
+    return codes.view(weight.shape).to(torch.int32), scales.squeeze(2), middles.squeeze(2)

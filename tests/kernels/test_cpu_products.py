@@ -1,0 +1,96 @@
+"""Products by AMX against products in float64."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.cpu import products
+from kernels.cpu.products import GROUP, MAX_ROWS, TILE, Packed, has_amx, packed_four, packed_half, tile_product
+
+with_amx = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+KINDS = ("four", "half")
+
+
+def made(kind: str, num_out: int, size: int, seed: int = 0) -> tuple[Packed, Tensor]:
+    """Packed weights, and the same in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "half":
+        weight = (0.05 * torch.randn(num_out, size, generator=generator)).bfloat16()
+        return packed_half(weight), weight.double()
+    codes = torch.randint(0, 16, (num_out, size), generator=generator, dtype=torch.int32)
+    scales = 0.001 + 0.01 * torch.rand(num_out, size // GROUP, generator=generator)
+    middles = 0.02 * torch.randn(num_out, size // GROUP, generator=generator)
+    wide = [groups.half().double().repeat_interleave(GROUP, 1) for groups in (scales, middles)]
+    return packed_four(codes, scales, middles), wide[0] * (codes - 8) + wide[1]
+
+
+@with_amx
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS),
+    tiles=st.integers(1, 9),
+    groups=st.integers(1, 12),
+    count=st.integers(1, MAX_ROWS) | st.integers(1, 4 * MAX_ROWS),
+    threads=st.integers(1, 3),
+)
+def test_products_are_those_of_the_wide_weights(kind: str, tiles: int, groups: int, count: int, threads: int) -> None:
+    num_out, size = tiles * TILE, groups * GROUP
+    count = min(count, MAX_ROWS) if kind == "four" else count
+    weight, wide = made(kind, num_out, size, seed=tiles)
+    rows = torch.randn(count, size, generator=torch.Generator().manual_seed(count)).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = tile_product(rows, weight)
+    finally:
+        torch.set_num_threads(before)
+    exact = rows.double() @ wide.T
+    assert (found - exact).abs().max() <= 2**-8 * exact.abs().max() + 1e-5
+    for row in range(count):
+        assert torch.equal(tile_product(rows[row : row + 1], weight)[0], found[row]), "by itself"
+
+
+@with_amx
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_may_lie_within_wider_ones_and_threads_may_call_at_once(kind: str) -> None:
+    weight, _ = made(kind, 96, 128)
+    wider = torch.randn(7, 256).bfloat16()
+    rows = wider[:, 128:]
+    expected = tile_product(rows.contiguous(), weight)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: tile_product(rows, weight), range(50)):
+            assert torch.equal(found, expected)
+
+
+@with_amx
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lay_on_the_stack_is_in_no_result(kind: str) -> None:
+    weight, wide = made(kind, 32, 64)
+    rows = torch.randn(3, 64).bfloat16()
+    nothing = torch.full((3, 64), float("nan")).bfloat16()
+    assert tile_product(nothing, weight).isnan().all()
+    exact = rows.double() @ wide.T
+    assert (tile_product(rows, weight) - exact).abs().max() <= 2**-8 * exact.abs().max() + 1e-5
+    assert tile_product(rows[:0], weight).shape == (0, 32)
+
+
+def test_rows_that_it_does_not_take_are_refused() -> None:
+    weight = packed_four(torch.zeros(16, 64, dtype=torch.int32), torch.ones(16, 2), torch.ones(16, 2))
+    for rows in (torch.zeros(1, 32).bfloat16(), torch.zeros(1, 64), torch.zeros(64, 2).bfloat16().T):
+        with pytest.raises(ValueError, match=r"rows for weights \[16, 64\]"):
+            tile_product(rows, weight)
+    with pytest.raises(ValueError, match=f"{MAX_ROWS + 1} rows; {MAX_ROWS} can be taken with weights of four bits"):
+        tile_product(torch.zeros(MAX_ROWS + 1, 64).bfloat16(), weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_compiles_on_any_processor(kind: str) -> None:
+    code = pytest.importorskip("kernels.cpu.code", exc_type=ImportError)
+    text = "".join(code.machine().emit_assembly(module) for module in products.modules(kind))
+    assert text.count("tdpbf16ps") >= 6

@@ -1,0 +1,163 @@
+"""Forwards of few rows in bfloat16 on a CPU with AMX: all layers in one function, against layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import save_tiny
+from torch import Tensor
+
+from kernels.cpu.products import MAX_ROWS, has_amx
+from outrider.attention.base import ForwardBatch, Segment, TokenBatch
+from outrider.attention.torch_backend import TorchAttention
+from outrider.config.draft import DraftOptions
+from outrider.drafting.model.region_attention import RegionAttention, RowSteps, StepBatch
+from outrider.models.decoder import CausalLM
+from outrider.models.drafters.heads import Eagle3Head
+from outrider.models.drafters.loader import load_draft_model
+from outrider.models.few_rows import LayerStack
+from outrider.models.loader import load_model
+
+pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+}
+ROOT = Path(__file__).parents[2]
+
+
+def near(found: Tensor, expected: Tensor) -> bool:
+    """Whether both differ by the rounding of bfloat16."""
+    return bool((found.float() - expected.float()).norm() < 0.02 * expected.float().norm())
+
+
+def loaded(folder: Path, family: str, **changes: Any) -> CausalLM:
+    save_tiny(folder, family, **{**SIZES, **changes})
+    model = load_model(folder, torch.bfloat16)
+    assert isinstance(model, CausalLM)
+    return model
+
+
+def a_tree() -> tuple[ForwardBatch, Tensor]:
+    """Two requests: a root above three nodes, and five causal tokens; and the slots of their contexts."""
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(3))
+    segments = [Segment(4, slots[:24], mask), Segment(5, slots[24:40])]
+    positions = torch.tensor([20, 21, 21, 22, 11, 12, 13, 14, 15])
+    return ForwardBatch(torch.arange(9) * 11 + 1, positions, segments), torch.cat((slots[:20], slots[24:35]))
+
+
+def both(
+    model: CausalLM, batch: TokenBatch, context: Tensor, layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Hidden rows, features and KV, by the one function and layer by layer."""
+    found = []
+    for few in (True, False):
+        if not few:
+            monkeypatch.setattr(model._stack, "_few", None)
+        kv = model.new_kv(64)
+        for cache in (kv.k, kv.v):
+            values = torch.randn(cache[:, context].shape, generator=torch.Generator().manual_seed(5))
+            cache[:, context] = values.bfloat16()
+        hidden, features = model.forward_with_features(batch, kv, TorchAttention(), layers)
+        found.append(([hidden, *features], [kv.k, kv.v]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Llama", {}), ("Llama", {"num_key_value_heads": 1}), ("Qwen2", {}), ("Qwen3", {}), ("Mistral", {})],
+)
+def test_a_family_s_layers_give_the_same(
+    family: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if family == "Mistral":
+        changes = {"sliding_window": None}
+    if family == "Qwen2":
+        changes = {"hidden_size": 128}
+    model = loaded(tmp_path, family, **changes)
+    assert model._stack._few is not None
+    batch, context = a_tree()
+    (rows, caches), (expected, kept) = both(model, batch, context, (0, 2, 1, 3, 4), monkeypatch)
+    for found, wanted in zip([*rows, *caches], [*expected, *kept], strict=True):
+        assert near(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Gemma2", {}),
+        ("Granite", {"residual_multiplier": 0.5}),
+        ("Mistral", {"sliding_window": 8}),
+        ("Llama", {"attention_bias": True}),
+        ("Llama", {"hidden_size": 104}),
+    ],
+)
+def test_what_the_function_does_not_do_runs_layer_by_layer(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = loaded(tmp_path, family, **changes)
+    assert model._stack._few is None
+    batch, _ = a_tree()
+    assert model.forward(batch, model.new_kv(64), TorchAttention()).isfinite().all()
+
+
+def test_many_rows_and_float32_run_layer_by_layer(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama")
+    kv = model.new_kv(128)
+    for count, is_few in ((MAX_ROWS, True), (MAX_ROWS + 1, False)):
+        batch = ForwardBatch(torch.arange(count), torch.arange(count), [Segment(count, torch.arange(count))])
+        assert (model._stack._plan(batch, kv) is not None) is is_few
+    assert model._stack._plan(TokenBatch(torch.arange(3), torch.arange(3)), kv) is None, "keys that no host knows"
+    exact = load_model(tmp_path, torch.float32)
+    assert isinstance(exact, CausalLM) and exact._stack._few is None
+
+
+def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = DraftOptions(
+        speculative_algorithm=("EAGLE3",),
+        speculative_draft_model_path=str(ROOT / "models" / "SmolLM2-135M-Instruct-EAGLE3"),
+        target_model_path=str(model_path),
+    )
+    head = load_draft_model(options, torch.device("cpu"), torch.bfloat16)
+    assert isinstance(head, Eagle3Head) and head.stack._few is not None
+    generator = torch.Generator().manual_seed(1)
+    region, context = 8, torch.randperm(30, generator=generator)
+    places = torch.cat((context, torch.arange(40, 40 + region)))
+    seen = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 0, 1]]).bool()
+    own = torch.tensor([2, 1, 3])
+    steps = [RowSteps(0, own, places[: len(context) + 4], seen)]
+    batch = StepBatch(torch.tensor([5, 900, 77]), torch.tensor([31, 31, 31]), 40 + own, steps)
+    features = torch.randn(3, head.feature_size, generator=generator).bfloat16()
+    given = features.clone()
+    results = []
+    for few in (True, False):
+        if not few:
+            monkeypatch.setattr(head.stack, "_few", None)
+        kv = head.new_kv(64)
+        for cache in (kv.k, kv.v):
+            cache[:] = torch.randn(cache.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+        results.append((*head.forward(batch, features, kv, RegionAttention(kv, [places], region)), kv.k, kv.v))
+    for found, expected in zip(*results, strict=True):
+        assert found is not None and expected is not None and near(found, expected)
+    assert torch.equal(features, given), "features are the caller's"
+
+
+def test_layers_of_two_kinds_run_layer_by_layer(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "Llama")
+    model.layers[1].attention_norm = None
+    mixed = LayerStack(model.layers, model.config, model.rotary)
+    assert [layer.few_rows(model.config) is not None for layer in mixed.layers] == [True] * 3
+    for layer in mixed.layers:
+        layer.finish_loading = lambda: None  # type: ignore[method-assign]
+    mixed.finish_loading()
+    assert mixed._few is None, "one normed stream, and one that is given"
