@@ -14,13 +14,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.products import GROUP
-from outrider.layers.linear import FourBitProduct, Linear
+from kernels.cpu.products import GROUP, packed_four, tile_product
+from outrider.layers.cpu_weight import CpuWeight
+from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.bench.report import Row, cpu_name, write_report
@@ -48,7 +50,13 @@ def four_bits(weight: Tensor) -> Product:
     """What serves few rows of weights that were stored so."""
     num_groups = weight.shape[1] // GROUP
     codes, scales = torch.randint(0, 16, weight.shape, dtype=torch.int32), torch.full((len(weight), num_groups), 0.01)
-    return FourBitProduct(codes, scales, torch.zeros_like(scales))
+    packed = packed_four(codes, scales, torch.zeros_like(scales))
+    return lambda rows: tile_product(rows, packed)
+
+
+def onednn(weight: Tensor) -> Product:
+    """What serves bfloat16 weights where there is no AMX."""
+    return partial(CpuWeight(torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)).product, bias=None)
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,6 +100,7 @@ def row_by_row(weight: Tensor) -> Product:
 
 WAYS: dict[str, Callable[[Tensor], Product]] = {
     "bfloat16": bfloat16,
+    "bfloat16 by oneDNN": onednn,
     "four bits": four_bits,
     "int8 weight-only": weight_only,
     "int8 product alone": integer,
