@@ -121,6 +121,7 @@ class StackPlan:
         rows = own_slots.numel()
         if rows != sum(part.rows for part in queries) or not 0 < rows <= MAX_ROWS:
             raise ValueError(f"{rows} slots for {sum(part.rows for part in queries)} rows; {MAX_ROWS} can be taken")
+        _check(queries, own_slots)
         self._table, self._rows, self._given = table, rows, shape.given
         self._threads = products.num_threads()
         masks = [None if part.mask is None else part.mask.contiguous() for part in queries]
@@ -168,6 +169,16 @@ class StackPlan:
         fields["stream"], fields["num_layers"] = stream.data_ptr(), last - first
         fields["layers"] = self._table.ctypes.data + first * self._table.strides[0]
         self._function(*fields.values(), *self._pool)
+
+
+def _check(queries: Sequence[Queries], own_slots: Tensor) -> None:
+    """What the function reads as it lies."""
+    for slots in (own_slots, *(part.slots for part in queries)):
+        if slots.dtype != torch.int64 or not slots.is_contiguous():
+            raise ValueError("slots are int64, side by side")
+    for part in queries:
+        if part.mask is not None and (part.mask.dtype != torch.bool or len(part.mask) != part.rows):
+            raise ValueError("a mask is bool, with a row for each query")
 
 
 def _scratch(

@@ -29,6 +29,7 @@ from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
+from outrider.cores import usable_cores
 from outrider.rpc.lifecycle import exit_text
 
 # In the order in which they start.
@@ -105,8 +106,7 @@ def _addresses(options: ServiceOptions) -> list[str]:
 def num_cores() -> int:
     """Physical cores that this process may use."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return max(1, min(physical, allowed))
+    return max(1, min(physical, usable_cores()))
 
 
 def num_threads() -> int:

@@ -211,6 +211,10 @@ def test_what_it_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=f"{MAX_ROWS} can be taken"):
         many = MAX_ROWS + 1
         stack.plan([Queries(many, torch.arange(many), None)], torch.arange(many), angles_of(many, 32), caches)
+    with pytest.raises(ValueError, match="slots are int64, side by side"):
+        stack.plan([Queries(1, torch.arange(4).int(), None)], torch.arange(1), angles_of(1, 32), caches)
+    with pytest.raises(ValueError, match="a mask is bool"):
+        stack.plan([Queries(1, torch.arange(4), torch.zeros(1, 1))], torch.arange(1), angles_of(1, 32), caches)
     plan = stack.plan([Queries(1, torch.arange(4), None)], torch.arange(1), angles_of(1, 32), caches)
     for stream in (torch.zeros(1, 96), torch.zeros(2, 96).bfloat16()):
         with pytest.raises(ValueError, match="is no stream of 1 rows in bfloat16"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,6 +14,7 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.verify import VerifyOptions
+from outrider.cores import usable_cores
 from outrider.device import out_of_memory
 from outrider.drafting.model.round_drafter import MAX_CHOSEN
 from outrider.drafting.registry import build_drafter
@@ -172,7 +172,7 @@ class EngineParts:
 
 def choose_threads(options: VerifyOptions) -> int:
     """Threads of a rank's forward."""
-    return options.threads or max(len(os.sched_getaffinity(0)) // options.tensor_parallel_size, 1)
+    return options.threads or max(usable_cores() // options.tensor_parallel_size, 1)
 
 
 def link_ranks(model: LanguageModel, memory: RankMemory) -> RankLink | None:
