@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.cpu.products import GROUP, packed_four, tile_product
+from kernels.cpu.layout import GROUP
+from kernels.cpu.products import packed_four, tile_product
 from outrider.layers.cpu_weight import CpuWeight
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig

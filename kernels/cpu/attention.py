@@ -6,8 +6,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I8, I16, I32, I64, LANES, Code
-from kernels.cpu.layout import ITEM, KEYS, LAYER, QUERIES, RUN, StackShape
+from kernels.cpu.code import I8, I16, I32, I64, Code
+from kernels.cpu.layout import ITEM, KEYS, LANES, LAYER, QUERIES, RUN, StackShape
 
 _HIDDEN = -1e30
 """The score of a key that a query does not see."""

@@ -14,7 +14,8 @@ from typing import Any
 from llvmlite import binding as llvm
 from llvmlite import ir
 
-LANES = 16
+from kernels.cpu.layout import LANES, LINE
+
 I8, I16, I32, I64, F32, PTR = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.PointerType())
 VECTOR = ir.VectorType(F32, LANES)
 _WORDS = ir.VectorType(I32, LANES)
@@ -77,7 +78,7 @@ class Code:
         """int64 values that lie side by side."""
         return {name: self.load_number(address, 8 * place) for place, name in enumerate(names)}
 
-    def bounds(self, chunk: Any, size: int, end: int) -> tuple[Any, Any]:
+    def bounds(self, chunk: Any, size: Any, end: Any) -> tuple[Any, Any]:
         """The first of a chunk of so many, and the one behind its last, `end` at most."""
         first = self.times(chunk, size)
         return first, self.least(self.plus(first, size), end)
@@ -121,8 +122,7 @@ class Code:
 
     def load(self, kind: Any, address: Any, offset: Any = 0) -> Any:
         """A value of `kind` at an address that need not be aligned to it."""
-        found = self.build.load(self.at(address, offset), typ=kind, align=1)
-        return found
+        return self.build.load(self.at(address, offset), typ=kind, align=1)
 
     def store(self, value: Any, address: Any, offset: Any = 0) -> None:
         """Put a value at an address that need not be aligned to it."""
@@ -268,10 +268,8 @@ class Code:
         self.call("llvm.memset.p0.i64", ir.VoidType(), self.at(address), I8(0), size, ir.IntType(1)(0))
 
     @contextmanager
-    def chunks(
-        self, count: Any, address: Any, taken: int, ended: int, prepare: Any = None, ahead: Any = None
-    ) -> Iterator[Any]:
-        """Over chunks that this thread gets, by counters of those that all took and ended; then waits for all.
+    def chunks(self, count: Any, counters: Any, prepare: Any = None, ahead: Any = None) -> Iterator[Any]:
+        """Over chunks that this thread gets, by `counters` (COUNTERS) of those that all took and ended; then waits.
 
         `prepare` writes what a thread does before its first, `ahead` what it does before it waits.
         """
@@ -281,7 +279,7 @@ class Code:
         head, body, behind = (build.append_basic_block() for _ in range(3))
         build.branch(head)
         build.position_at_end(head)
-        chunk = self.count_up(address, taken)
+        chunk = self.count_up(counters)
         build.cbranch(build.icmp_signed("<", chunk, count), body, behind)
         build.position_at_end(body)
         if prepare is not None:
@@ -289,12 +287,12 @@ class Code:
                 prepare()
                 is_new.set(I64(0))
         yield chunk
-        self.count_up(address, ended)
+        self.count_up(counters, LINE)
         build.branch(head)
         build.position_at_end(behind)
         if ahead is not None:
             ahead()
-        self.wait_while(lambda: build.icmp_signed("<", self.look(address, ended), count))
+        self.wait_while(lambda: build.icmp_signed("<", self.look(counters, LINE), count))
 
     def done(self) -> None:
         """The function ends here."""
@@ -308,10 +306,14 @@ def machine() -> Any:
     return llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu=_CPU, opt=2)
 
 
+def parsed(text: str) -> Any:
+    """A module of functions in LLVM's assembly."""
+    return llvm.parse_assembly(text)
+
+
 def made(module: Any) -> Any:
     """A module of functions as LLVM has it, with its optimizations."""
-    text = str(module)
-    found = llvm.parse_assembly(text)
+    found = parsed(str(module))
     for function in found.functions:
         if not function.is_declaration:
             function.add_function_attribute("nounwind")

@@ -1,13 +1,31 @@
-"""What functions of kernels.cpu.stack are told, and where it lies."""
+"""What functions of kernels.cpu are told, and where it lies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.cpu.products import GROUP
-
 LANES = 16
 """Numbers in a vector of float32."""
+GROUP = 32
+"""Columns of a block; with weights of four bits they are summed before they are scaled."""
+TILE = 16
+"""Weight rows of a block."""
+BLOCKS = {"four": 320, "half": 1024}
+"""Bytes of a block, by the kind of weights."""
+_CHUNK = 256 << 10
+"""Bytes of weights that a thread takes at a time."""
+LINE = 64
+"""Bytes of a cache line."""
+COUNTERS = 2 * LINE
+"""Bytes of counters of what threads share out: taken, and, in a line of its own, done."""
+PHASES = 5
+"""Of a layer: norm and q, k, v; attention; output; norm and gate; down."""
+TILES = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "sums")
+"""Of some tiles of a product, all int64: address of rows and bytes from one to the next, address of weights, the same
+of results as of rows, blocks of a tile, the first tile and the one behind the last, rows, and the address of the rows'
+sums, which weights of four bits are moved by."""
+SUMS = ("x", "row_stride", "blocks", "count", "sums")
+"""Of those sums."""
 KEYS = 8
 """Keys that are multiplied with queries at once."""
 RUN = (
@@ -68,3 +86,10 @@ class StackShape:
     def num_all(self) -> int:
         """Heads of q, k and v."""
         return self.num_heads + 2 * self.num_kv_heads
+
+
+def chunk_of(num_out: int, size: int, threads: int, kind: str) -> int:
+    """Tiles of a matrix that a thread takes at a time: so that there are some for each, and not too many."""
+    tiles = num_out // TILE
+    chunks = max(2 * threads, tiles * (size // GROUP) * BLOCKS[kind] // _CHUNK)
+    return max(1, -(-tiles // chunks))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kernels.cpu.layout import LANES
 from kernels.cpu.products import has_amx
 
 if TYPE_CHECKING:
     from kernels.cpu.code import Code
 
-_LANES = 16
 _NORM = ("x", "weight", "out", "count", "size", "eps")
 """All int64: addresses, rows, columns, and the bits of a float32."""
 
@@ -22,7 +22,7 @@ _NORM = ("x", "weight", "out", "count", "size", "eps")
 def fits_norm(rows: Tensor) -> bool:
     """Whether `rms_norm` takes these rows."""
     is_served = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.ndim == 2 and has_amx()
-    return is_served and rows.shape[1] % _LANES == 0 and rows.is_contiguous()
+    return is_served and rows.shape[1] % LANES == 0 and rows.is_contiguous()
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -69,12 +69,12 @@ def norm_row(code: Code, source: Any, target: Any, weight: Any, size: Any, eps: 
     """`size` numbers scaled to unit root mean square, then by float32 weights."""
     build = code.build
     squares = code.variable(code.number(0.0))
-    with code.loop(0, size, _LANES) as column:
+    with code.loop(0, size, LANES) as column:
         values = code.load_halves(source, code.times(column, 2))
         squares.set(code.fma(values, values, squares.get()))
     mean = build.fdiv(code.total(squares.get()), build.sitofp(size, eps.type))
     factor = code.same(code.inverse_root(build.fadd(mean, eps)))
-    with code.loop(0, size, _LANES) as column:
+    with code.loop(0, size, LANES) as column:
         values = build.fmul(code.load_halves(source, code.times(column, 2)), factor)
         scaled = build.fmul(values, code.load_vector(weight, code.times(column, 4)))
         code.store_halves(scaled, target, code.times(column, 2))

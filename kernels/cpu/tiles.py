@@ -1,4 +1,4 @@
-"""Products with bfloat16 weights by tiles; kernels.cpu.products has those with weights of four bits."""
+"""Products with bfloat16 weights by tiles; kernels.cpu.four_bit_tiles has those with weights of four bits."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ from typing import Any
 from llvmlite import ir
 
 from kernels.cpu.code import I8, I16, I64, Code
+from kernels.cpu.layout import BLOCKS, TILE, TILES
 
-BLOCK = 1024
-"""Bytes of a block of 16 weight rows of 32 columns."""
-TILE_ARGUMENTS = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "sums")
-"""Of a product, all int64: address of rows and bytes from one to the next, address of weights, the same of results as
-of rows, blocks of a tile, the first tile and the one behind the last, rows, and the address of the rows' sums, unused
-here."""
+_BLOCK = BLOCKS["half"]
 _FETCHED = 8
 """Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
-_ROWS = 16
+_ROWS = TILE
 _X, _W = 4, 6
 """Tiles: 0 to 3 are totals of two tiles of weights for each of two groups of rows, then come those rows and weights."""
 _CONFIG, _PRODUCTS, _STACK = 0, 64, 64 + 4 * 1024
 
 
 def write_tiles(module: Any, name: str, wide: bool = False) -> None:
-    """A function of TILE_ARGUMENTS for any number of rows: 32 at a time while each pair of weights is at hand, the rest
+    """A function of TILES for any number of rows: 32 at a time while each pair of weights is at hand, the rest
     behind. `wide`: results stay float32."""
     for groups in (1, 2):
-        code = Code(module, f"{name}_{groups}", TILE_ARGUMENTS)
+        code = Code(module, f"{name}_{groups}", TILES)
         _Tiles(code, groups, wide).write()
         code.call("llvm.x86.tilerelease", ir.VoidType())
         code.done()
-    code = Code(module, name, TILE_ARGUMENTS)
+    code = Code(module, name, TILES)
     whole = code.build.and_(code.args["count"], I64(-2 * _ROWS))
     left = code.minus(code.args["count"], whole)
     with code.when(code.build.icmp_signed(">", whole, I64(0))):
@@ -56,7 +52,7 @@ class _Tiles:
         self.code, self.args, self.groups, self.wide = code, code.args, groups, wide
         self.stack = code.room(_STACK)
         self.products = code.plus(self.stack, _PRODUCTS)
-        self.tile_size = code.times(code.args["blocks"], BLOCK)
+        self.tile_size = code.times(code.args["blocks"], _BLOCK)
 
     def write(self) -> None:
         code, args = self.code, self.args
@@ -97,12 +93,12 @@ class _Tiles:
         weights = [code.plus(args["w"], code.times(tile, self.tile_size)) for tile in tiles]
         rows = code.plus(args["x"], code.times(row, args["row_stride"]))
         with code.loop(0, args["blocks"]) as number:
-            at = code.times(number, BLOCK)
+            at = code.times(number, _BLOCK)
             for group in range(self.groups):
                 place = code.plus(rows, code.times(args["row_stride"], group * _ROWS), code.times(number, 64))
                 self._load(_X + group, place, args["row_stride"])
             for place, address in enumerate(weights):
-                code.fetch(code.plus(address, at, _FETCHED * BLOCK), BLOCK)
+                code.fetch(code.plus(address, at, _FETCHED * _BLOCK), _BLOCK)
                 self._load(_W + place, code.plus(address, at), I64(64))
                 for group in range(self.groups):
                     names = (I8(number) for number in (2 * group + place, _X + group, _W + place))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.products import GROUP, MAX_ROWS, Packed, fits, packed_four, packed_half, tile_product
+from kernels.cpu.layout import GROUP
+from kernels.cpu.products import MAX_ROWS, Packed, fits, packed_four, packed_half, tile_product
 from kernels.quant_weight import QuantWeight, unpacked
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu import products
-from kernels.cpu.products import GROUP, MAX_ROWS, TILE, Packed, has_amx, packed_four, packed_half, tile_product
+from kernels.cpu.layout import GROUP, TILE
+from kernels.cpu.products import MAX_ROWS, Packed, has_amx, packed_four, packed_half, tile_product
 
 with_amx = pytest.mark.skipif(not has_amx(), reason="no AMX here")
 KINDS = ("four", "half")

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_cpu_products import made
 from torch import Tensor
 
-from kernels.cpu.products import GROUP, has_amx
+from kernels.cpu.layout import GROUP
+from kernels.cpu.products import has_amx
 from kernels.cpu.stack import MAX_ROWS, DecoderStack, LayerWeights, Queries, StackShape
 
 pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX here")

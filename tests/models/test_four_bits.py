@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.products import GROUP, MAX_ROWS, has_amx, tile_product
+from kernels.cpu.layout import GROUP
+from kernels.cpu.products import MAX_ROWS, has_amx, tile_product
 from kernels.quant_weight import QuantWeight, packed
 from outrider.layers.cpu_weight import CpuWeight, four_bits, four_bits_of
 from outrider.layers.linear import Linear

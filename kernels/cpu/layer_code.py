@@ -1,0 +1,217 @@
+"""The code of kernels.cpu.stack: a layer's phases, one behind the other, as one of the threads goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from kernels.cpu.attention import write_attention
+from kernels.cpu.code import F32, I64, Code
+from kernels.cpu.layout import (
+    BLOCKS,
+    COUNTERS,
+    GROUP,
+    ITEM,
+    LANES,
+    LAYER,
+    PHASES,
+    RUN,
+    TILE,
+    StackShape,
+    chunk_of,
+)  # fmt: skip
+from kernels.cpu.norm import float_bits, norm_row, write_norm
+from kernels.cpu.pool import write_call
+
+_FETCHED = 8 << 10
+"""Bytes of weights that are asked of memory before a phase begins."""
+_TILE_BYTES = 2 * TILE
+"""Of a row's results in a tile."""
+
+
+def layers_module(shape: StackShape, threads: int) -> Any:
+    """The function `run` of RUN, and all that it calls but products."""
+    module = ir.Module()
+    write_norm(module)
+    _write_turn(module, shape)
+    write_attention(module, shape)
+    _Layer(module, shape, threads).write()
+    _write_part(module)
+    write_call(module, "run", RUN, "all_layers", ("counters", PHASES * COUNTERS, "num_layers"))
+    return module
+
+
+def _write_part(module: Any) -> None:
+    """All layers, in one of the threads."""
+    code = Code(module, "all_layers", ["run", "me"])
+    run, me = code.fields(code.args["run"], RUN), code.args["me"]
+    scratch = code.plus(run["scratch"], code.times(me, run["scratch_size"]))
+    with code.loop(0, run["num_layers"]) as number:
+        layer = code.plus(run["layers"], code.times(number, 8 * len(LAYER)))
+        counters = code.plus(run["counters"], code.times(number, PHASES * COUNTERS))
+        code.run("layer", code.args["run"], layer, counters, scratch, me)
+    code.done()
+
+
+def _write_turn(module: Any, shape: StackShape) -> None:
+    """A head of q, k or v of all rows: bias, norm and rotation in its place, then to the cache unless it is of q."""
+    code = Code(module, "turn", ["run", "layer", "head"])
+    run, layer, head = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER), code.args["head"]
+    size, num_turned = shape.head_dim, shape.num_heads + shape.num_kv_heads
+    is_turned = code.build.icmp_signed("<", head, I64(num_turned))
+    with code.loop(0, run["rows"]) as row:
+        place = code.plus(run["heads"], code.times(code.plus(code.times(row, shape.num_all), head), 2 * size))
+        if shape.has_bias:
+            bias = code.plus(layer["qkv_bias"], code.times(head, 4 * size))
+            for column in range(0, size, LANES):
+                total = code.build.fadd(code.load_halves(place, 2 * column), code.load_vector(bias, 4 * column))
+                code.store_halves(total, place, 2 * column)
+        with code.when(is_turned):
+            if shape.has_qk_norm:
+                weight = code.plus(layer["qk_norm"], code.times(head, 4 * size))
+                norm_row(code, place, place, weight, I64(size), F32(shape.eps))
+            angles = code.times(row, 4 * size)
+            _rotate(code, place, size, *(code.plus(run[name], angles) for name in ("cos", "sin")))
+        slot = code.load_number(run["slots"], code.times(row, 8))
+        for name, before in (("keys", shape.num_heads), ("values", num_turned)):
+            kv_head = code.plus(head, -before)
+            with code.when(code.between(-1, kv_head, shape.num_kv_heads - 1)):
+                target = code.times(code.plus(code.times(slot, shape.num_kv_heads), kv_head), 2 * size)
+                for column in range(0, size, LANES):
+                    code.store_halves(code.load_halves(place, 2 * column), code.plus(layer[name], target), 2 * column)
+    code.done()
+
+
+def _rotate(code: Code, place: Any, size: int, cos: Any, sin: Any) -> None:
+    """A head in its place: each half times cos, plus the other times signed sin."""
+    half = size // 2
+    for column in range(0, half, LANES):
+        ends = column, column + half
+        values = [code.load_halves(place, 2 * end) for end in ends]
+        for end, value, other in zip(ends, values, values[::-1], strict=True):
+            turned = code.build.fmul(other, code.load_vector(sin, 4 * end))
+            turned = code.fma(value, code.load_vector(cos, 4 * end), turned)
+            code.store_halves(turned, place, 2 * end)
+
+
+class _Layer:
+    def __init__(self, module: Any, shape: StackShape, threads: int) -> None:
+        self.code = code = Code(module, "layer", ["run", "layer", "counters", "scratch", "me"])
+        self.args, self.shape, self.threads = code.args, shape, threads
+        self.run, self.layer = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER)
+        self.following = code.fields(code.plus(code.args["layer"], 8 * len(LAYER)), LAYER)
+        self.normed = code.args["scratch"]
+        self.sums, self.part = (code.plus(self.normed, self.run[name]) for name in ("at_sums", "at_part"))
+        self.rows, self.number = self.run["rows"], 0
+        self.wide = shape.num_heads * shape.head_dim
+
+    def write(self) -> None:
+        """A phase asks memory for what the next one begins with."""
+        shape, layer = self.shape, self.layer
+        per_head, size = shape.head_dim // TILE, shape.given or shape.hidden
+        heads = max(1, round(self._chunk(shape.num_all * shape.head_dim, size) / per_head))
+        output, down = self._chunk(shape.hidden, self.wide), self._chunk(shape.hidden, shape.inner)
+        gate = self._chunk(shape.inner, 2 * shape.hidden)
+        ahead = self._fetch(layer["output"], output, self.wide)
+        self._write_heads(heads, ahead)
+        self._write_attention(ahead)
+        ahead = self._fetch(layer["gate_up"], gate, shape.hidden)
+        self._add_to_stream(self.run["attended"], self.wide, layer["output"], output, ahead)
+        self._write_gate(gate, self._fetch(layer["down"], down, shape.inner))
+        ahead = self._fetch(self.following["qkv"], heads * per_head, size)
+        self._add_to_stream(self.run["inner"], shape.inner, layer["down"], down, ahead)
+        self.code.done()
+
+    def _phase(self, count: Any, ahead: Callable[[], None], prepare: Callable[[], None] | None = None) -> Any:
+        """What is written within is done once for each of `count` chunks, by one of the threads. Before its first chunk
+        a thread does what `prepare` writes, and behind its last one, before it waits for the others, `ahead`."""
+        counters = self.code.plus(self.args["counters"], self.number * COUNTERS)
+        self.number += 1
+        return self.code.chunks(count, counters, prepare, ahead)
+
+    def _chunk(self, num_out: int, size: int) -> int:
+        return chunk_of(num_out, size, self.threads, self.shape.kind)
+
+    def _fetch(self, weights: Any, some: int, size: int) -> Callable[[], None]:
+        """Ask memory for where this thread is likely to begin in the next phase."""
+        block = some * (size // GROUP) * BLOCKS[self.shape.kind]
+        return lambda: self.code.fetch(self.code.plus(weights, self.code.times(self.args["me"], block)), _FETCHED)
+
+    def _sum_up(self, source: Any, size: int) -> None:
+        if self.shape.kind == "four":
+            self.code.run("sums", source, 2 * size, size // GROUP, self.rows, self.sums)
+
+    def _norm(self, weight: Any) -> None:
+        size, eps = self.shape.hidden, float_bits(self.shape.eps)
+        self.code.run("norm", self.run["stream"], weight, self.normed, self.rows, size, eps)
+        self._sum_up(self.normed, size)
+
+    def _multiply(self, source: Any, size: int, weights: Any, bounds: tuple[Any, Any], target: Any, width: int) -> None:
+        """Tiles of `weights` from bounds[0] up to bounds[1] times rows of `size`. The result of the first tile and row
+        goes to `target`, the next row's `width` bytes behind."""
+        first = self.code.minus(target, self.code.times(bounds[0], _TILE_BYTES))
+        blocks = size // GROUP
+        self.code.run(
+            f"tiles_{self.shape.kind}", source, 2 * size, weights, first, width, blocks, *bounds, self.rows, self.sums
+        )
+
+    def _write_heads(self, some: int, ahead: Callable[[], None]) -> None:
+        code, shape, count = self.code, self.shape, self.shape.num_all
+        per_head, size = shape.head_dim // TILE, shape.given or shape.hidden
+        source = self.run["given"] if shape.given else self.normed
+
+        def prepare() -> None:
+            if shape.given:
+                self._sum_up(source, size)
+            else:
+                self._norm(self.layer["attention_norm"])
+
+        with self._phase(-(-count // some), ahead, prepare) as chunk:
+            first, last = code.bounds(chunk, some, count)
+            bounds = code.times(first, per_head), code.times(last, per_head)
+            target = code.plus(self.run["heads"], code.times(bounds[0], _TILE_BYTES))
+            self._multiply(source, size, self.layer["qkv"], bounds, target, count * shape.head_dim * 2)
+            with code.loop(first, last) as head:
+                code.run("turn", self.args["run"], self.args["layer"], head)
+
+    def _write_attention(self, ahead: Callable[[], None]) -> None:
+        code, args = self.code, self.args
+        with self._phase(self.run["num_items"], ahead) as chunk:
+            item = code.plus(self.run["items"], code.times(chunk, 8 * len(ITEM)))
+            code.run("attend", args["run"], args["layer"], item, args["scratch"])
+
+    def _add_to_stream(self, source: Any, size: int, weights: Any, some: int, ahead: Callable[[], None]) -> None:
+        code, count, width = self.code, self.shape.hidden // TILE, some * _TILE_BYTES
+        with self._phase(-(-count // some), ahead, lambda: self._sum_up(source, size)) as chunk:
+            first, last = code.bounds(chunk, some, count)
+            self._multiply(source, size, weights, (first, last), self.part, width)
+            with code.loop(0, self.rows) as row, code.loop(first, last) as tile:
+                made = self._made(row, code.minus(tile, first), width)
+                place = self._place(self.run["stream"], row, tile, self.shape.hidden)
+                code.store_halves(code.build.fadd(code.load_halves(place), code.load_halves(made)), place)
+
+    def _write_gate(self, some: int, ahead: Callable[[], None]) -> None:
+        code, shape, count = self.code, self.shape, self.shape.inner // TILE
+        beside, width = some * _TILE_BYTES, 2 * some * _TILE_BYTES
+        with self._phase(-(-count // some), ahead, lambda: self._norm(self.layer["mlp_norm"])) as chunk:
+            first, last = code.bounds(chunk, some, count)
+            for above, at in ((0, 0), (count, beside)):
+                bounds = code.plus(first, above), code.plus(last, above)
+                target = code.plus(self.part, at)
+                self._multiply(self.normed, shape.hidden, self.layer["gate_up"], bounds, target, width)
+            with code.loop(0, self.rows) as row, code.loop(first, last) as tile:
+                made = self._made(row, code.minus(tile, first), width)
+                gated = code.build.fmul(code.silu(code.load_halves(made)), code.load_halves(made, beside))
+                code.store_halves(gated, self._place(self.run["inner"], row, tile, shape.inner))
+
+    def _made(self, row: Any, number: Any, width: int) -> Any:
+        """Where a row's results of a tile of the chunk are."""
+        code = self.code
+        return code.plus(self.part, code.times(row, width), code.times(number, _TILE_BYTES))
+
+    def _place(self, base: Any, row: Any, tile: Any, size: int) -> Any:
+        """Where a row's 16 columns of a tile lie, among rows of `size`."""
+        code = self.code
+        return code.plus(base, code.times(row, 2 * size), code.times(tile, _TILE_BYTES))
