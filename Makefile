@@ -15,7 +15,7 @@ help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; \
 	  do printf '  make %-10s %s\n' "$$name" "$$text"; done
 
-demo: setup ## Set up, start all three services, stream an answer, stop them.
+demo: setup ## Set up, start the services, stream an answer, stop them.
 	@$(bin)/outrider demo $(ARGS)
 
 test: setup-dev ## Set up and run the tests; ARGS="tests/tree -x" picks some, WORKERS=0 runs one after the other.

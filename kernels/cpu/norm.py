@@ -28,7 +28,7 @@ def fits_norm(rows: Tensor) -> bool:
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rows bfloat16 [M, N] scaled to unit root mean square, then by float32 `weight` [N], rounded once."""
     out = torch.empty_like(rows)
-    _compiled()(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, float_bits(eps))
+    compiled_norm()(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, float_bits(eps))
     return out
 
 
@@ -38,7 +38,8 @@ def float_bits(value: float) -> int:
 
 
 @cache
-def _compiled() -> Any:
+def compiled_norm() -> Any:
+    """`norm` of _NORM, and the memory that its code lies in."""
     from llvmlite import ir
 
     from kernels.cpu import code

@@ -176,6 +176,12 @@ def pool(threads: int) -> tuple[int, int]:
     return _pool().address, threads
 
 
+def prepare(kind: str) -> None:
+    """Compile the products with weights of a kind, which takes a third of a second, before the first is asked for."""
+    for wide in (False, True) if kind == "half" else (False,):
+        _compiled(kind, wide)
+
+
 @cache
 def _compiled(kind: str, wide: bool) -> Any:
     """What multiplies, and the memory that its code lies in."""

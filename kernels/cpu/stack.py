@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.cpu import products
 from kernels.cpu.layout import COUNTERS, GROUP, KEYS, LANES, LAYER, PHASES, QUERIES, RUN, TILE, StackShape, chunk_of
+from kernels.cpu.norm import compiled_norm
 from kernels.cpu.products import MAX_ROWS, Packed
 
 __all__ = ["MAX_ROWS", "DecoderStack", "LayerWeights", "Queries", "StackShape"]
@@ -62,6 +63,9 @@ class DecoderStack:
         if not shape.fits:
             raise ValueError(f"{shape} has no function")
         self._shape, self._layers = shape, list(layers)
+        # Here and not at the first forward, which would take a second.
+        compiled_norm()
+        _compiled(shape, products.num_threads())
         # Behind the last layer its weights are asked of memory again, in vain.
         self._table = np.zeros((len(layers) + 1, len(LAYER)), np.int64)
         for row, layer in zip(self._table, [*layers, layers[-1]], strict=True):

@@ -19,7 +19,6 @@ from outrider.cli.options import (
     make_cluster,
     whole_number,
 )
-from outrider.cli.placement import num_gpus
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
 
@@ -48,9 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demonstration; 0 when all services ended cleanly."""
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
-    if not num_gpus() and arguments.draft_placement == "auto":
-        # All three services are what it is to show, on a machine of few cores, too.
-        arguments.draft_placement = "remote"
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)
     with display.started(cluster):
         for name in cluster.services:
@@ -70,6 +66,8 @@ async def _show(console: Console, cluster: Cluster, tls: TlsFiles | None, prompt
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
         console.print("\nThe prompt:\n")
         console.print(valid_text(prompt))
+        # So that neither answer pays for the services' first prompt, and both find it in the cache.
+        await show_answer(generate(channel, messages, Sampling(temperature=0.0, max_tokens=1)), None)
         console.print("\nThe answer, over gRPC, token by token:\n")
         with_drafts = await show_answer(generate(channel, messages, sampling), console)
         if console.color_system and not console.no_color:

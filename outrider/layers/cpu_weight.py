@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.layout import GROUP
-from kernels.cpu.products import MAX_ROWS, Packed, fits, packed_four, packed_half, tile_product
+from kernels.cpu.products import MAX_ROWS, Packed, fits, packed_four, packed_half, prepare, tile_product
 from kernels.quant_weight import QuantWeight, unpacked
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
@@ -33,6 +33,9 @@ class CpuWeight:
     def __init__(self, wide: Packed | Tensor, few: Packed | None = None) -> None:
         """`wide`: tiles or oneDNN's; `few`: four bits."""
         self._wide, self._few = wide, few
+        for packed in (wide, few):
+            if isinstance(packed, Packed):
+                prepare(packed.kind)
 
     @classmethod
     def of(cls, weight: Tensor, quantized: QuantWeight | None = None) -> CpuWeight | None:

@@ -45,6 +45,8 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
     # What the device does not take is refused before weights are read.
     options = replace(options, device=str(choose_device(options.device)))
     options.check()
+    # Before the model is loaded, which compiles functions for so many.
+    torch.set_num_threads(options.threads)
     model = load_draft_model(options)
     runner = build_runner(model, options)
     needs = Needs(
@@ -69,7 +71,6 @@ def build_runner(model: DraftModel, options: DraftOptions) -> BurstRunner:
             f"--speculative-draft-model-path: head_dim {model.head_dim} does not run on a GPU; supported are "
             f"{_HEAD_DIMS}; choose --device cpu"
         )
-    torch.set_num_threads(options.threads)
     shape = _shape(options, model, on_gpu)
     chunk = GPU_CHUNK if on_gpu else CPU_CHUNK
     use_graphs = not options.disable_cuda_graph
