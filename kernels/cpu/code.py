@@ -143,7 +143,27 @@ class Code:
 
     def store_halves(self, value: Any, address: Any, offset: Any = 0) -> None:
         """16 float32 numbers, rounded to bfloat16."""
-        self.store(self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, value), address, offset)
+        self.store(self.halves(value), address, offset)
+
+    def halves(self, value: Any) -> Any:
+        """16 float32 numbers, rounded to bfloat16."""
+        return self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, value)
+
+    def rounded(self, value: Any) -> Any:
+        """The integer next to the number in each lane."""
+        return self.call("llvm.rint.v16f32", VECTOR, value)
+
+    def absolute(self, value: Any) -> Any:
+        """The number in each lane without its sign."""
+        return self.call("llvm.fabs.v16f32", VECTOR, value)
+
+    def farthest(self, values: Sequence[Any]) -> Any:
+        """The largest number of some vectors without its sign, float32; a NaN if there is one."""
+        words = [self.build.bitcast(self.absolute(value), _WORDS) for value in values]
+        largest = words[0]
+        for other in words[1:]:
+            largest = self.call("llvm.smax.v16i32", _WORDS, largest, other)
+        return self.build.bitcast(self.call("llvm.vector.reduce.smax.v16i32", I32, largest), F32)
 
     def same(self, value: Any) -> Any:
         """A float32 or int32 number in all lanes."""
@@ -191,7 +211,7 @@ class Code:
     def silu(self, value: Any) -> Any:
         """value / (1 + exp(-value)), by a power of e that is no more than 1."""
         build = self.build
-        away = build.fsub(self.number(0.0), self.call("llvm.fabs.v16f32", VECTOR, value))
+        away = build.fsub(self.number(0.0), self.absolute(value))
         power = self.exp(away)
         above = build.select(build.fcmp_ordered(">=", value, self.number(0.0)), self.number(1.0), power)
         return build.fdiv(build.fmul(value, above), build.fadd(self.number(1.0), power))
@@ -209,7 +229,7 @@ class Code:
         """e to the power of numbers up to 0, off by 2^-22 of it: a power of two, times Taylor's series of the rest."""
         build = self.build
         value = self.call("llvm.maxnum.v16f32", VECTOR, value, self.number(-87.0))
-        turns = self.call("llvm.rint.v16f32", VECTOR, build.fmul(value, self.number(1.4426950408889634)))
+        turns = self.rounded(build.fmul(value, self.number(1.4426950408889634)))
         left = self.fma(turns, self.number(-0.693145751953125), value)
         left = self.fma(turns, self.number(-1.428606765330187e-06), left)
         found = self.number(1 / 5040)
@@ -232,6 +252,19 @@ class Code:
         build.position_at_end(body)
         yield value
         place.set(self.plus(value, step))
+        build.branch(head)
+        build.position_at_end(behind)
+
+    @contextmanager
+    def repeat_while(self, condition: Callable[[], Any]) -> Iterator[None]:
+        """What is written within is done again and again, while a condition holds."""
+        build = self.build
+        head, body, behind = (build.append_basic_block() for _ in range(3))
+        build.branch(head)
+        build.position_at_end(head)
+        build.cbranch(condition(), body, behind)
+        build.position_at_end(body)
+        yield
         build.branch(head)
         build.position_at_end(behind)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kernels.cpu.code import Code
-from kernels.cpu.layout import BLOCKS, SUMS, TILE, TILES
+from kernels.cpu.layout import BLOCKS, PREPARE, TILE, TILES
 
 _VARIANTS = (1, 4, 8, 16)
 """Rows that products are compiled for."""
@@ -48,8 +48,8 @@ attributes #0 = { nounwind }
 
 
 def write_calls(module: Any) -> None:
-    """`tiles_four` of TILES and `sums` of SUMS: for any number of rows."""
-    for name, names in (("tiles_four", TILES), ("sums", SUMS)):
+    """`tiles_four` of TILES and `prepare` of PREPARE: for any number of rows."""
+    for name, names in (("tiles_four", TILES), ("prepare", PREPARE)):
         _write_call(Code(module, name, names), name)
 
 
@@ -60,7 +60,7 @@ def _write_call(code: Code, name: str) -> None:
         given = dict(args)
         given["count"] = some = code.least(code.minus(args["count"], row), _MOST)
         given["x"] = code.plus(args["x"], code.times(row, args["row_stride"]))
-        given["sums"] = code.plus(args["sums"], code.times(row, code.times(args["blocks"], 4)))
+        given["prepared"] = code.plus(args["prepared"], code.times(row, code.times(args["blocks"], 4)))
         if "y" in given:
             given["y"] = code.plus(args["y"], code.times(row, args["out_stride"]))
         for least, most in zip((0, *_VARIANTS), _VARIANTS, strict=False):
@@ -112,9 +112,9 @@ def _multiply(rows: str, to: str) -> str:
 def _sums_of(rows: int) -> str:
     """Sums of each row's groups, which middles are multiplied with: products with ones. 16 for each block."""
     code = f"""
-define void @sums_{rows}({", ".join(f"i64 %{name}_i" for name in SUMS)}) #0 {{
+define void @prepare_{rows}({", ".join(f"i64 %{name}_i" for name in PREPARE)}) #0 {{
 begin:
-{_arguments(SUMS)}{_stack()}"""
+{_arguments(PREPARE)}{_stack()}"""
     for row in range(TILE):
         code += _at(f"one_{row}", "ones", 64 * row)
         code += f" store <32 x i16> {_vector('i16', [0x3F80] * 32)}, ptr %one_{row}, align 64\n"
@@ -123,7 +123,7 @@ begin:
 sum:
  %s = phi i64 [0, %begin], [%s_next, %sum]
  %s_bytes = shl i64 %s, 6
-{_at("s_rows", "x", "%s_bytes")}{_multiply("s_rows", "products")}{_at("s_to", "sums", "%s_bytes")}"""
+{_at("s_rows", "x", "%s_bytes")}{_multiply("s_rows", "products")}{_at("s_to", "prepared", "%s_bytes")}"""
     for row in range(rows):
         code += _at(f"s_{row}", "products", 64 * row) + f" %s_value_{row} = load float, ptr %s_{row}\n"
         code += _at(f"s_to_{row}", "s_to", 4 * row) + f" store float %s_value_{row}, ptr %s_to_{row}\n"
@@ -144,8 +144,8 @@ def _arguments(names: tuple[str, ...]) -> str:
     """Addresses as pointers, numbers as they are."""
     code = ""
     for name in names:
-        code += f" %{name} = inttoptr i64 %{name}_i to ptr\n" if name in ("x", "w", "y", "sums") else ""
-        code += f" %{name} = add i64 %{name}_i, 0\n" if name not in ("x", "w", "y", "sums") else ""
+        code += f" %{name} = inttoptr i64 %{name}_i to ptr\n" if name in ("x", "w", "y", "prepared") else ""
+        code += f" %{name} = add i64 %{name}_i, 0\n" if name not in ("x", "w", "y", "prepared") else ""
     return code
 
 
@@ -250,7 +250,7 @@ def _add_up(rows: int) -> str:
     for name in ("scale", "middle"):
         code += f" %{name}_half = load <16 x half>, ptr %{name}s_at, align 32\n"
         code += f" %{name} = fpext <16 x half> %{name}_half to <16 x float>\n"
-    code += " %k_added_bytes = shl i64 %k_added, 6\n" + _at("group_sums", "sums", "%k_added_bytes")
+    code += " %k_added_bytes = shl i64 %k_added, 6\n" + _at("group_sums", "prepared", "%k_added_bytes")
     for row in range(rows):
         code += _at(f"product_at_{row}", "product", 64 * row) + _at(f"group_at_{row}", "group_sums", 4 * row)
         code += f""" %product_{row} = load <16 x float>, ptr %product_at_{row}, align 64

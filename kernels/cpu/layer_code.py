@@ -103,7 +103,7 @@ class _Layer:
         self.run, self.layer = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER)
         self.following = code.fields(code.plus(code.args["layer"], 8 * len(LAYER)), LAYER)
         self.normed = code.args["scratch"]
-        self.sums, self.part = (code.plus(self.normed, self.run[name]) for name in ("at_sums", "at_part"))
+        self.prepared, self.part = (code.plus(self.normed, self.run[name]) for name in ("at_prepared", "at_part"))
         self.rows, self.number = self.run["rows"], 0
         self.wide = shape.num_heads * shape.head_dim
 
@@ -139,14 +139,14 @@ class _Layer:
         block = some * (size // GROUP) * BLOCKS[self.shape.kind]
         return lambda: self.code.fetch(self.code.plus(weights, self.code.times(self.args["me"], block)), _FETCHED)
 
-    def _sum_up(self, source: Any, size: int) -> None:
-        if self.shape.kind == "four":
-            self.code.run("sums", source, 2 * size, size // GROUP, self.rows, self.sums)
+    def _prepare(self, source: Any, size: int) -> None:
+        if self.shape.kind != "half":
+            self.code.run("prepare", source, 2 * size, size // GROUP, self.rows, self.prepared)
 
     def _norm(self, weight: Any) -> None:
         size, eps = self.shape.hidden, float_bits(self.shape.eps)
         self.code.run("norm", self.run["stream"], weight, self.normed, self.rows, size, eps)
-        self._sum_up(self.normed, size)
+        self._prepare(self.normed, size)
 
     def _multiply(self, source: Any, size: int, weights: Any, bounds: tuple[Any, Any], target: Any, width: int) -> None:
         """Tiles of `weights` from bounds[0] up to bounds[1] times rows of `size`. The result of the first tile and row
@@ -154,7 +154,16 @@ class _Layer:
         first = self.code.minus(target, self.code.times(bounds[0], _TILE_BYTES))
         blocks = size // GROUP
         self.code.run(
-            f"tiles_{self.shape.kind}", source, 2 * size, weights, first, width, blocks, *bounds, self.rows, self.sums
+            f"tiles_{self.shape.kind}",
+            source,
+            2 * size,
+            weights,
+            first,
+            width,
+            blocks,
+            *bounds,
+            self.rows,
+            self.prepared,
         )
 
     def _write_heads(self, some: int, ahead: Callable[[], None]) -> None:
@@ -164,7 +173,7 @@ class _Layer:
 
         def prepare() -> None:
             if shape.given:
-                self._sum_up(source, size)
+                self._prepare(source, size)
             else:
                 self._norm(self.layer["attention_norm"])
 
@@ -184,7 +193,7 @@ class _Layer:
 
     def _add_to_stream(self, source: Any, size: int, weights: Any, some: int, ahead: Callable[[], None]) -> None:
         code, count, width = self.code, self.shape.hidden // TILE, some * _TILE_BYTES
-        with self._phase(-(-count // some), ahead, lambda: self._sum_up(source, size)) as chunk:
+        with self._phase(-(-count // some), ahead, lambda: self._prepare(source, size)) as chunk:
             first, last = code.bounds(chunk, some, count)
             self._multiply(source, size, weights, (first, last), self.part, width)
             with code.loop(0, self.rows) as row, code.loop(first, last) as tile:

@@ -10,8 +10,12 @@ GROUP = 32
 """Columns of a block; with weights of four bits they are summed before they are scaled."""
 TILE = 16
 """Weight rows of a block."""
-BLOCKS = {"four": 320, "half": 1024}
+BLOCKS = {"four": 320, "eight": 576, "half": 1024}
 """Bytes of a block, by the kind of weights."""
+CODES_ROWS = 8
+"""Rows whose codes lie side by side, for weights of eight bits."""
+CODES = 576
+"""Bytes of a block of such codes, their scales and what is missing to whole lines of memory."""
 _CHUNK = 256 << 10
 """Bytes of weights that a thread takes at a time."""
 LINE = 64
@@ -20,18 +24,18 @@ COUNTERS = 2 * LINE
 """Bytes of counters of what threads share out: taken, and, in a line of its own, done."""
 PHASES = 5
 """Of a layer: norm and q, k, v; attention; output; norm and gate; down."""
-TILES = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "sums")
+TILES = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "prepared")
 """Of some tiles of a product, all int64: address of rows and bytes from one to the next, address of weights, the same
-of results as of rows, blocks of a tile, the first tile and the one behind the last, rows, and the address of the rows'
-sums, which weights of four bits are moved by."""
-SUMS = ("x", "row_stride", "blocks", "count", "sums")
-"""Of those sums."""
+of results as of rows, blocks of a tile, the first tile and the one behind the last, rows, and the address of what was
+prepared of them: sums, which weights of four bits are moved by, or codes, for weights of eight bits."""
+PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
+"""Of what prepares that."""
 KEYS = 8
 """Keys that are multiplied with queries at once."""
 RUN = (
     "stream", "rows", "layers", "num_layers", "cos", "sin", "slots", "items", "num_items", "queries", "heads",
-    "attended", "inner", "given", "scratch", "scratch_size", "at_sums", "at_part", "at_pairs", "at_seen", "at_scores",
-    "counters",
+    "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part", "at_pairs", "at_seen",
+    "at_scores", "counters",
 )  # fmt: skip
 """What a run is told, all int64: addresses and counts. See DecoderStack.run."""
 LAYER = ("attention_norm", "qkv", "qkv_bias", "qk_norm", "output", "mlp_norm", "gate_up", "down", "keys", "values")
@@ -86,6 +90,13 @@ class StackShape:
     def num_all(self) -> int:
         """Heads of q, k and v."""
         return self.num_heads + 2 * self.num_kv_heads
+
+
+def prepared_size(kind: str, rows: int, size: int) -> int:
+    """Bytes of what is prepared of so many rows of `size` columns."""
+    per_group = {"four": (TILE, 4 * TILE), "eight": (CODES_ROWS, CODES), "half": (TILE, 0)}
+    together, block = per_group[kind]
+    return -(-rows // together) * (size // GROUP) * block
 
 
 def chunk_of(num_out: int, size: int, threads: int, kind: str) -> int:

@@ -19,12 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.layout import BLOCKS, COUNTERS, GROUP, SUMS, TILE, TILES
+from kernels.cpu.layout import BLOCKS, COUNTERS, GROUP, PREPARE, TILE, TILES, prepared_size
 
 MAX_ROWS = 64
-"""Rows that a product with weights of four bits takes at most: they are read for every 16."""
-_ROWS = 16
-"""Rows that weights of four bits are read for at a time."""
+"""Rows that a product with weights of few bits takes at most: they are read for every 16, or 8."""
 _AHEAD = 2
 """Blocks before the first and twice as many behind the last that are read, and not used."""
 _CHUNKS = 4
@@ -38,7 +36,7 @@ _PRODUCT = (
     "blocks",
     "tiles",
     "count",
-    "sums",
+    "prepared",
     "chunk",
     "chunks",
     "counters",
@@ -56,7 +54,7 @@ def has_amx() -> bool:
 class Packed(NamedTuple):
     """A matrix [num_out, size] as products read it.
 
-    `kind`: "four" or "half", for 4 or 16 bits a weight.
+    `kind`: "four", "eight" or "half", for 4, 8 or 16 bits a weight.
     """
 
     kind: str
@@ -88,6 +86,20 @@ def packed_four(codes: Tensor, scales: Tensor, middles: Tensor) -> Packed:
     return _packed("four", num_out, size, words.permute(0, 2, 3, 1), *of_groups)
 
 
+def packed_eight(codes: Tensor, scales: Tensor) -> Packed:
+    """W[n, k] = scales[n, g] * codes[n, k], g = k // GROUP.
+
+    Args:
+        codes: int8 [N, K], N a multiple of TILE and K of GROUP.
+        scales: float32 [N, K / GROUP].
+    """
+    num_out, size = codes.shape
+    tiles, blocks = num_out // TILE, size // GROUP
+    # Of each block fours of columns, each of 16 weight rows side by side.
+    fours = codes.to(torch.int8).view(tiles, TILE, blocks, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    return _packed("eight", num_out, size, fours, scales.float().view(tiles, TILE, blocks).permute(0, 2, 1))
+
+
 def packed_half(weight: Tensor) -> Packed:
     """bfloat16 weights [N, K], N a multiple of TILE and K of GROUP."""
     return _packed("half", *weight.shape, _pairs(weight))
@@ -115,26 +127,26 @@ def _packed(kind: str, num_out: int, size: int, *parts: Tensor) -> Packed:
 
 def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """rows W^T, [M, num_out] in bfloat16 or float32, for bfloat16 [M, K] whose columns are contiguous. M is MAX_ROWS at
-    most with weights of four bits.
+    most with weights of four or eight bits.
 
     Sums are float32 and rounded once, to `dtype`; a row's result does not depend on the rows beside it.
     """
     count, size = rows.shape
     if rows.stride(1) != 1 or rows.dtype != torch.bfloat16 or size != weight.size:
         raise ValueError(f"{rows.dtype} {tuple(rows.shape)} rows for weights [{weight.num_out}, {weight.size}]")
-    if weight.kind == "four" and count > MAX_ROWS:
-        raise ValueError(f"{count} rows; {MAX_ROWS} can be taken with weights of four bits")
+    if weight.kind != "half" and count > MAX_ROWS:
+        raise ValueError(f"{count} rows; {MAX_ROWS} can be taken with weights of few bits")
     if weight.kind == "four" and dtype == torch.float32:
         return tile_product(rows, weight).float()
     out = torch.empty(count, weight.num_out, dtype=dtype)
-    sums = torch.empty(-(-count // _ROWS) * size // GROUP, _ROWS) if weight.kind == "four" else out
+    prepared = torch.empty(prepared_size(weight.kind, count, size), dtype=torch.uint8)
     tiles, threads = weight.num_out // TILE, num_threads()
     chunk = max(1, -(-tiles // (_CHUNKS * threads))) if threads > 1 else tiles
     counters = torch.empty(COUNTERS, dtype=torch.uint8)
     if count:
         _compiled(weight.kind, dtype == torch.float32)(
             rows.data_ptr(), rows.stride(0) * 2, weight.blocks.data_ptr(),
-            out.data_ptr(), weight.num_out * dtype.itemsize, size // GROUP, tiles, count, sums.data_ptr(),
+            out.data_ptr(), weight.num_out * dtype.itemsize, size // GROUP, tiles, count, prepared.data_ptr(),
             chunk, -(-tiles // chunk), counters.data_ptr(), *pool(threads),
         )  # fmt: skip
     return out
@@ -178,7 +190,7 @@ def pool(threads: int) -> tuple[int, int]:
 
 def prepare(kind: str) -> None:
     """Compile the products with weights of a kind, which takes a third of a second, before the first is asked for."""
-    for wide in (False, True) if kind == "half" else (False,):
+    for wide in (False,) if kind == "four" else (False, True):
         _compiled(kind, wide)
 
 
@@ -196,11 +208,11 @@ def _compiled(kind: str, wide: bool) -> Any:
 
 
 def modules(kind: str, wide: bool = False) -> list[Any]:
-    """All functions: `tiles_four` or the like of TILES, `sums` of SUMS, and `product`, which calls them in all
+    """All functions: `tiles_four` or the like of TILES, `prepare` of PREPARE, and `product`, which calls them in all
     threads. `wide`: of products in float32."""
     from llvmlite import ir
 
-    from kernels.cpu import four_bit_tiles
+    from kernels.cpu import eight_bit_tiles, four_bit_tiles
     from kernels.cpu.code import Code, made, parsed
     from kernels.cpu.pool import write_call
     from kernels.cpu.tiles import write_tiles
@@ -210,10 +222,14 @@ def modules(kind: str, wide: bool = False) -> list[Any]:
     given = part.fields(part.args["array"], _PRODUCT)
     if kind == "four":
         four_bit_tiles.write_calls(module)
-        # Each thread for itself: they are few.
-        part.run("sums", *(given[name] for name in SUMS))
+    elif kind == "eight":
+        eight_bit_tiles.write_prepare(module)
+        eight_bit_tiles.write_tiles(module, wide)
     else:
         write_tiles(module, "tiles_half", wide)
+    if kind != "half":
+        # Each thread for itself: they are few.
+        part.run("prepare", *(given[name] for name in PREPARE))
     with part.chunks(given["chunks"], given["counters"]) as chunk:
         given["first"], given["last"] = part.bounds(chunk, given["chunk"], given["tiles"])
         part.run(f"tiles_{kind}", *(given[name] for name in TILES))

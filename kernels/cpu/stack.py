@@ -19,7 +19,19 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import products
-from kernels.cpu.layout import COUNTERS, GROUP, KEYS, LANES, LAYER, PHASES, QUERIES, RUN, TILE, StackShape, chunk_of
+from kernels.cpu.layout import (
+    COUNTERS,
+    KEYS,
+    LANES,
+    LAYER,
+    PHASES,
+    QUERIES,
+    RUN,
+    TILE,
+    StackShape,
+    chunk_of,
+    prepared_size,
+)  # fmt: skip
 from kernels.cpu.norm import compiled_norm
 from kernels.cpu.products import MAX_ROWS, Packed
 
@@ -184,7 +196,7 @@ def _scratch(
     ))  # fmt: skip
     sizes = {
         "normed": rows * shape.hidden * 2,
-        "at_sums": -(-rows // LANES) * widest // GROUP * 64,
+        "at_prepared": prepared_size(shape.kind, rows, widest),
         "at_part": rows * part * TILE * 2,
         "at_pairs": shape.head_dim * 32,
         "at_seen": masked * 2,

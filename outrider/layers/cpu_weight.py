@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.layout import GROUP
+from kernels.cpu.levels import eight_bits
 from kernels.cpu.products import MAX_ROWS, Packed, fits, packed_four, packed_half, prepare, tile_product
 from kernels.quant_weight import QuantWeight, unpacked
 
@@ -24,14 +25,14 @@ _SAMPLE = 16
 class CpuWeight:
     """W [out, in], packed.
 
-    In bfloat16 with AMX: tiles (kernels.cpu), and, where weights lie on 16 levels in each group, four bits of each for
-    up to MAX_ROWS rows. A row's result does not depend on the rows beside it, while they are as few, or more. Measured
-    on two cores of a Xeon with AMX, [3072, 576] in ms for 1, 16, 64 and 512 rows: tiles 0.06, 0.08, 0.26, 1.96, oneDNN
-    0.12, 0.14, 0.31, 1.78.
+    In bfloat16 with AMX: tiles (kernels.cpu), and, where weights lie on 16 or 255 levels in each group, four or eight
+    bits of each for up to MAX_ROWS rows, which take as long as their weights take to be read. A row's result does not
+    depend on the rows beside it, while they are as few, or more. Measured on two cores of a Xeon with AMX, [3072, 576]
+    in ms for 1, 16, 64 and 512 rows: tiles 0.06, 0.08, 0.26, 1.96, oneDNN 0.12, 0.14, 0.31, 1.78.
     """
 
     def __init__(self, wide: Packed | Tensor, few: Packed | None = None) -> None:
-        """`wide`: tiles or oneDNN's; `few`: four bits."""
+        """`wide`: tiles or oneDNN's; `few`: four or eight bits."""
         self._wide, self._few = wide, few
         for packed in (wide, few):
             if isinstance(packed, Packed):
@@ -41,7 +42,7 @@ class CpuWeight:
     def of(cls, weight: Tensor, quantized: QuantWeight | None = None) -> CpuWeight | None:
         """For a matrix, of which `quantized` may be what was stored; None where there is no layout for it."""
         if fits(weight):
-            few = four_bits(weight) if quantized is None else four_bits_of(quantized)
+            few = four_bits(weight) or eight_bits(weight) if quantized is None else four_bits_of(quantized)
             return cls(packed_half(weight), few)
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight, None)) if can_pack(weight) else None
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu.ranks import best_of, fits_ranks
 from kernels.sampling import propose
 from kernels.sampling_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put
@@ -144,6 +145,10 @@ class HostProposer:
         if self._illegal is not None:
             logits.masked_fill_(self._illegal, -torch.inf)
         count = tokens.shape[1]
+        if fits_ranks(logits, count):
+            best_of(logits, self._ids, tokens, scores)
+            tokens[rows < 0], scores[rows < 0] = -1, -torch.inf
+            return
         best = logits.topk(min(count + _SPARE, logits.shape[1]))
         # Equal values in order of their places: by place first, then stably by value.
         places = best.indices.sort(1).values

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kernels.cpu import products
 from kernels.cpu.layout import GROUP, TILE
-from kernels.cpu.products import MAX_ROWS, Packed, has_amx, packed_four, packed_half, tile_product
+from kernels.cpu.products import MAX_ROWS, Packed, has_amx, packed_eight, packed_four, packed_half, tile_product
 
 with_amx = pytest.mark.skipif(not has_amx(), reason="no AMX here")
-KINDS = ("four", "half")
+KINDS = ("four", "eight", "half")
 
 
 def made(kind: str, num_out: int, size: int, seed: int = 0) -> tuple[Packed, Tensor]:
@@ -24,6 +24,10 @@ def made(kind: str, num_out: int, size: int, seed: int = 0) -> tuple[Packed, Ten
     if kind == "half":
         weight = (0.05 * torch.randn(num_out, size, generator=generator)).bfloat16()
         return packed_half(weight), weight.double()
+    if kind == "eight":
+        codes = torch.randint(-127, 128, (num_out, size), generator=generator, dtype=torch.int8)
+        scales = 0.0001 + 0.001 * torch.rand(num_out, size // GROUP, generator=generator)
+        return packed_eight(codes, scales), codes * scales.double().repeat_interleave(GROUP, 1)
     codes = torch.randint(0, 16, (num_out, size), generator=generator, dtype=torch.int32)
     scales = 0.001 + 0.01 * torch.rand(num_out, size // GROUP, generator=generator)
     middles = 0.02 * torch.randn(num_out, size // GROUP, generator=generator)
@@ -42,7 +46,7 @@ def made(kind: str, num_out: int, size: int, seed: int = 0) -> tuple[Packed, Ten
 )
 def test_products_are_those_of_the_wide_weights(kind: str, tiles: int, groups: int, count: int, threads: int) -> None:
     num_out, size = tiles * TILE, groups * GROUP
-    count = min(count, MAX_ROWS) if kind == "four" else count
+    count = min(count, MAX_ROWS) if kind != "half" else count
     weight, wide = made(kind, num_out, size, seed=tiles)
     rows = torch.randn(count, size, generator=torch.Generator().manual_seed(count)).bfloat16()
     before = torch.get_num_threads()
@@ -86,7 +90,7 @@ def test_rows_that_it_does_not_take_are_refused() -> None:
     for rows in (torch.zeros(1, 32).bfloat16(), torch.zeros(1, 64), torch.zeros(64, 2).bfloat16().T):
         with pytest.raises(ValueError, match=r"rows for weights \[16, 64\]"):
             tile_product(rows, weight)
-    with pytest.raises(ValueError, match=f"{MAX_ROWS + 1} rows; {MAX_ROWS} can be taken with weights of four bits"):
+    with pytest.raises(ValueError, match=f"{MAX_ROWS + 1} rows; {MAX_ROWS} can be taken with weights of few bits"):
         tile_product(torch.zeros(MAX_ROWS + 1, 64).bfloat16(), weight)
 
 
@@ -94,4 +98,4 @@ def test_rows_that_it_does_not_take_are_refused() -> None:
 def test_it_compiles_on_any_processor(kind: str) -> None:
     code = pytest.importorskip("kernels.cpu.code", exc_type=ImportError)
     text = "".join(code.machine().emit_assembly(module) for module in products.modules(kind))
-    assert text.count("tdpbf16ps") >= 6
+    assert text.count("tdpbssd" if kind == "eight" else "tdpbf16ps") >= 4

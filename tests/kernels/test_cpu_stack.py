@@ -22,6 +22,7 @@ WIDE = StackShape(96, 4, 2, 32, 160, EPS, 32**-0.5)
 SHAPES = [
     WIDE,
     StackShape(64, 2, 2, 64, 96, EPS, 0.2, kind="half"),
+    StackShape(64, 2, 1, 64, 96, EPS, 0.2, kind="eight"),
     StackShape(128, 9, 1, 64, 96, EPS, 0.125, has_bias=True, has_qk_norm=True),
     StackShape(64, 8, 2, 128, 32, EPS, 0.1, kind="half", has_bias=True),
 ]

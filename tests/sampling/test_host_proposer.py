@@ -18,10 +18,11 @@ PARAMS = [
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("branching", [1, 4, 16])
 @pytest.mark.parametrize("scale", [EdgeScale(), HEAD_SCALE])
+@pytest.mark.parametrize("size", [40, 48])
 def test_proposes_what_the_kernels_reference_does(
-    rank_by_noise: bool, mapped: bool, branching: int, scale: EdgeScale
+    rank_by_noise: bool, mapped: bool, branching: int, scale: EdgeScale, size: int
 ) -> None:
-    size, limit = 40, 90
+    limit = 90
     ids = torch.randperm(100, generator=torch.Generator().manual_seed(1))[:size].int() if mapped else None
     if ids is not None:
         ids[3] = -1

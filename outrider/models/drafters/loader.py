@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.cpu.levels import round_to_eight_bits
+from kernels.cpu.products import fits
 from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError
@@ -159,6 +161,10 @@ def _load_head(
             return tensor.read(spans(name, tensor.shape, wanted, config.decoder, rank, world))
 
         fill(targets, read, progress)
+        for name, matrix in targets.items():
+            # Half the bytes to read; what a head guesses changes no answer.
+            if name != EMBEDDING and matrix.ndim == 2 and fits(matrix):
+                round_to_eight_bits(matrix)
         head.finish_loading()
     return head
 

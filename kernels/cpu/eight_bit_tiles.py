@@ -1,0 +1,146 @@
+"""Products with weights of eight bits by tiles.
+
+Rows become integers too, of 15 bits, with a scale for each group of 32 columns: a high and a low part of eight bits,
+which lie as two rows of a tile. So sums of a group are exact, and what is lost is less than bfloat16 loses in the row
+itself. Each group's sums are scaled in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from kernels.cpu.code import F32, I8, I16, I32, I64, VECTOR, Code
+from kernels.cpu.layout import BLOCKS, CODES, CODES_ROWS, GROUP, LANES, PREPARE, TILE, TILES
+
+_BLOCK = BLOCKS["eight"]
+_VARIANTS = (1, 2, 4, CODES_ROWS)
+"""Rows that products are compiled for."""
+_FETCHED = 16
+"""Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
+_SCALES = TILE * GROUP
+"""Bytes of codes in a block, behind which its scales lie; it is the same of rows."""
+_LOW_BITS = 7
+_LARGEST = 127 << _LOW_BITS
+_LEAST = 2.0**-90
+"""Groups whose largest number is less count as zeros: its inverse could not be told in float32."""
+_WORDS, _BYTES = (ir.VectorType(kind, LANES) for kind in (I32, I8))
+_PRODUCT, _X, _W = 0, 4, 6
+_CONFIG, _PRODUCTS = 0, 64
+_BEHIND = 2
+_SLOTS = 4
+"""Products that are kept: none of them is waited for when the next is written."""
+
+
+def write_prepare(module: Any) -> None:
+    """`prepare` of PREPARE: codes of rows, CODES_ROWS of them side by side in each block."""
+    code = Code(module, "prepare", PREPARE)
+    args, build = code.args, code.build
+    with code.loop(0, args["count"]) as row:
+        group = build.ashr(row, I64(CODES_ROWS.bit_length() - 1))
+        place = code.minus(row, code.times(group, CODES_ROWS))
+        source = code.plus(args["x"], code.times(row, args["row_stride"]))
+        target = code.plus(args["prepared"], code.times(code.times(group, args["blocks"]), CODES))
+        with code.loop(0, args["blocks"]) as block:
+            at = code.plus(target, code.times(block, CODES))
+            _write_codes(code, code.plus(source, code.times(block, 2 * GROUP)), at, place)
+    code.done()
+
+
+def _write_codes(code: Code, source: Any, target: Any, place: Any) -> None:
+    """A row's group of columns: both parts of its codes, and its scale."""
+    build = code.build
+    values = [code.load_halves(source, 2 * LANES * half) for half in range(2)]
+    largest = code.farthest(values)
+    is_small = build.fcmp_ordered("<", largest, F32(_LEAST))
+    inverse = build.select(is_small, F32(0.0), build.fdiv(F32(_LARGEST), largest))
+    code.store(build.fmul(largest, F32(1 / _LARGEST)), target, code.plus(code.times(place, 4), _SCALES))
+    for half, value in enumerate(values):
+        number = code.rounded(build.fmul(value, code.same(inverse)))
+        number = build.fptosi(number, _WORDS)
+        high = build.ashr(build.add(number, _all(1 << (_LOW_BITS - 1))), _all(_LOW_BITS))
+        low = build.sub(number, build.shl(high, _all(_LOW_BITS)))
+        for part, found in enumerate((high, low)):
+            at = code.plus(code.times(place, 2 * GROUP), part * GROUP + half * LANES)
+            code.store(build.trunc(found, _BYTES), target, at)
+
+
+def _all(value: int) -> Any:
+    return _WORDS([value] * LANES)
+
+
+def write_tiles(module: Any, wide: bool = False) -> None:
+    """`tiles_eight` of TILES for any number of rows, CODES_ROWS at a time. `wide`: results stay float32."""
+    for rows in _VARIANTS:
+        _write_some(Code(module, f"tiles_eight_{rows}", TILES), rows, wide)
+    code = Code(module, "tiles_eight", TILES)
+    args = code.args
+    with code.loop(0, args["count"], CODES_ROWS) as row:
+        some = code.least(code.minus(args["count"], row), CODES_ROWS)
+        given = args | {"count": some, "y": code.plus(args["y"], code.times(row, args["out_stride"]))}
+        skipped = code.times(code.times(row, args["blocks"]), CODES // CODES_ROWS)
+        given["prepared"] = code.plus(args["prepared"], skipped)
+        for least, most in zip((0, *_VARIANTS), _VARIANTS, strict=False):
+            with code.when(code.between(least, some, most)):
+                code.run(f"tiles_eight_{most}", *given.values())
+    code.done()
+
+
+def _write_some(code: Code, rows: int, wide: bool) -> None:
+    """As many rows as `count` says, `rows` at most. Rows that are not there are zeros."""
+    args, build = code.args, code.build
+    stack = code.room(_PRODUCTS + _SLOTS * 1024)
+    code.clear(stack, I64(_PRODUCTS + _SLOTS * 1024))
+    _configure(code, stack)
+    tile_size = code.times(args["blocks"], _BLOCK)
+
+    def slot_of(number: Any) -> Any:
+        return code.plus(stack, _PRODUCTS, code.times(build.and_(number, I64(_SLOTS - 1)), 1024))
+
+    totals = [code.variable(code.number(0.0)) for _ in range(rows)]
+    with code.loop(args["first"], args["last"]) as tile:
+        weights = code.plus(args["w"], code.times(tile, tile_size))
+        for total in totals:
+            total.set(code.number(0.0))
+        with code.loop(0, code.plus(args["blocks"], _BEHIND)) as number:
+            with code.when(build.icmp_signed("<", number, args["blocks"])):
+                block = code.plus(weights, code.times(number, _BLOCK))
+                code.fetch(code.plus(block, _FETCHED * _BLOCK), _BLOCK)
+                _multiply(code, code.plus(args["prepared"], code.times(number, CODES)), block, slot_of(number))
+            with code.when(build.icmp_signed(">=", number, I64(_BEHIND))):
+                before = code.plus(number, -_BEHIND)
+                block = code.plus(weights, code.times(before, _BLOCK))
+                codes = code.plus(args["prepared"], code.times(before, CODES))
+                scales, slot = code.load_vector(block, _SCALES), slot_of(before)
+                for row, total in enumerate(totals):
+                    high, low = (code.load(_WORDS, slot, 64 * (2 * row + part)) for part in range(2))
+                    found = build.sitofp(build.add(build.shl(high, _all(_LOW_BITS)), low), VECTOR)
+                    found = build.fmul(found, code.load_same(codes, _SCALES + 4 * row))
+                    total.set(code.fma(found, scales, total.get()))
+        for row, total in enumerate(totals):
+            with code.when(build.icmp_signed(">", args["count"], I64(row))):
+                put, size = (code.store, 4) if wide else (code.store_halves, 2)
+                where = code.plus(args["y"], code.times(args["out_stride"], row), code.times(tile, size * TILE))
+                put(total.get(), where)
+    code.call("llvm.x86.tilerelease", ir.VoidType())
+    code.done()
+
+
+def _configure(code: Code, stack: Any) -> None:
+    """Two rows of products and of codes for each row that there is; eight of weights, four columns in each."""
+    code.store(I8(1), stack, _CONFIG)
+    height = code.build.trunc(code.times(code.args["count"], 2), I8)
+    for tile, width, rows in ((_PRODUCT, 64, height), (_X, GROUP, height), (_W, 64, I8(GROUP // 4))):
+        code.store(I16(width), stack, _CONFIG + 16 + 2 * tile)
+        code.store(rows, stack, _CONFIG + 48 + tile)
+    code.call("llvm.x86.ldtilecfg", ir.VoidType(), code.at(stack))
+
+
+def _multiply(code: Code, codes: Any, block: Any, slot: Any) -> None:
+    nothing = ir.VoidType()
+    code.call("llvm.x86.tilezero", nothing, I8(_PRODUCT))
+    code.call("llvm.x86.tileloadd64", nothing, I8(_X), code.at(codes), I64(GROUP))
+    code.call("llvm.x86.tileloadd64", nothing, I8(_W), code.at(block), I64(64))
+    code.call("llvm.x86.tdpbssd", nothing, I8(_PRODUCT), I8(_X), I8(_W))
+    code.call("llvm.x86.tilestored64", nothing, I8(_PRODUCT), code.at(slot), I64(64))
