@@ -66,8 +66,9 @@ class CpuWeight:
 
     def to_float32(self, rows: Tensor) -> Tensor:
         """rows W^T in float32, by tiles without a rounding between."""
-        if isinstance(self._wide, Packed) and (self._few is None or rows.shape[0] > MAX_ROWS):
-            return tile_product(rows.contiguous(), self._wide, torch.float32)
+        if isinstance(self._wide, Packed):
+            few = self._few if rows.shape[0] <= MAX_ROWS else None
+            return tile_product(rows.contiguous(), few or self._wide, torch.float32)
         return self.product(rows, None).float()
 
 

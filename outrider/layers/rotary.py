@@ -49,12 +49,27 @@ class Rotary:
         scales = torch.where(torch.cat([frequencies, frequencies]) == 0.0, 1.0, self.scale)
         self._sign = (sign * scales).to(device)
         self._scales = scales.to(device)
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and signed sin for int64 positions [M], each [M, 1, head_dim] in `dtype`."""
+        if positions.device.type != "cpu" or not positions.numel():
+            return self._computed(positions, dtype)
+        # Two lookups for nine operations, each of which takes the host longer than its numbers take.
+        count, tables = int(positions.max()) + 1, self._tables.get(dtype)
+        if tables is None or len(tables[0]) < count:
+            tables = self._computed(torch.arange(max(_FIRST_ANGLES, 1 << (count - 1).bit_length())), dtype)
+            self._tables[dtype] = tables
+        return tables[0].index_select(0, positions), tables[1].index_select(0, positions)
+
+    def _computed(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.float().unsqueeze(1) * self._frequencies
         cos, sin = angles.cos() * self._scales, angles.sin() * self._sign
         return cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1)
+
+
+_FIRST_ANGLES = 1024
+"""Positions whose angles are computed at first; then twice as many each time."""
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
