@@ -12,7 +12,7 @@ from local_draft import LocalDraft, chain
 from scripted_peer import Clock, Recorder, follow, request, tree
 from threaded_engine import ThreadedEngine, ThreadInbox
 
-from outrider.protocol.speculation import VerifyMessage
+from outrider.protocol.speculation import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.engine import Action
 from verify_service.engine.memory import Memory
@@ -271,7 +271,7 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
     assert spec is not None
     budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
     policy = DraftWaitPolicy(budget, longest, turns=True)
-    due, held = [(clock.now + delay, asked.committed_len)], 0.0
+    due = [(clock.now + delay, asked.committed_len)]
 
     def advance(until: float) -> None:
         while due and due[0][0] <= until:
@@ -279,27 +279,56 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
             drafts.receive(port, [tree(spec.number, length - 1, length, [])], clock.now)
         clock.now = until
 
-    for _ in range(200):
-        choice = budget.choose(1, 1, Forest([spec.mirror], [99]).best())
-        if spec.wait.expects and policy.wait_seconds([spec.wait], 1, choice, now=clock.now):
-            held += longest
-            spec.wait.on_wait()
-            advance(clock.now + longest)
-        drafts.on_launch(clock.now)
-        advance(clock.now + seconds)
-        asked.tokens.append(40)
-        follow(drafts, asked)
-        due.append((clock.now + delay, asked.committed_len))
-    assert 0 < held < 0.05 * 200 * seconds, "it is tried now and then"
+    def held_by(num_rounds: int) -> float:
+        held = 0.0
+        for _ in range(num_rounds):
+            choice = budget.choose(1, 1, Forest([spec.mirror], [99]).best())
+            if spec.wait.expects and policy.wait_seconds([spec.wait], 1, choice, now=clock.now):
+                spec.wait.on_wait()
+                if spec.num_unsent_tokens:
+                    due.append((clock.now + delay, asked.committed_len))
+                drafts.tell_awaited([asked])
+                held += longest
+                advance(clock.now + longest)
+            drafts.on_launch(clock.now)
+            advance(clock.now + seconds)
+            asked.tokens.append(40)
+            follow(drafts, asked)
+        return held
+
+    assert 0 < held_by(200) < 0.05 * 200 * seconds, "it is tried now and then"
     delay = 0.001
     due.clear()
-    for _ in range(20):
-        advance(clock.now + 0.002)
-        drafts.on_launch(clock.now)
-        asked.tokens.append(40)
+    held_by(40)
+    assert spec.wait.num_vain_waits == 0, "one that is quick again is waited for again"
+
+
+def test_where_cores_are_shared_a_draft_hears_of_commits_when_a_round_waits_for_it() -> None:
+    """What it grew beside a round would take the round's cores."""
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=Clock(), turns=True)
+    port, asked = Recorder(), request([1, 2])
+    drafts.connected(port)
+    drafts.admit(asked)
+    spec = drafts.spec(asked)
+    assert spec is not None and len(port.take(drafts)) == 1, "it is opened"
+    for token in (40, 41, 42):
+        asked.tokens.append(token)
         follow(drafts, asked)
-        due.append((clock.now + delay, asked.committed_len))
-    assert spec.wait.expects, "one that is quick again is waited for again"
+    assert not port.take(drafts)
+    spec.wait.on_wait()
+    drafts.tell_awaited([asked])
+    (told,) = port.take(drafts)
+    assert isinstance(told, Commit) and (told.length_before, list(told.token_ids)) == (2, [40, 41, 42])
+    asked.tokens.append(43)
+    drafts.on_commit(asked)
+    spec.wait.on_wait()
+    drafts.send_commit(asked, 1, credit=16)
+    assert len(port.take(drafts)) == 1, "the round waits already"
+    for token in range(1, 40):
+        asked.tokens += [token, token]
+        follow(drafts, asked, 2)
+    (told,) = port.take(drafts)
+    assert isinstance(told, Commit) and 64 < len(told.token_ids) <= 66, "more would take long when it is waited for"
 
 
 def test_a_preempted_request_is_not_waited_for_and_says_nothing_of_waits() -> None:

@@ -38,7 +38,7 @@ class Machine:
     chance: float = 0.7
     """Of each guess."""
     delay: Callable[[int], float] = field(default=lambda number: 1.0)
-    """How much slower the draft works for the commit of this number."""
+    """How much slower the draft works for the commit of the round of this number."""
 
 
 class TurnTaking:
@@ -61,7 +61,6 @@ class TurnTaking:
         self._told: list[VerifyMessage] = []
         self._steps: list[tuple[float, Callable[[], list[DraftMessage]]]] = []
         """What the draft is at: seconds of work left, and what comes of it."""
-        self._num_commits = 0
         self._untold = 0
 
     @property
@@ -117,7 +116,7 @@ class TurnTaking:
         return self._longest if self._wait == "always" and (self._steps or self._told or self._untold) else 0.0
 
     def _tell(self) -> None:
-        """What `RoundPostprocessor.settle` and the session do: the draft hears of the last commit."""
+        """What the engine and the session do: the draft hears of the last commit, if the round waits for it."""
         if self._untold:
             self._drafts.send_commit(self.request, self._untold, credit=60)
             self._untold = 0
@@ -151,8 +150,7 @@ class TurnTaking:
             elif isinstance(message, Commit) and self._author is not None:
                 assert self._author.apply(message) in (Outcome.HIT, Outcome.MISS)
         if told:
-            self._num_commits += 1
-            slower = machine.delay(self._num_commits)
+            slower = machine.delay(self.num_rounds)
             self._steps = [(slower * machine.answer, self._say), (slower * machine.burst, self._grow)]
 
     def _grow(self) -> list[DraftMessage]:

@@ -274,6 +274,7 @@ class VerifyEngine:
                 state.on_wait()
             # A draft cannot answer what it has not been told.
             self._postprocessor.process()
+            self.drafts.tell_awaited(entry.request for entry in entries)
             self._receive_for(min(seconds, longest - waited), entries, plan.awaited)
             self.drafts.flush()
             entries = [entry for entry in entries if not entry.request.finished]

@@ -48,6 +48,9 @@ bring nothing.
 MAX_CALIBRATORS = 64
 """Drafts whose calibration is remembered; those behind a DNS name come with ever new addresses."""
 
+_MAX_UNSENT_TOKENS = 64
+"""Committed tokens at most that a draft is not told of because no round waited for it: it computes them when it is."""
+
 _MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
 
@@ -71,7 +74,7 @@ class SpeculativeRequest:
     num_features_sent: int = 0
     """Positions whose features the draft was sent, or that are on their way."""
     num_unsent_tokens: int = 0
-    """Committed tokens that the draft was not told of because it is in doubt."""
+    """Committed tokens that the draft was not told of, because it is in doubt or no round waited for it."""
     num_used_nodes: float = 0.0
     """Nodes that its rounds took lately."""
 
@@ -195,17 +198,35 @@ class Drafts:
         if spec.replica is None:
             self._assign(spec)
             return
-        if spec.backoff.skips():
-            spec.num_unsent_tokens += num_tokens
-            return
-        num_tokens, spec.num_unsent_tokens = num_tokens + spec.num_unsent_tokens, 0
-        mirror, tokens = spec.mirror, request.tokens
+        spec.num_unsent_tokens += num_tokens
         spec.credit = credit
+        if not spec.backoff.skips() and not self._can_wait(spec):
+            self._tell(spec)
+
+    def tell_awaited(self, requests: Iterable[Request]) -> None:
+        """Tell drafts that the next round waits for of what they were not told of."""
+        for request in requests:
+            spec = self._requests.get(request)
+            if spec is not None and spec.wait.round_waited and spec.replica is not None and spec.num_unsent_tokens:
+                self._tell(spec)
+        self.flush()
+
+    def _can_wait(self, spec: SpeculativeRequest) -> bool:
+        """Whether its draft is told of commits when a round waits for it: what it grew beside a round would take the
+        round's cores, and follow a commit that is outdated by the time the tree is there."""
+        if not self._wait_mode.turns or self._wait_mode.lockstep or spec.backoff.in_doubt:
+            return False
+        return not spec.wait.round_waited and spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
+
+    def _tell(self, spec: SpeculativeRequest) -> None:
+        assert spec.replica is not None
+        mirror, tokens = spec.mirror, spec.request.tokens
+        num_tokens, spec.num_unsent_tokens = spec.num_unsent_tokens, 0
         spec.wait.on_sent(self._clock())
         spec.replica.health.sent(spec.number, len(tokens))
         length_before, token_ids = len(tokens) - num_tokens, tokens[-num_tokens:]
         state = (mirror.epoch, mirror.received_through, mirror.resolved_root)
-        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, credit))
+        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, spec.credit))
 
     def pause(self, request: Request) -> None:
         """The request was preempted: nothing need grow, with this draft or one that connects before it runs again."""
