@@ -64,8 +64,11 @@ class CpuWeight:
         return total
 
     def to_float32(self, rows: Tensor) -> Tensor:
-        """rows W^T in float32, by tiles without a rounding between."""
-        if isinstance(self._wide, Packed) and (self._few is None or rows.shape[0] > MAX_ROWS):
+        """rows W^T in float32, by tiles without a rounding between, or by four bits however many rows there are: a
+        row's result does not depend on the rows beside it."""
+        if self._few is not None:
+            return torch.cat([self.product(some, None) for some in rows.split(MAX_ROWS)]).float()
+        if isinstance(self._wide, Packed):
             return tile_product(rows.contiguous(), self._wide, torch.float32)
         return self.product(rows, None).float()
 
