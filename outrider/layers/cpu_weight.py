@@ -65,10 +65,13 @@ class CpuWeight:
         return total
 
     def to_float32(self, rows: Tensor) -> Tensor:
-        """rows W^T in float32, by tiles without a rounding between."""
+        """rows W^T in float32, by tiles without a rounding between, of few bits however many rows there are: a row's
+        result does not depend on the rows beside it."""
+        rows = rows.contiguous()
+        if self._few is not None:
+            return torch.cat([tile_product(some, self._few, torch.float32) for some in rows.split(MAX_ROWS)])
         if isinstance(self._wide, Packed):
-            few = self._few if rows.shape[0] <= MAX_ROWS else None
-            return tile_product(rows.contiguous(), few or self._wide, torch.float32)
+            return tile_product(rows, self._wide, torch.float32)
         return self.product(rows, None).float()
 
 

@@ -26,6 +26,8 @@ class LanguageModel(ABC):
     """Whether tokens choose which weights are read, and padding reads none."""
     kv_dtype: torch.dtype | None = None
     """Of keys and values; None is `dtype`."""
+    steady_rows = 0
+    """Rows of a forward up to which no bit of a row depends on the rows beside it; 0 where it always may."""
 
     def forward(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
         """Run the batch: writes its k and v to their slots.

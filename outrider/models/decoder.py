@@ -393,6 +393,7 @@ class CausalLM(LanguageModel):
         self.head.pack()
         self.norm.finish_loading()
         self._stack.finish_loading()
+        self.steady_rows = self._stack.steady_rows
 
     @torch.inference_mode()
     def forward_with_features(

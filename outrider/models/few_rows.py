@@ -45,6 +45,11 @@ class LayerStack:
             layer.finish_loading()
         self._few = _stack(self.layers, self._config)
 
+    @property
+    def steady_rows(self) -> int:
+        """See LanguageModel."""
+        return 0 if self._few is None else MAX_ROWS
+
     def __call__(
         self,
         stream: Tensor,

@@ -59,7 +59,7 @@ def test_rounding_lays_weights_on_levels_and_leaves_what_lies_there() -> None:
     assert torch.equal(weight, once) and eight_bits(weight) is not None
 
 
-def test_few_rows_take_codes_and_many_the_wide_weights() -> None:
+def test_few_rows_take_codes_and_logits_of_many_do() -> None:
     exact, weight = stored(64, 128, 2)
     found = CpuWeight.of(weight)
     assert found is not None and found.of_few is not None and found.of_few.kind == "eight"

@@ -38,6 +38,8 @@ def test_few_rows_get_the_product_and_each_the_same_bits_whatever_is_beside_it()
     assert (found - exact).norm() < 0.003 * exact.norm()
     for count in range(1, MAX_ROWS):
         assert torch.equal(found_weight.product(rows[:count], None), found[:count])
+    logits = found_weight.to_float32(torch.cat((rows, rows[:5])))
+    assert torch.equal(logits, torch.cat((found, found[:5])).float()), "of more rows, too"
     wider = torch.cat((rows, rows), 1)
     assert torch.equal(found_weight.product(wider[:, 96:], None), found), "rows that do not lie side by side"
 

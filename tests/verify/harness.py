@@ -89,10 +89,11 @@ def make_engine(
     share_generated: bool = True,
     vocabulary: GrammarVocabulary | None = None,
     colocated: ColocatedDraft | None = None,
+    keep_prefixes: bool = True,
     **limits: object,
 ) -> ThreadedEngine:
     """An engine that finds every draft token cheap, so that speculation is exercised."""
-    memory = Memory(num_pages, PAGE_SIZE, share_generated=share_generated)
+    memory = Memory(num_pages, PAGE_SIZE, keep_prefixes, share_generated)
     executor = TorchExecutor(model, num_pages, PAGE_SIZE)
     cost = CostModel([1e-3] * len(WIDTHS))
     bounds = EngineLimits(model.config.vocab_size, model.config.max_positions, **limits)  # type: ignore[arg-type]

@@ -34,6 +34,28 @@ def test_chunks_reach_the_root_or_stop_before_it() -> None:
         assert [extend for extend, _ in rounds_of(device, answer.request)] == expected
 
 
+def test_a_prompt_is_cut_the_same_way_whatever_runs_beside_it() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, chunk_size=8)
+    prompts = submit(engine, 13, 2), submit(engine, 6, 2), submit(engine, 3, 2), submit(engine, 9, 2)
+    run(engine, *prompts)
+    found = [[extend for extend, _ in rounds_of(device, answer.request)] for answer in prompts]
+    assert found == [[8, 5, 1], [6, 1], [3, 1], [8, 1, 1]]
+    sizes = [sum(extend for _, extend, _ in entries if extend > 1) for entries in device.rounds]
+    assert max(sizes) <= 8
+
+
+def test_a_prompt_s_end_cuts_what_is_computed_again_after_a_preemption() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=9, keep_prefixes=False, chunk_size=16, max_nodes=0)
+    old, young = submit(engine, 6, max_tokens=16), submit(engine, 6, max_tokens=16)
+    run(engine, old, young)
+    assert engine.scheduler.num_preemptions == 1
+    extends = [extend for extend, _ in rounds_of(device, young.request)]
+    again = extends.index(6, 1)
+    assert extends[again : again + 2] == [6, again]
+
+
 def test_running_requests_go_on_beside_the_prefill_of_another() -> None:
     device = FakeDevice()
     engine = fake_engine(device, chunk_size=4, root_apart=True)

@@ -350,6 +350,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages:
         max_hold_seconds=max(options.max_hold_ms, LOCKSTEP_HOLD_MS if options.lockstep else 0.0) / 1e3,
         lockstep=options.lockstep,
         turns=not on_gpu,
+        steady_rows=model.steady_rows,
     )
     if not on_gpu:
         return limits

@@ -86,6 +86,11 @@ class Entry:
         """Whether more is computed than a root and its nodes."""
         return self.num_extend > 1 or not self.samples
 
+    def is_long(self, steady_rows: int) -> bool:
+        """Whether more tokens of a prompt are computed than a forward may have whose rows do not depend on each other
+        (LanguageModel.steady_rows; with 0 none is long)."""
+        return 0 < steady_rows < self.num_extend and self.start < self.request.prompt_len
+
     @property
     def scored(self) -> range:
         """Prompt positions of the chunk whose logits are asked for; each tells of the token after it."""

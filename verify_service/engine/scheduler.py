@@ -55,6 +55,8 @@ class EngineLimits:
     """
     max_extend: int = 32
     """Tokens of one request that a round computes again in that way, at most."""
+    steady_rows: int = 0
+    """See LanguageModel: chunks of a prompt with more rows are computed apart from all others."""
 
     def recomputes(self, request: Request) -> bool:
         """Whether the request's next token is one that chunks of prefill must not compute."""
@@ -62,7 +64,9 @@ class EngineLimits:
 
     def is_apart(self, entry: Entry) -> bool:
         """Whether an entry is a chunk of prefill that is computed apart from roots and nodes."""
-        return self.root_apart and not entry.samples and not self.recomputes(entry.request)
+        if self.root_apart:
+            return not entry.samples and not self.recomputes(entry.request)
+        return entry.is_long(self.steady_rows)
 
 
 class NodePlan(NamedTuple):
@@ -242,14 +246,15 @@ class Scheduler:
         num_tokens = num_roots = num_apart = 0
         spec_of, max_depth = self._drafts.spec, self._limits.max_depth
         for entry in entries:
-            if not entry.samples:
-                if self._limits.is_apart(entry):
-                    num_apart += entry.num_extend
-                else:
-                    num_tokens += entry.num_extend
+            is_apart = self._limits.is_apart(entry)
+            if is_apart:
+                num_apart += entry.num_extend
+            else:
+                num_tokens += entry.num_extend
+            num_roots += entry.samples
+            if is_apart or not entry.samples:
+                # Behind a root that is computed apart, nodes are better taken when its token is known.
                 continue
-            num_tokens += entry.num_extend
-            num_roots += 1
             if entry.num_extend > 1 and entry.scored:
                 # Rows of a forward round with its width: what is told of a prompt must not depend on a draft.
                 continue
@@ -303,9 +308,12 @@ class Scheduler:
             entry.marks = mark(spec.mirror, entry.nodes.slots, sources)
 
     def _extend(self, request: Request, missing: int, chunk: int) -> int:
-        """Tokens of a request with more than its root to compute that the next round takes."""
+        """Tokens of a request with more than its root to compute that the next round takes, `chunk` at most."""
         if not self._limits.root_apart:
-            return min(missing, chunk)
+            # Rounding follows the cuts: they are the request's own, the prompt's end one of them, whatever runs beside.
+            to_prompt_end = request.prompt_len - request.cached_len
+            whole = min(missing, self._limits.chunk_size, to_prompt_end if to_prompt_end > 0 else missing)
+            return whole if whole <= chunk else 0
         if self._limits.recomputes(request):
             return min(missing, self._limits.max_extend)
         end = request.prompt_len if self._limits.deterministic else request.committed_len

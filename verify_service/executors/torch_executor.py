@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -81,10 +83,63 @@ class _Part:
         start = self.end - self.num_extend
         return self.slots[start : start + self.num_tokens]
 
+    def segment(self, first: int, last: int, page_size: int) -> Segment:
+        """Its rows `first` up to `last`."""
+        start = self.end - self.num_extend
+        mask = entry_mask(self.entry) if last > self.num_extend else None
+        mask = None if mask is None else mask[first:last, :last]
+        length = start + last
+        return Segment(last - first, self.slots[:length], mask, num_spare=-length % page_size)
+
     def moves(self, accepted: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of accepted nodes, and where the committed order wants them."""
         moved = [(self.end + node, self.end + place) for place, node in enumerate(accepted) if node != place]
         return self.slots[[source for source, _ in moved]], self.slots[[target for _, target in moved]]
+
+
+class _PartRows(NamedTuple):
+    """Rows `first` up to `last` of a part, which run in one forward."""
+
+    part: _Part
+    first: int
+    last: int
+
+
+class _Forward(NamedTuple):
+    """One of a round's forwards.
+
+    Attributes:
+        batch: of M rows.
+        rows: int64 [M], where they stand among all rows of the round.
+        slots: int64 [M], that their KV is written to.
+    """
+
+    batch: ForwardBatch
+    rows: torch.Tensor
+    slots: torch.Tensor
+
+
+def cut_round(parts: Sequence[_Part], steady_rows: int) -> list[list[_PartRows]]:
+    """The forwards of a round, one behind the other.
+
+    Where no bit of a row depends on the rows beside it in forwards of up to `steady_rows` rows, so that a draft or
+    another request changes none, longer chunks of prompts have a forward each, and all other rows as few as they need.
+    """
+    if not steady_rows:
+        return [[_PartRows(part, 0, part.num_tokens) for part in parts]]
+    long = [[_PartRows(part, 0, part.num_extend)] for part in parts if part.entry.is_long(steady_rows)]
+    forwards: list[list[_PartRows]] = []
+    room = 0
+    for part in parts:
+        first = part.num_extend if part.entry.is_long(steady_rows) else 0
+        while first < part.num_tokens:
+            if not room:
+                forwards.append([])
+                room = steady_rows
+            last = min(first + room, part.num_tokens)
+            forwards[-1].append(_PartRows(part, first, last))
+            first, room = last, room - (last - first)
+    return long + forwards
 
 
 class TorchExecutor(Executor):
@@ -93,6 +148,7 @@ class TorchExecutor(Executor):
     In fp32 rows of a forward round differently with its width: log-probabilities differ by up to 1e-4 between two runs
     with other drafts or batches, and where two candidates are nearer than that, the token may differ. In bf16, where
     the CPU has avx512_bf16, a root's row has the same bits at every width; a node's may have its keys in other lanes.
+    Where the model has steady rows, no row depends on what else the round has: see `cut_round`.
     """
 
     def __init__(self, model: LanguageModel, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
@@ -111,8 +167,8 @@ class TorchExecutor(Executor):
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> TorchRound:
         """A round that `wait` will run: there is no device to work on it meanwhile, and nothing to gain by starting."""
         parts = [_Part(entry, self._slots_of(entry.request)) for entry in entries]
-        batch = self._batch(parts)
-        return TorchRound(lambda: self._run(parts, batch))
+        forwards = self._forwards(parts)
+        return TorchRound(lambda: self._run(parts, forwards))
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor; a forward on the CPU leaves no code in its caches anyway."""
@@ -137,9 +193,9 @@ class TorchExecutor(Executor):
         return 0
 
     @torch.inference_mode()
-    def _run(self, parts: Sequence[_Part], batch: ForwardBatch) -> list[Result]:
-        """One forward over all entries; accepted KV is compacted in place."""
-        hidden = self._forward(parts, batch)
+    def _run(self, parts: Sequence[_Part], forwards: Sequence[_Forward]) -> list[Result]:
+        """All entries' rows; accepted KV is compacted in place."""
+        hidden = self._hidden(forwards)
         rows: list[int] = []
         first = 0
         for part in parts:
@@ -174,11 +230,19 @@ class TorchExecutor(Executor):
             first += part.num_tokens
         return results
 
-    def _forward(self, parts: Sequence[_Part], batch: ForwardBatch) -> torch.Tensor:
+    def _hidden(self, forwards: Sequence[_Forward]) -> torch.Tensor:
+        """Hidden states of all rows of the round, in their order."""
+        found = [self._forward(one) for one in forwards]
+        if len(found) == 1:
+            return found[0]
+        order = torch.cat([one.rows for one in forwards])
+        return torch.cat(found)[order.argsort()]
+
+    def _forward(self, one: _Forward) -> torch.Tensor:
         if (store := self._features) is None:
-            return self._model.forward(batch, self._kv, self._attention)
-        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, store.inputs)
-        store.write(torch.cat([part.own_slots for part in parts]), features)
+            return self._model.forward(one.batch, self._kv, self._attention)
+        hidden, features = self._model.forward_with_features(one.batch, self._kv, self._attention, store.inputs)
+        store.write(one.slots, features)
         return hidden
 
     @torch.inference_mode()
@@ -212,21 +276,24 @@ class TorchExecutor(Executor):
             self._kv.clear(known[num_filled:])
         return known
 
-    def _batch(self, parts: Sequence[_Part]) -> ForwardBatch:
+    def _forwards(self, parts: Sequence[_Part]) -> list[_Forward]:
+        firsts = dict(zip(parts, accumulate((part.num_tokens for part in parts), initial=0), strict=False))
+        return [self._laid_out(pieces, firsts) for pieces in cut_round(parts, self._model.steady_rows)]
+
+    def _laid_out(self, pieces: Sequence[_PartRows], firsts: Mapping[_Part, int]) -> _Forward:
+        """`firsts`: each part's first row in the round."""
         token_ids: list[int] = []
         positions: list[int] = []
-        segments = []
-        for part in parts:
-            request, nodes = part.entry.request, part.entry.nodes
-            start, end = part.end - part.num_extend, part.end
-            token_ids += request.tokens[start:end]
-            token_ids += nodes.token_ids
-            positions += range(start, end)
-            positions += [end - 1 + depth for depth in nodes.depths]
-            length = end + len(nodes)
-            num_spare = -length % self._page_size
-            segments.append(Segment(part.num_tokens, part.slots[:length], entry_mask(part.entry), num_spare))
-        return ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
+        rows: list[int] = []
+        for part, first, last in pieces:
+            nodes, start, end = part.entry.nodes, part.end - part.num_extend, part.end
+            token_ids += [*part.entry.request.tokens[start:end], *nodes.token_ids][first:last]
+            positions += [*range(start, end), *(end - 1 + depth for depth in nodes.depths)][first:last]
+            rows += range(firsts[part] + first, firsts[part] + last)
+        segments = [part.segment(first, last, self._page_size) for part, first, last in pieces]
+        batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
+        slots = torch.cat([part.own_slots[first:last] for part, first, last in pieces])
+        return _Forward(batch, torch.tensor(rows), slots)
 
     def _walk(self, entry: Entry, logits: torch.Tensor) -> tuple[Result, list[int]]:
         """Sample along a path from the root; the committed tokens and the accepted nodes."""
