@@ -204,7 +204,9 @@ class Page {
     if (!running && [document.body, byId("stop")].includes(document.activeElement)) focusQuestion();
   }
 
-  async #answer(turn, body) {
+  async #answer(turn, asked) {
+    // What is compared computes its whole prompt both times: what a cache lacks of one may be rounded otherwise.
+    const body = turn.plain ? { ...asked, skip_prefix_cache: true } : asked;
     this.watch.follow(turn.drafted.answer);
     const first = () => this.#run(turn.drafted, body, true);
     const second = () => this.#run(turn.plain, { ...body, speculation: "off" }, false);
