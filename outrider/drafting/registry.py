@@ -65,12 +65,16 @@ def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
     return growth
 
 
+def takes_turns(parts: Sequence[AnyDrafter], options: DraftOptions) -> bool:
+    """Whether a model among these drafters grows one tree after each commit and no more."""
+    return any(isinstance(one, ModelDrafter) and one.growth_options(options).min_chance for one in parts)
+
+
 def _limits(options: DraftOptions, part: AnyDrafter, sources: range, parts: Sequence[AnyDrafter]) -> TreeLimits:
     is_model, shared = isinstance(part, ModelDrafter), len(parts) > 1
     least = options.min_path_probability
     if least is None:
-        in_turns = any(isinstance(one, ModelDrafter) and one.growth_options(options).min_chance for one in parts)
-        least = _MODEL_FLOOR if is_model else _BESIDE_TURNS_FLOOR if in_turns else _NGRAM_FLOOR
+        least = _MODEL_FLOOR if is_model else _BESIDE_TURNS_FLOOR if takes_turns(parts, options) else _NGRAM_FLOOR
     return TreeLimits(
         num_nodes=options.speculative_num_draft_tokens or (_MODEL_NODES if is_model else _NGRAM_NODES),
         depth=options.speculative_num_steps or 48,

@@ -14,6 +14,7 @@ from threaded_engine import ThreadedEngine, ThreadInbox
 
 from outrider.protocol.speculation import Commit, VerifyMessage
 from outrider.tree.author import TreeAuthor
+from outrider.tree.handshake import Terms
 from verify_service.engine.engine import Action
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
@@ -264,7 +265,7 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
     clock, longest, seconds = Clock(), 0.02, 0.033
     drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
     port = Recorder()
-    drafts.connected(port)
+    drafts.connected(port, Terms(takes_turns=True))
     asked = request([1, 2])
     drafts.admit(asked)
     spec = drafts.spec(asked)
@@ -307,7 +308,7 @@ def test_where_cores_are_shared_a_draft_hears_of_commits_when_a_round_waits_for_
     """What it grew beside a round would take the round's cores."""
     drafts = Drafts(vocab_size=50, max_nodes=64, clock=Clock(), turns=True)
     port, asked = Recorder(), request([1, 2])
-    drafts.connected(port)
+    drafts.connected(port, Terms(takes_turns=True))
     drafts.admit(asked)
     spec = drafts.spec(asked)
     assert spec is not None and len(port.take(drafts)) == 1, "it is opened"
@@ -329,6 +330,16 @@ def test_where_cores_are_shared_a_draft_hears_of_commits_when_a_round_waits_for_
         follow(drafts, asked, 2)
     (told,) = port.take(drafts)
     assert isinstance(told, Commit) and 64 < len(told.token_ids) <= 66, "more would take long when it is waited for"
+
+
+def test_a_draft_that_grows_ahead_hears_of_every_commit() -> None:
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=Clock(), turns=True)
+    port, asked = Recorder(), request([1, 2])
+    drafts.connected(port, Terms())
+    drafts.admit(asked)
+    asked.tokens.append(40)
+    follow(drafts, asked)
+    assert len(port.take(drafts)) == 2
 
 
 def test_a_preempted_request_is_not_waited_for_and_says_nothing_of_waits() -> None:

@@ -16,6 +16,7 @@ from scripted_peer import Clock, Recorder, request
 
 from outrider.protocol.speculation import Commit, DraftMessage, Open, VerifyMessage
 from outrider.tree.author import Outcome, TreeAuthor
+from outrider.tree.handshake import Terms
 from verify_service.speculation.budget import Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
@@ -54,7 +55,7 @@ class TurnTaking:
         self._policy = DraftWaitPolicy(self._budget, longest, turns=True)
         self._random = random.Random(7)
         self._port = Recorder()
-        self._drafts.connected(self._port)
+        self._drafts.connected(self._port, Terms(takes_turns=True))
         self.request = request([1, 2])
         self._drafts.admit(self.request)
         self._author: TreeAuthor | None = None

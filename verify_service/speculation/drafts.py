@@ -212,9 +212,10 @@ class Drafts:
         self.flush()
 
     def _can_wait(self, spec: SpeculativeRequest) -> bool:
-        """Whether its draft is told of commits when a round waits for it: what it grew beside a round would take the
-        round's cores, and follow a commit that is outdated by the time the tree is there."""
-        if not self._wait_mode.turns or self._wait_mode.lockstep or spec.backoff.in_doubt:
+        """Whether its draft need not be told of a commit before a round waits for it: what it grew beside a round would
+        take the round's cores, and follow a commit that is outdated by the time the tree is there."""
+        is_turn = self._wait_mode.turns and spec.replica is not None and spec.replica.terms.takes_turns
+        if not is_turn or self._wait_mode.lockstep or spec.backoff.in_doubt:
             return False
         return not spec.wait.round_waited and spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
 
