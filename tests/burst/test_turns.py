@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs
+from outrider.drafting.model.build import build_runner
 from outrider.drafting.model.burst import FORCED, NUM_SEED_FIELDS, Burst, BurstShape, RowStates, Seeds
-from outrider.drafting.model.drafter import GrowthOptions
+from outrider.drafting.model.drafter import GrowthOptions, ModelDrafter
 from outrider.drafting.model.torch_runner import HostFrontier
+from outrider.drafting.requests import introduce
+from outrider.models.drafters.base import DraftModel
 
 REGION = 32
 
@@ -85,3 +89,12 @@ def test_a_draft_grows_ahead_where_it_has_cores_of_its_own(
     assert (options.lockstep_steps > 0) == (options.min_chance > 0) == in_turns
     assert (options.lone_nodes > 0) == (has_blocks and ahead == "auto")
     assert not options.withholds
+
+
+@pytest.mark.parametrize(("ahead", "in_turns"), [("auto", True), ("always", False)])
+def test_verify_is_told_whether_a_model_grows_one_tree_at_a_time(
+    plain_model: DraftModel, ahead: str, in_turns: bool
+) -> None:
+    options = DraftOptions(speculative_algorithm=("STANDALONE", "NGRAM"), draft_ahead=ahead)
+    drafter = ModelDrafter(build_runner(plain_model, options), ("standalone",), Needs())
+    assert introduce(drafter, options).takes_turns == in_turns

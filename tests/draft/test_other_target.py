@@ -107,8 +107,6 @@ def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:
     assert describe(several, named).hello.features_optional
     assert not describe(head, named).hello.features_optional
     assert not describe(several, dataclasses.replace(named, lockstep=True)).hello.features_optional
-    assert describe(several, named).hello.takes_turns, "a model on a CPU"
-    assert not describe(several, dataclasses.replace(named, draft_ahead="always")).hello.takes_turns
 
 
 def test_a_draft_model_of_which_nobody_said_what_it_is_ends_no_service(caplog: pytest.LogCaptureFixture) -> None:
