@@ -66,6 +66,7 @@ _OF_FAMILIES = frozenset(
         "no_rope_layer_interval",
         "sliding_window_pattern",
         "max_window_layers",
+        "partial_rotary_factor",
     ]
 )
 """Fields that count for families alone that have them among their defaults."""
@@ -161,7 +162,9 @@ FAMILIES = {
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, is_part=True),
     "Phi3ForCausalLM": Family(
-        fused=True, windows=True, defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+        fused=True,
+        windows=True,
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
     ),
     "GraniteForCausalLM": Family(mlp_bias=True, defaults=_GRANITE_FIELDS),
     "Olmo2ForCausalLM": _OLMO_2,

@@ -61,7 +61,9 @@ class RopeConfig:
         if kind == "dynamic":
             # Stretched behind max_position_embeddings alone, and nothing is served there.
             kind = "default"
-        rotated = get_float({**fields, **merged}, "partial_rotary_factor", 1.0)
+        # Only a family that has it among its fields reads it at all.
+        partial = "partial_rotary_factor"
+        rotated = get_float({**fields, **merged}, partial, 1.0) if partial in fields else 1.0
         if not 0.0 < rotated <= 1.0:
             raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {rotated}")
         if merged.get("llama_4_scaling_beta"):

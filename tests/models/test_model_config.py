@@ -24,6 +24,7 @@ VALID: dict[str, Any] = {
 
 GRANITE = {"architectures": ["GraniteForCausalLM"]}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
 
 
@@ -139,8 +140,8 @@ EXPERTS: dict[str, Any] = {
         ({"rope_scaling": "linear"}, ["rope"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings"]),
         ({"rope_theta": 0}, ["rope_theta"]),
-        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
-        ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor", "3 channels"]),
+        ({**PHI3, "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
+        ({**PHI3, "partial_rotary_factor": 0.4}, ["partial_rotary_factor", "3 channels"]),
         ({"layer_types": ["chunked_attention", "full_attention"]}, ["chunked_attention", "sliding_attention"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 words"]),
         ({**GRANITE, "logits_scaling": 0.0}, ["logits_scaling", "above 0"]),
