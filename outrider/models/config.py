@@ -378,6 +378,12 @@ def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tupl
         raise ConfigError("config.json: sliding window attention is not supported for this architecture")
     window = get_int(fields, "sliding_window", 0) if asked else 0
     if not window:
+        if "sliding_attention" in (kinds or ()):
+            cause = "sliding_window has no size" if asked else "use_sliding_window is false"
+            raise ConfigError(
+                f"config.json: layer_types has 'sliding_attention' and {cause}; make all layers 'full_attention', or "
+                "tell the window"
+            )
         return ()
     if kinds is not None:
         has_window = [kind == "sliding_attention" for kind in kinds]

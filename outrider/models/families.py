@@ -101,10 +101,10 @@ _GEMMA_2_FIELDS = {
     "final_logit_softcapping": 30.0,
 }
 _GEMMA_2 = replace(_GEMMA, norms="both", windows=True, window_pattern=2, defaults=_GEMMA_2_FIELDS)
+# Its attention has no cap, whatever its config.json says.
 _GEMMA_3_FIELDS = {
-    **_GEMMA_2_FIELDS,
+    **{name: value for name, value in _GEMMA_2_FIELDS.items() if name != "attn_logit_softcapping"},
     "sliding_window_pattern": 6,
-    "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,

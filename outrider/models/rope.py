@@ -107,6 +107,11 @@ def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfi
     """The rotary embedding, and that of layers with a window if it is another."""
     given, local_theta = fields.get("rope_parameters"), fields.get("rope_local_base_freq")
     if isinstance(given, Mapping) and ("full_attention" in given or "sliding_attention" in given):
+        if "rope_local_base_freq" not in fields:
+            raise ConfigError(
+                "config.json: rope_parameters of each layer type are not supported for this architecture, whose layers "
+                "have one rotary embedding; give that one's parameters"
+            )
         fields = {**fields, "original_max_position_embeddings": None}
         whole = {**fields, "rope_parameters": given.get("full_attention")}
         windowed = {**fields, "rope_parameters": given.get("sliding_attention"), "rope_scaling": None}
