@@ -85,9 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
         tree=_given(options.tree, arguments, SMOKE_TREE),
         eval_new_tokens=16 if arguments.smoke else options.eval_new_tokens,
     )
-    count = arguments.gpus or (torch.cuda.device_count() if device.type == "cuda" else 1)
-    if device.type == "cuda" and count > torch.cuda.device_count():
-        raise ConfigError(f"--gpus {count}: torch finds {torch.cuda.device_count()} here")
+    most = torch.cuda.device_count() if device.type == "cuda" else 1
+    count = arguments.gpus or most
+    if count > most:
+        found = f"torch finds {most} here" if device.type == "cuda" else "on a CPU one process trains; leave it out"
+        raise ConfigError(f"--gpus {count}: {found}")
     if count > 1:
         parallel = import_module("outrider_tools.training.parallel")
         parallel.run_ranks(count, device.type, "outrider_tools.training.run:train_rank", folder, arguments.out, options)

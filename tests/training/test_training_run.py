@@ -185,7 +185,7 @@ def test_text_and_state_of_another_target_or_other_questions_are_not_gone_on_wit
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     options = replace(OPTIONS, prompts=prompts, eval_temperatures=(0.0,))
 
-    def told(folder: Path, question: str) -> str:
+    def told(folder: Path, question: str, options: RunOptions = options) -> str:
         output = StringIO()
         prompts.write_text(json.dumps({"prompt": question}) + "\n")
         try:
@@ -196,10 +196,25 @@ def test_text_and_state_of_another_target_or_other_questions_are_not_gone_on_wit
 
     assert "answers: " in told(tiny_folder, "One?")
     assert "answers: " not in told(tiny_folder, "One?")
-    changed = told(tiny_folder, "Two?")
-    assert "answers: " in changed and "a training with another text" in changed
-    moved = told(other, "Two?")
-    assert "answers: " in moved and "a training with another target" in moved
+    text = tmp_path / "out" / "work" / "texts.safetensors"
+    made = text.read_bytes()
+    more = replace(options, corpus=replace(options.corpus, tokens=301))
+    for said, name in (
+        (told(tiny_folder, "Two?"), "another questions"),
+        (told(other, "One?"), "another target"),
+        (told(tiny_folder, "One?", more), "another tokens (300, not 301)"),
+    ):
+        assert f"is text that was made with {name}" in said and "answers: " not in said
+    assert text.read_bytes() == made
+    for path in text.parent.glob("texts.*"):
+        path.unlink()
+    assert "a training with another text" in told(tiny_folder, "Two?")
+
+
+def test_processes_without_a_gpu_each_are_refused(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--model", str(tiny_folder), "--out", "nowhere", "--device", "cpu", "--gpus", "4"]
+    assert main(words) == 2
+    assert "--gpus 4: on a CPU one process trains; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
