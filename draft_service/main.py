@@ -46,7 +46,8 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     chosen_here = options.speculative_algorithm == AUTO
     options = _choose(options)
     if unused := options.unused():
-        _logger.warning("%s: without effect with drafters %s", ", ".join(unused), ",".join(options.speculative_algorithm))
+        names = ",".join(options.speculative_algorithm)
+        _logger.warning("%s: without effect with drafters %s", ", ".join(unused), names)
     process, engine, features = await start_engine(options)
     try:
         profile = await process.ready(stop)

@@ -49,7 +49,9 @@ class Placed:
 def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpus: int, say: Say) -> Placed:
     """Choose drafters where that was left open, and who runs the draft model; `placement` is one of PLACEMENTS.
 
-    `say` is told why where n-grams are alone, and which options change nothing. Raises ConfigError for what cannot be had.
+    `say` is told why where n-grams are alone, and which options change nothing.
+
+    Raises ConfigError for what cannot be had.
     """
     if is_colocated(verify, draft, placement, gpus):
         return _colocate(verify, draft, say, is_on_gpu(verify, gpus))

@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 from outrider.cli.options import whole_number
 from outrider.errors import ConfigError, under
 from outrider.models.store import DEFAULT_MODEL, resolve_model
-from outrider_tools.training.options import ALGORITHMS, CorpusOptions, RunOptions, TrainerOptions, TreeShape
+from outrider_tools.training.options import ALGORITHMS, FLAGS, CorpusOptions, RunOptions, TrainerOptions, TreeShape
 
-# Flags of other names than their fields'.
-FLAGS = {"own_feature_weight": "feature_weight", "packed": "no_packed", "compile": "no_compile"}
 OptionsT = TypeVar("OptionsT", RunOptions, CorpusOptions, TrainerOptions, TreeShape)
 
 # Sizes of a run that shows within about a minute on two cores that everything works; the drafter is worth nothing.
