@@ -30,7 +30,7 @@ from outrider.models.capacity import (
     row_buckets,
     width_buckets,
 )
-from outrider.models.config import ModelConfig, ModelShape, check_heads, choose_impl, foreign_shape
+from outrider.models.config import ModelConfig, ModelShape, check_heads
 from outrider.models.cuts import check_target, cut
 from outrider.models.drafters.config import (
     MARKOV_INPUT,
@@ -44,6 +44,7 @@ from outrider.models.drafters.config import (
 from outrider.models.drafters.kinds import model_algorithm
 from outrider.models.elements import Elements, head_elements, kv_elements, model_elements, target_elements
 from outrider.models.fields import read_configs, read_json
+from outrider.models.foreign import choose_impl, foreign_shape
 from outrider.models.shipped import choose_drafters
 from outrider.models.store import config_folder
 

@@ -210,8 +210,10 @@ def test_text_and_state_of_another_target_or_other_questions_are_not_gone_on_wit
     assert "a training with another text" in told(tiny_folder, "Two?")
 
 
-def test_processes_without_a_gpu_each_are_refused(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", "--model", str(tiny_folder), "--out", "nowhere", "--device", "cpu", "--gpus", "4"]
+def test_processes_without_a_gpu_each_are_refused(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--model", str(tiny_folder), "--out", str(tmp_path / "out"), "--device", "cpu", "--gpus", "4"]
     assert main(words) == 2
     assert "--gpus 4: on a CPU one process trains; leave it out" in capsys.readouterr().err
 
