@@ -44,9 +44,8 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     if options.metrics_address:
         check_free(options.metrics_address, "--metrics-address")
     options = _choose(options)
-    if unused := options.unused():
-        names = ",".join(options.speculative_algorithm)
-        _logger.warning("%s: without effect with drafters %s", ", ".join(unused), names)
+    if warning := options.unused():
+        _logger.warning("%s", warning)
     process, engine, features = await start_engine(options)
     try:
         profile = await process.ready(stop)

@@ -177,14 +177,15 @@ class DraftOptions(PeerServiceOptions):
                 f"{self.max_match_window_size} tokens; use {self.max_match_window_size + 1} or more"
             )
 
-    def unused(self) -> list[str]:
-        """Flags of options that were given and that none of the drafters named reads."""
+    def unused(self) -> str:
+        """A warning of options that were given and that none of the drafters named reads; empty without any."""
         names = self.speculative_algorithm
         if names == AUTO:
-            return []
+            return ""
         unread = _OF_NGRAMS if "NGRAM" not in names else _OF_MODELS if len(names) == 1 else ()
         given = [name for name in unread if getattr(self, name) != getattr(type(self), name)]
-        return [f"--{name.replace('_', '-')}" for name in given]
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        return f"{flags}: without effect with drafters {','.join(names)}" if given else ""
 
 
 def check_drafters(names: tuple[str, ...], lockstep: bool = False, *others: str, model_path: str = "") -> None:
