@@ -22,8 +22,6 @@ _OF_MODELS = (
     "speculative_token_map",
     "speculative_draft_window_size",
     "speculative_draft_sink_size",
-    "device",
-    "dtype",
     "attention_backend",
     "disable_cuda_graph",
     "max_total_tokens",
@@ -31,7 +29,7 @@ _OF_MODELS = (
     "rank_by_noise",
     "draft_ahead",
 )
-"""Options that n-grams do not read."""
+"""Options that n-grams do not read; device and dtype are often those of a deployment, whatever drafts."""
 _OF_NGRAMS = (
     "match_type",
     "min_match_window_size",

@@ -25,7 +25,7 @@ def test_a_draft_model_without_its_drafter_is_refused(names: tuple[str, ...]) ->
 
 def test_options_that_no_drafter_reads_are_found() -> None:
     def unused(*names: str) -> str:
-        return DraftOptions(speculative_algorithm=names, capacity=5000, draft_ahead="never", max_requests=3).unused()
+        return DraftOptions(speculative_algorithm=names, capacity=5000, draft_ahead="never", dtype="float32").unused()
 
     assert unused("NGRAM") == "--draft-ahead: without effect with drafters NGRAM"
     assert unused("EAGLE3") == "--capacity: without effect with drafters EAGLE3"
