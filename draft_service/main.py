@@ -13,7 +13,7 @@ from draft_service.door.remote import RemoteDraftEngine, RemoteFeatures
 from draft_service.door.servicer import DraftServicer
 from draft_service.frames import DrafterProfile
 from outrider.config.base import parse_options
-from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
@@ -43,8 +43,9 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     check_free(options.address)
     if options.metrics_address:
         check_free(options.metrics_address, "--metrics-address")
-    chosen_here = options.speculative_algorithm == AUTO
     options = _choose(options)
+    if warning := options.unused():
+        _logger.warning("%s", warning)
     process, engine, features = await start_engine(options)
     try:
         profile = await process.ready(stop)
@@ -52,7 +53,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
             return EXIT_OK
         metrics = DraftMetrics(profile.hello.sources)
         engine.on_state = metrics.take
-        servicer = DraftServicer(engine, features, profile, options, metrics, may_leave_out=chosen_here)
+        servicer = DraftServicer(engine, features, profile, options, metrics)
         watch(metrics, engine, servicer, profile.gauges)
         server = GrpcServer(
             **server_options,

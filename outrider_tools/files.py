@@ -87,14 +87,19 @@ def replacing(path: Path) -> Iterator[Path]:
     part.replace(path)
 
 
+def check_new(out: Path, said: str) -> None:
+    """Raise ConfigError, which begins with `said`, where `out` exists."""
+    if out.exists():
+        raise ConfigError(f"{said}: exists; remove it or choose another name")
+
+
 @contextmanager
 def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
     """A path beside `out` of the same suffix; what is made there takes its name at the end, or is removed.
 
     Raises ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; begins with `said`.
     """
-    if out.exists():
-        raise ConfigError(f"{said}: exists; remove it or choose another name")
+    check_new(out, said)
     work = out.parent / f".{out.name}.work{out.suffix}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -60,12 +60,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         profile: DrafterProfile,
         options: DraftOptions,
         metrics: DraftMetrics,
-        may_leave_out: bool = False,
     ) -> None:
-        """`may_leave_out`: drafters that do not fit a target are left out, rather than the target refused."""
         self._broken_rings: deque[bytes] = deque(maxlen=_MAX_BROKEN_RINGS)
         """Handles of those that could not be read."""
-        self._may_leave_out = may_leave_out
         self._engine = engine
         self._features = features
         self._profile = profile
@@ -84,7 +81,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Speculate(self, request_iterator: object, context: _Context) -> None:
         """Serve one verify replica until either side ends the stream."""
         hello, rest = _split_hello(await context.read())
-        ours, up = answer_hello(hello, self._profile, self._options, may_leave_out=self._may_leave_out)
+        ours, up = answer_hello(hello, self._profile, self._options)
         session = self._begin(hello, up)
         try:
             if ours.features_token:
@@ -219,19 +216,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return messages
 
 
-def answer_hello(
-    theirs: Hello, profile: DrafterProfile, options: DraftOptions, *, may_leave_out: bool
-) -> tuple[Hello, SessionUp]:
+def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions) -> tuple[Hello, SessionUp]:
     """What to answer a verify service, and its session, which has no number yet. Raises what `agree` raises.
 
-    `may_leave_out`: nobody has named the drafters. Where the target is not the one that they were chosen for, those
-    that take any target guess alone.
+    Where a draft model was not made for the target, drafters beside it that take any target guess alone.
     """
     ours, parts = with_tokens(profile.hello), None
     try:
         terms = agree(theirs, ours)
     except HandshakeError as error:
-        if not profile.any_target_drafters or not may_leave_out:
+        if not profile.any_target_drafters:
             raise
         refused, parts = ours, profile.any_target_drafters
         names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in parts)

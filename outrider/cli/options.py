@@ -37,8 +37,8 @@ from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
 from outrider.models.store_folder import CONFIG_FILE
 from outrider.rpc.server import check_free
-from outrider.rpc.tls import load_material
-from outrider.rpc.transport import split_host_port
+from outrider.rpc.tls import find_refusal, load_material
+from outrider.rpc.transport import split_host_port, unix_path
 
 SHARED = ("log_level", "drain_seconds", "lockstep")
 TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
@@ -298,7 +298,8 @@ def _service_checks(options: Mapping[str, ServiceOptions], gpus: int) -> list[Ch
     own = {name: [partial(_in_our_flags, name, check) for check in _own_checks(one)] for name, one in options.items()}
     checks: list[Check] = [*own["verify"], *own.get("draft", ()), partial(_check_gpus, verify, draft, gpus)]
     checks += [partial(_check_target, verify), *(partial(_check_draft_model, path) for path in models)]
-    return [*checks, *own["gateway"], *(partial(_check_link, options, *link) for link in LINKS)]
+    links = [partial(check, options, *link) for link in LINKS for check in (_check_link, _check_handshake)]
+    return [*checks, *own["gateway"], *links]
 
 
 def _own_checks(one: ServiceOptions) -> Iterator[Check]:
@@ -391,6 +392,34 @@ def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, 
             for service, names in ((caller, own_token), (peer, token))
         )
         raise ConfigError(f"{said}: the {peer} service takes the tokens of {wanted} alone; give it one of them")
+
+
+def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
+    """Raise ConfigError where a door or its caller would not take the other's certificate: it would knock for ever."""
+    if peer not in options or not is_default(options[caller], field):
+        return
+    address = options[peer].address
+    is_socket = is_default(options[peer], "address") or unix_path(address) is not None
+    try:
+        door, way = door_tls(options[peer]), peer_tls(options[caller], peer)
+        name = "localhost" if is_socket else split_host_port(address, "--address")[0].strip("[]")
+        missing = not door or not way or (door.ca and not way.cert)  # told by _check_link
+        refusal = None if missing else find_refusal(cast(TlsFiles, door), cast(TlsFiles, way), name)
+    except ConfigError:  # told by the service's own checks
+        return
+    if refusal is None:
+        return
+    flags = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}
+    trusted, shown = (caller, f"{peer}_tls_ca"), (peer, "tls_cert")
+    if not refusal.by_caller:
+        trusted, shown = (peer, "tls_ca"), (caller, f"{peer}_tls_cert")
+    fix = "name what that one is signed with"
+    if refusal.is_name:
+        trusted, fix = (caller, f"{peer}_tls_name"), "name what that one is made out to"
+    raise ConfigError(
+        f"{flags[trusted]}: the {trusted[0]} service would not take the certificate of {flags[shown]}: "
+        f"{refusal.reason}; {fix}"
+    )
 
 
 def _check_target(verify: VerifyOptions) -> None:

@@ -49,7 +49,9 @@ class Placed:
 def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpus: int, say: Say) -> Placed:
     """Choose drafters where that was left open, and who runs the draft model; `placement` is one of PLACEMENTS.
 
-    `say` is told why where n-grams are alone. Raises ConfigError for what cannot be had.
+    `say` is told why where n-grams are alone, and which options change nothing.
+
+    Raises ConfigError for what cannot be had.
     """
     if is_colocated(verify, draft, placement, gpus):
         return _colocate(verify, draft, say, is_on_gpu(verify, gpus))
@@ -127,6 +129,8 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
         return Placed(replace(verify, **moved), None)
     verify = replace(verify, **moved | {"speculative_algorithm": (names[0],)})
     if "NGRAM" not in draft.speculative_algorithm:
+        if foreign := _of_draft_service(draft):
+            say(f"no draft service runs beside a model inside rounds: {', '.join(foreign)} of one changes nothing")
         return Placed(verify, None)
     unset: dict[str, Any] = {field.name: field.default for field in fields(DraftOptions) if field.name in DRAFTING}
     return Placed(verify, replace(draft, **unset | {"speculative_algorithm": NGRAM}))

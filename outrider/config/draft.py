@@ -16,6 +16,32 @@ ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE")
 """Drafters with a model: one of them at most."""
 NAIVE_EAGLE = "NAIVE_EAGLE"
 """A head that guesses one token, inside verify's rounds on a GPU alone."""
+_OF_MODELS = (
+    "speculative_draft_model_revision",
+    "speculative_eagle_topk",
+    "speculative_token_map",
+    "speculative_draft_window_size",
+    "speculative_draft_sink_size",
+    "attention_backend",
+    "disable_cuda_graph",
+    "max_total_tokens",
+    "mem_fraction_static",
+    "rank_by_noise",
+    "draft_ahead",
+)
+"""Options that n-grams do not read; device and dtype are often those of a deployment, whatever drafts."""
+_OF_NGRAMS = (
+    "match_type",
+    "min_match_window_size",
+    "max_match_window_size",
+    "min_bfs_breadth",
+    "max_bfs_breadth",
+    "branch_length",
+    "capacity",
+    "request_capacity",
+    "total_capacity",
+)
+"""Options that draft models do not read."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +159,7 @@ class DraftOptions(PeerServiceOptions):
     def check(self) -> None:
         """Raise ConfigError where options do not fit each other, whatever machine and models are."""
         check_device(self.device)
-        check_drafters(self.speculative_algorithm, self.lockstep)
+        check_drafters(self.speculative_algorithm, self.lockstep, model_path=self.speculative_draft_model_path)
         if self.attention_backend == "triton" and self.device == "cpu":
             raise ConfigError("--attention-backend: triton needs a GPU; choose torch, or auto")
         if self.attention_backend == "torch" and self.device.startswith("cuda"):
@@ -149,9 +175,22 @@ class DraftOptions(PeerServiceOptions):
                 f"{self.max_match_window_size} tokens; use {self.max_match_window_size + 1} or more"
             )
 
+    def unused(self) -> str:
+        """A warning of options that were given and that none of the drafters named reads; empty without any."""
+        names = self.speculative_algorithm
+        if names == AUTO:
+            return ""
+        unread = _OF_NGRAMS if "NGRAM" not in names else _OF_MODELS if len(names) == 1 else ()
+        given = [name for name in unread if getattr(self, name) != getattr(type(self), name)]
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        return f"{flags}: without effect with drafters {','.join(names)}" if given else ""
 
-def check_drafters(names: tuple[str, ...], lockstep: bool = False, *others: str) -> None:
-    """Raise ConfigError unless these drafters run together; `others` are known beside those of a draft service."""
+
+def check_drafters(names: tuple[str, ...], lockstep: bool = False, *others: str, model_path: str = "") -> None:
+    """Raise ConfigError unless these drafters run together, one with the model in `model_path` if there is one.
+
+    `others` are known beside those of a draft service.
+    """
     if names == AUTO:
         return
     known = (*ALGORITHMS, *others)
@@ -170,6 +209,11 @@ def check_drafters(names: tuple[str, ...], lockstep: bool = False, *others: str)
         )
     if lockstep and not models:
         raise ConfigError(f"--lockstep: {','.join(names)} has no model; use it with one of {', '.join(ALGORITHMS)}")
+    if model_path and not models:
+        raise ConfigError(
+            f"--speculative-draft-model-path: {','.join(names)} has no model; leave the path out, or name in "
+            f"--speculative-algorithm what it holds, one of {', '.join(known)}"
+        )
 
 
 def check_window(size: int, sinks: int) -> None:

@@ -178,9 +178,9 @@ class VerifyOptions(PeerServiceOptions):
     def check(self) -> None:
         """Raise ConfigError where options do not fit each other, whatever machine and model are."""
         check_device(self.device)
-        names = self.speculative_algorithm
-        if names and not self.no_speculation:
-            check_drafters(names, self.lockstep and self.device == "cpu", NAIVE_EAGLE)
+        names, path = self.speculative_algorithm, self.speculative_draft_model_path
+        if (names or path) and not self.no_speculation:
+            check_drafters(names, self.lockstep and self.device == "cpu", NAIVE_EAGLE, model_path=path)
         if NAIVE_EAGLE in names and self.device == "cpu":
             raise ConfigError("--speculative-algorithm: NAIVE_EAGLE drafts inside rounds on a GPU; use EAGLE3 or EAGLE")
         check_window(self.speculative_draft_window_size, self.speculative_draft_sink_size)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
+from outrider.models.experts import EXPERT_MODULES, ExpertsConfig
 from outrider.models.families import FAMILIES, Family
 from outrider.models.fields import (
     MAX_LAYERS,
@@ -25,82 +24,8 @@ from outrider.models.rope import RopeConfig, read_ropes, rotary_dim
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-MAX_EXPERTS = 1024
 MAX_HEAD_DIM = 256
 """Of what attention kernels of a GPU take."""
-
-
-EXPERT_MODULES = {
-    "qwen": ("mlp.experts.0.gate_proj", "mlp.experts.0.down_proj"),
-    "mixtral": ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w2"),
-    "gpt-oss": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-}
-"""What comes first and last in an expert, by the form that checkpoints are in."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """The mixtures of experts that stand in place of the MLP in some layers.
-
-    A token's row goes through the `num_active` of `num_experts` gated MLPs of `size` channels that a router's softmax
-    holds likeliest; results count by that softmax, over the chosen ones alone if `normed`. With `shared_size` one more
-    gated MLP takes every row, and a sigmoid says how much it counts. `layers` are those that have experts. `form` says
-    how checkpoints spell them: `qwen`, `mixtral` or `gpt-oss`. `bias`: router and experts have biases. `alpha`, `limit`
-    and `shift`: see kernels.expert_tiles.Gating.
-    """
-
-    form: str
-    num_experts: int
-    num_active: int
-    size: int
-    shared_size: int
-    normed: bool
-    layers: frozenset[int]
-    bias: bool = False
-    alpha: float = 1.0
-    limit: float = math.inf
-    shift: float = 0.0
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any], form: str) -> ExpertsConfig:
-        """Read config.json. Raises ConfigError: a field that is missing, of the wrong type, or too large or small."""
-        num_layers = get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
-        # The hub has the first name, transformers 5 writes the second.
-        name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
-        num_experts = get_int(fields, name, minimum=1)
-        num_active = get_int(fields, "num_experts_per_tok", minimum=1)
-        if num_active > num_experts or num_experts > MAX_EXPERTS:
-            raise ConfigError(
-                f"config.json: num_experts_per_tok {num_active} of {name} {num_experts} experts; up to {MAX_EXPERTS} "
-                f"experts are supported, and no more than there are can be a token's"
-            )
-        layers = frozenset(range(num_layers))
-        if form != "qwen":
-            size = get_int(fields, "intermediate_size", minimum=1)
-            plain = cls(form, num_experts, num_active, size, 0, True, layers)
-            if form == "mixtral":
-                return plain
-            alpha, limit = get_float(fields, "swiglu_alpha", 1.702), get_float(fields, "swiglu_limit", 7.0)
-            return replace(plain, bias=True, alpha=alpha, limit=limit, shift=1.0)
-        step = get_int(fields, "decoder_sparse_step", 1, minimum=1)
-        dense = fields.get("mlp_only_layers") or []
-        if not isinstance(dense, list):
-            raise ConfigError(f"config.json: mlp_only_layers must be a list of layer numbers, got {dense!r}")
-        return cls(
-            form,
-            num_experts,
-            num_active,
-            size=get_int(fields, "moe_intermediate_size", minimum=1),
-            shared_size=get_int(fields, "shared_expert_intermediate_size", 0),
-            normed=get_bool(fields, "norm_topk_prob", False),
-            layers=frozenset(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
-        )
-
-    def num_weights(self, hidden_size: int) -> int:
-        """Elements of one layer's experts, of its router and of what every row goes through."""
-        shared = 3 * self.shared_size + 1 if self.shared_size else 0
-        biases = self.num_experts * (2 * self.size + hidden_size + 1) if self.bias else 0
-        return hidden_size * (self.num_experts * (3 * self.size + 1) + shared) + biases
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +303,12 @@ def _windows(fields: Mapping[str, Any], family: Family, num_layers: int) -> tupl
         raise ConfigError("config.json: sliding window attention is not supported for this architecture")
     window = get_int(fields, "sliding_window", 0) if asked else 0
     if not window:
+        if "sliding_attention" in (kinds or ()):
+            cause = "sliding_window has no size" if asked else "use_sliding_window is false"
+            raise ConfigError(
+                f"config.json: layer_types has 'sliding_attention' and {cause}; make all layers 'full_attention', or "
+                "tell the window"
+            )
         return ()
     if kinds is not None:
         has_window = [kind == "sliding_attention" for kind in kinds]
@@ -471,72 +402,6 @@ def stated_dtype(fields: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
-    """Whether outrider's own decoder or transformers runs the model that config.json describes; `wanted`: --model-impl.
-
-    Raises ConfigError: the architecture is of a kind that neither runs, or transformers is needed and not installed.
-    """
-    names = get_strings(fields, "architectures")
-    if wanted == "outrider" or not names:
-        return "outrider"
-    if wanted == "auto" and any(name in FAMILIES for name in names):
-        return "outrider"
-    name = names[0]
-    _refuse_kind(name, fields)
-    if find_spec("transformers") is None:
-        raise ConfigError(
-            f"config.json: architecture {name!r} runs through transformers, which is not installed; "
-            f"\"pip install 'outrider[transformers]'\", or take one of {', '.join(FAMILIES)}"
-        )
-    return "transformers"
-
-
-def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what is no decoder that attends in every layer, as far as config.json tells."""
-    kind = ""
-    if fields.get("is_encoder_decoder") is True:
-        kind = "an encoder-decoder model"
-    elif any(part in fields for part in ("vision_config", "audio_config", "text_config")):
-        kind = "a model of images or sound beside text"
-    elif name.lower().startswith(("mamba", "falconmamba", "rwkv", "xlstm")):
-        kind = "a state-space or recurrent model"
-    elif {str(layer) for layer in fields.get("layer_types") or []} - {"full_attention", "sliding_attention"}:
-        kind = "a model with layers that do not attend"
-    elif not name.endswith(("ForCausalLM", "LMHeadModel")):
-        kind = "no causal language model"
-    if kind:
-        raise ConfigError(f"config.json: {name} is {kind}, which is not supported; only causal decoders are")
-
-
-def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelShape:
-    """A model that transformers runs, as far as config.json tells without it; fields go by several names there.
-
-    Raises ConfigError: a field is missing, because the family's own default holds, or illegal.
-    """
-    other = {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-    }
-    fields = {**{name: fields.get(alias) for name, alias in other.items() if name not in fields}, **fields}
-    num_heads = get_int(fields, "num_attention_heads", minimum=1)
-    hidden_size = get_int(fields, "hidden_size", minimum=1)
-    return ModelShape(
-        architecture=str(fields["architectures"][0]),
-        vocab_size=get_int(fields, "vocab_size", minimum=1),
-        hidden_size=hidden_size,
-        num_layers=get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
-        head_dim=padded_head_dim(get_int(fields, "head_dim", hidden_size // num_heads, minimum=1)),
-        max_positions=get_int(fields, "max_position_embeddings", minimum=1),
-        eos_token_ids=eos_token_ids(fields, generation),
-        tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
-        dtype=stated_dtype(fields),
-    )
-
-
 def padded_head_dim(size: int) -> int:
     """Of heads in the KV cache, zeros behind them included: what attention kernels take is a power of two."""
     return max(16, 1 << (size - 1).bit_length())
@@ -551,13 +416,3 @@ def check_heads(config: ModelShape) -> None:
         )
     if isinstance(config, ModelConfig):
         config.with_padded_heads()
-
-
-def check_config(folder: Path, wanted: str = "auto") -> int:
-    """Refuse a model that cannot run, as far as its config.json tells without torch; else return how many positions it
-    has, 0 where that is not told. Raises ConfigError.
-    """
-    fields, generation = read_configs(folder)
-    if choose_impl(fields, wanted) == "outrider":
-        return ModelConfig.from_fields(fields, generation).max_positions
-    return get_int(fields, "max_position_embeddings", 0)

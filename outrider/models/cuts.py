@@ -12,8 +12,10 @@ from pathlib import Path
 
 from outrider.config.verify import MAX_RANKS, VerifyOptions
 from outrider.errors import ConfigError, under
-from outrider.models.config import EXPERT_MODULES, ExpertsConfig, ModelConfig, ModelShape, choose_impl
+from outrider.models.config import ModelConfig, ModelShape
+from outrider.models.experts import EXPERT_MODULES, ExpertsConfig
 from outrider.models.fields import get_int, read_configs
+from outrider.models.foreign import choose_impl
 
 Span = tuple[int, int]
 OPTION = "--tensor-parallel-size"

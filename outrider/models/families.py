@@ -66,6 +66,7 @@ _OF_FAMILIES = frozenset(
         "no_rope_layer_interval",
         "sliding_window_pattern",
         "max_window_layers",
+        "partial_rotary_factor",
     ]
 )
 """Fields that count for families alone that have them among their defaults."""
@@ -100,10 +101,10 @@ _GEMMA_2_FIELDS = {
     "final_logit_softcapping": 30.0,
 }
 _GEMMA_2 = replace(_GEMMA, norms="both", windows=True, window_pattern=2, defaults=_GEMMA_2_FIELDS)
+# Its attention has no cap, whatever its config.json says.
 _GEMMA_3_FIELDS = {
-    **_GEMMA_2_FIELDS,
+    **{name: value for name, value in _GEMMA_2_FIELDS.items() if name != "attn_logit_softcapping"},
     "sliding_window_pattern": 6,
-    "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
@@ -161,7 +162,9 @@ FAMILIES = {
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, is_part=True),
     "Phi3ForCausalLM": Family(
-        fused=True, windows=True, defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+        fused=True,
+        windows=True,
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
     ),
     "GraniteForCausalLM": Family(mlp_bias=True, defaults=_GRANITE_FIELDS),
     "Olmo2ForCausalLM": _OLMO_2,

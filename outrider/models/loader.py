@@ -11,11 +11,12 @@ from torch import Tensor
 from outrider.errors import ConfigError
 from outrider.layers.exchange import Exchange
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelConfig, choose_impl
+from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut, spans
 from outrider.models.decoder import CausalLM
 from outrider.models.families import FAMILIES
 from outrider.models.fields import read_configs
+from outrider.models.foreign import choose_impl
 from outrider.models.transformers_model import TransformersConfig, describe_transformers, load_transformers
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
 

@@ -61,7 +61,9 @@ class RopeConfig:
         if kind == "dynamic":
             # Stretched behind max_position_embeddings alone, and nothing is served there.
             kind = "default"
-        rotated = get_float({**fields, **merged}, "partial_rotary_factor", 1.0)
+        # Only a family that has it among its fields reads it at all.
+        partial = "partial_rotary_factor"
+        rotated = get_float({**fields, **merged}, partial, 1.0) if partial in fields else 1.0
         if not 0.0 < rotated <= 1.0:
             raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {rotated}")
         if merged.get("llama_4_scaling_beta"):
@@ -105,6 +107,11 @@ def read_ropes(fields: Mapping[str, Any], max_positions: int) -> tuple[RopeConfi
     """The rotary embedding, and that of layers with a window if it is another."""
     given, local_theta = fields.get("rope_parameters"), fields.get("rope_local_base_freq")
     if isinstance(given, Mapping) and ("full_attention" in given or "sliding_attention" in given):
+        if "rope_local_base_freq" not in fields:
+            raise ConfigError(
+                "config.json: rope_parameters of each layer type are not supported for this architecture, whose layers "
+                "have one rotary embedding; give that one's parameters"
+            )
         fields = {**fields, "original_max_position_embeddings": None}
         whole = {**fields, "rope_parameters": given.get("full_attention")}
         windowed = {**fields, "rope_parameters": given.get("sliding_attention"), "rope_scaling": None}

@@ -34,7 +34,7 @@ from filelock import FileLock, Timeout
 
 from outrider.config.base import expand
 from outrider.errors import ConfigError
-from outrider.models.config import check_config
+from outrider.models.foreign import check_config
 from outrider.models.progress import ConsoleProgress, Progress
 from outrider.models.store_folder import CONFIG_FILE, Manifest, check_model_folder, matches_manifest, write_manifest
 

@@ -23,6 +23,9 @@ _logger = get_logger(__name__)
 _MAX_FILE_BYTES = 1 << 20
 _MODE_OF_OTHERS = 0o077
 
+_OTHER_NAMES = (62, 64)
+"""OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+
 _Stamp = tuple[tuple[int, int, int], ...]
 """Inode, size and modification time of each file: what changes when one is replaced or written."""
 
@@ -153,6 +156,46 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
     if files.cert:
         context.load_cert_chain(_path(files.cert), _path(files.key))
     return context
+
+
+@dataclass(frozen=True)
+class CertificateRefusal:
+    """Why one end of a connection takes not the other's certificate."""
+
+    by_caller: bool
+    """Which end: it is the server's else."""
+    is_name: bool
+    """Whether the certificate is a good one, made out to another name."""
+    reason: str
+
+
+def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefusal | None:
+    """What comes of a handshake between a server and its caller, here in memory: None, or who refuses.
+
+    `name`: what the caller would call the server, if its files name nothing else.
+
+    Raises ConfigError as `load_material` does.
+    """
+    server, client = load_material(door).context, client_context(caller)
+    for context in (server, client):
+        # As gRPC does: certificates between may be trusted as such.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server, server_hostname=name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for end in ends * 3:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError as error:
+            text = getattr(error, "verify_message", None) or error.reason or "no handshake"
+            return CertificateRefusal(
+                end is ends[0], getattr(error, "verify_code", 0) in _OTHER_NAMES, text.rstrip(".")
+            )
+    return None
 
 
 def load_material(files: TlsFiles) -> TlsMaterial:

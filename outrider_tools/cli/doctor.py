@@ -79,13 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _planned(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
-    """The services as `outrider up` would run them; without a draft service where verify has all that drafts.
-
-    Those whose addresses were given call what is there.
-    """
-    placed = _try_to_place(options, arguments)
-    planned = dict(options) if placed is None else bound_services(options, placed)
+def _planned(planned: dict[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
+    """The services as `outrider up` would run them, of which those whose addresses were given call what is there."""
     for name, field, endpoint in LINKS:
         if getattr(arguments, endpoint) is not None:
             changes: dict[str, Any] = {field: getattr(arguments, endpoint)}
@@ -157,42 +152,42 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _try_to_place(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> Placed | None:
-    """The drafters' options in their place; None where that cannot be had, which `_place` tells."""
-    verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
-    try:
-        return place_drafts(verify, draft, arguments.draft_placement, num_gpus(), lambda text: None)
-    except ConfigError:
-        return None
+def _place(verify: VerifyOptions, draft: DraftOptions, placement: str, findings: list[Finding]) -> Placed | None:
+    """The options with drafters in their place, as `outrider up` has them; None where that cannot be had.
 
-
-def _place(
-    verify: VerifyOptions, draft: DraftOptions, placement: str, findings: list[Finding]
-) -> tuple[VerifyOptions, DraftOptions]:
-    """The target's options and those of the draft model, which may be inside rounds; findings say where it is."""
+    Findings say where a draft model is, and why, or what is wrong.
+    """
+    gpus = num_gpus()
     try:
-        if not is_colocated(verify, draft, placement, num_gpus()):
-            return verify, draft
-        placed = place_drafts(verify, draft, "colocated", num_gpus(), lambda text: None).verify
+        placed = place_drafts(verify, draft, placement, gpus, lambda text: findings.append(ok("drafters", text)))
     except ConfigError as error:
         findings.append(problem("placement", error.message, "correct the option"))
-        return verify, draft
-    names = ", ".join(placed.speculative_algorithm)
-    if is_on_gpu(verify, num_gpus()):
+        return None
+    names = ", ".join(placed.verify.speculative_algorithm)
+    if not is_colocated(verify, draft, placement, gpus):
+        return placed
+    if is_on_gpu(verify, gpus):
         text = f"{names} drafts inside verify's rounds; outrider plan tells its memory"
     else:
         text = f"with these options {names} drafts in verify's process, without a draft service"
     findings.append(ok("placement", text))
-    return placed, placed.draft_model(verify.model)
+    return placed
+
+
+def _drafts(placed: Placed) -> DraftOptions:
+    """What is to be looked at of what drafts: a model inside rounds, or else what the draft service has."""
+    inside = placed.verify.speculative_algorithm or placed.draft is None
+    return placed.verify.draft_model(placed.verify.model) if inside else cast(DraftOptions, placed.draft)
 
 
 def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> list[Finding]:
     """All findings, in the order of the checks."""
     findings = [*check_packages(), *check_disk(), *check_shared_memory(), *check_neighbours()]
+    verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
+    placed = _place(verify, draft, arguments.draft_placement, findings)
     if not arguments.skip_models:
-        verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
-        findings += check_models(*_place(verify, draft, arguments.draft_placement, findings))
-    planned = _planned(options, arguments)
+        findings += check_models(verify, draft) if placed is None else check_models(placed.verify, _drafts(placed))
+    planned = _planned(dict(options) if placed is None else bound_services(options, placed), arguments)
     told_before = [finding.text for finding in findings if finding.level is Level.PROBLEM]
     faults = (text for text in find_faults(planned, num_gpus()) if not any(one in text for one in told_before))
     findings += [problem("options", text, "correct the options") for text in faults]

@@ -11,6 +11,7 @@ from outrider.cli.options import number, whole_number
 from outrider.errors import ConfigError, OutriderError, under
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import DEFAULT_MODEL, resolve_model
+from outrider_tools.files import check_new
 from outrider_tools.inflate.shapes import SHAPES, parse_shape
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError where options do not fit each other."""
+    """Raise ConfigError where options do not fit each other, or what is to be made is there: before either is made."""
     wants_draft = arguments.draft is not None or arguments.random_draft
     if wants_draft != (arguments.draft_out is not None):
         raise ConfigError("--draft-out: names the folder of the head that --draft or --random-draft asks for")
@@ -98,6 +99,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--random-draft: makes a head, and --draft names one; choose one of them")
     if arguments.out is None and not wants_draft:
         raise ConfigError("--out: names the folder to make")
+    for flag, path in (("--out", arguments.out), ("--draft-out", arguments.draft_out)):
+        if path is not None:
+            check_new(path, f"{flag} {path}")
 
 
 def _make_draft(arguments: argparse.Namespace, source: Path, options: Any) -> None:

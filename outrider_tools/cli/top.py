@@ -80,8 +80,7 @@ def _gateway(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[
     yield TopFigure("requests/s", f"{gained.total('vllm:request_success') / seconds:.2f}")
     lengths = gained.histogram(f"{_GATEWAY}accept_length")
     yield TopFigure("accept length", f"{lengths.mean:.2f}" if lengths.count else "-")
-    drafted = gained.total("vllm:spec_decode_num_drafts")
-    yield _by_depth(gained, "vllm:spec_decode_num_accepted_tokens_per_pos", drafted)
+    yield _by_depth(gained, "vllm:spec_decode_num_accepted_tokens_per_pos", lengths.count)
     yield _ms("ttft p50", gained.histogram("vllm:time_to_first_token_seconds"), 0.5)
     yield _ms("ttft p99", gained.histogram("vllm:time_to_first_token_seconds"), 0.99)
     yield _ms("itl p50", gained.histogram("vllm:inter_token_latency_seconds"), 0.5)
@@ -159,7 +158,8 @@ def _draft(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[To
 
 
 def _by_depth(gained: MetricsPage, family: str, rounds: float) -> TopFigure:
-    """Share of rounds that accepted a draft token at each depth, the root's children first."""
+    """Share of rounds, those without drafts among them as in the accept length, that accepted a draft token at each
+    depth, the root's children first."""
     depths = sorted((int(labels.rpartition(",")[2]), count) for labels, count in gained.labelled(family))
     shares = [f"{100 * count / rounds:.0f}" for _, count in depths[:MAX_DEPTHS] if rounds and count]
     return TopFigure("accepted by depth, %", " ".join(shares) or "-")
@@ -194,7 +194,7 @@ _MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[TopFigur
 _MEANINGS = (
     ("p50, p99", "half of them, and 99 of 100, took at most that"),
     ("accept length", "tokens committed in a round of a request, on average"),
-    ("accepted by depth, %", "of rounds, that took the first, second, ... draft token of a path"),
+    ("accepted by depth, %", "of the same rounds, that took the first, second, ... draft token of a path"),
     ("answers", "under way, of the most at once"),
     ("ttft", "time to the first token"),
     ("itl", "time between two tokens"),

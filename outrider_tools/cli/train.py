@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 from outrider.cli.options import whole_number
 from outrider.errors import ConfigError, under
 from outrider.models.store import DEFAULT_MODEL, resolve_model
-from outrider_tools.training.options import ALGORITHMS, CorpusOptions, RunOptions, TrainerOptions, TreeShape
+from outrider_tools.training.options import ALGORITHMS, FLAGS, CorpusOptions, RunOptions, TrainerOptions, TreeShape
 
-# Flags of other names than their fields'.
-FLAGS = {"own_feature_weight": "feature_weight", "packed": "no_packed", "compile": "no_compile"}
 OptionsT = TypeVar("OptionsT", RunOptions, CorpusOptions, TrainerOptions, TreeShape)
 
 # Sizes of a run that shows within about a minute on two cores that everything works; the drafter is worth nothing.
@@ -85,9 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
         tree=_given(options.tree, arguments, SMOKE_TREE),
         eval_new_tokens=16 if arguments.smoke else options.eval_new_tokens,
     )
-    count = arguments.gpus or (torch.cuda.device_count() if device.type == "cuda" else 1)
-    if device.type == "cuda" and count > torch.cuda.device_count():
-        raise ConfigError(f"--gpus {count}: torch finds {torch.cuda.device_count()} here")
+    most = torch.cuda.device_count() if device.type == "cuda" else 1
+    count = arguments.gpus or most
+    if count > most:
+        found = f"torch finds {most} here" if device.type == "cuda" else "on a CPU one process trains; leave it out"
+        raise ConfigError(f"--gpus {count}: {found}")
     if count > 1:
         parallel = import_module("outrider_tools.training.parallel")
         parallel.run_ranks(count, device.type, "outrider_tools.training.run:train_rank", folder, arguments.out, options)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config.base import expand, options_to_argv
-from outrider.config.draft import DraftOptions
+from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, OutriderError
-from outrider.models.shipped import choose_drafters
+from outrider.errors import OutriderError
 from outrider.models.store import DEFAULT_ALIASES, is_hub_id, local_folder
 from outrider.models.store_folder import CONFIG_FILE
 from outrider_tools.doctor import Finding, Level, ok, problem, warning
@@ -34,16 +33,12 @@ _FIXES = {
 
 
 def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
-    """What a start with these options would find, before it reads any weights."""
+    """What a start with these options would find, before it reads any weights; AUTO where drafters cannot be had."""
     findings: list[Finding] = []
-    try:
-        draft = choose_drafters(draft, verify.model, lambda text: findings.append(ok("drafters", text)))
-    except ConfigError as error:
-        findings.append(problem("drafters", error.message, "correct the option"))
     asked: DraftOptions | None = None
-    if any(name not in ("NGRAM", "AUTO") for name in draft.speculative_algorithm):
+    if any(name not in ("NGRAM", *AUTO) for name in draft.speculative_algorithm):
         asked = replace(draft, target_model_path=draft.target_model_path or verify.model)
-    else:
+    elif draft.speculative_algorithm != AUTO:
         findings.append(ok("draft model", f"{', '.join(draft.speculative_algorithm)} needs none"))
     is_here = _is_here(verify.model)
     if not is_here:

@@ -108,7 +108,7 @@ class Corpus:
     def texts(self, given: Sequence[Question]) -> StoredTexts:
         """Conversations that the target had with the `given` questions and its own.
 
-        Raises ConfigError: there are no questions at all.
+        Raises ConfigError: there are no questions at all, or the folder holds text that was made with other options.
         """
         wanted = {**asdict(self._options), "temperatures": list(self._options.temperatures), "given": len(given)}
         origin = {
@@ -116,8 +116,9 @@ class Corpus:
             "questions": hashlib.sha256(json.dumps([question.text for question in given]).encode()).hexdigest()[:16],
         }
         wanted |= origin
-        # Text of before these were noted counts as theirs.
-        is_made = StoredTexts.are_in(self._folder) and {**origin, **StoredTexts.load(self._folder).options} == wanted
+        is_made = StoredTexts.are_in(self._folder)
+        if is_made:
+            self._check_made({**origin, **StoredTexts.load(self._folder).options}, wanted)
         # The first rank's view counts, and none goes on to write before all have looked.
         if not self._ranks.broadcast_int(int(is_made)):
             held_out = self._make_share(given)
@@ -134,6 +135,18 @@ class Corpus:
                     part.unlink()
             self._ranks.barrier()
         return StoredTexts.load(self._folder)
+
+    def _check_made(self, options: dict[str, Any], wanted: dict[str, Any]) -> None:
+        """Raise ConfigError for text with other `options`: to make it may have taken hours, and a state goes with it.
+
+        Text of before target and questions were noted counts as theirs.
+        """
+        for name, value in wanted.items():
+            if options.get(name) != value:
+                raise ConfigError(
+                    f"{self._folder / TEXTS} is text that was made with another {name} ({options.get(name)}, not "
+                    f"{value}); choose another --out, take the text as it is by --text, or remove it"
+                )
 
     def _make_share(self, given: Sequence[Question]) -> list[list[int]]:
         """Write this rank's share to its own file; returns what the first rank holds out."""

@@ -26,7 +26,7 @@ from outrider_tools.training.heads import (
     default_feature_layers,
 )
 from outrider_tools.training.learner import Learner, TrainableDrafter
-from outrider_tools.training.options import BLOCK_ALGORITHMS, RunOptions
+from outrider_tools.training.options import BLOCK_ALGORITHMS, FLAGS, RunOptions
 from outrider_tools.training.standalone import TrainableLM, small_config
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts, choose_vocabulary
@@ -102,19 +102,40 @@ MAKERS: dict[str, Callable[[TargetModel, Texts, RunOptions], TrainableDrafter]] 
 }
 
 
+_OWN_VOCABULARY = ("EAGLE3", *BLOCK_ALGORITHMS)
+_KINDS: dict[str, tuple[str, ...]] = {
+    "init_from": ("EAGLE3",),
+    "hit_weight": ("EAGLE3",),
+    "draft_vocab_size": _OWN_VOCABULARY,
+    "intermediate_size": _OWN_VOCABULARY,
+    "feature_layers": _OWN_VOCABULARY,
+    "own_feature_weight": ("EAGLE", "NEXTN"),
+    "layers": ("STANDALONE", *BLOCK_ALGORITHMS),
+    "markov_rank": ("DSPARK",),
+    "hidden": ("STANDALONE",),
+}
+"""The drafters that an option is for; the others do not read it."""
+
+
+def _check_kinds(options: RunOptions) -> None:
+    """Raise ConfigError for an option of other drafters."""
+    for name, kinds in _KINDS.items():
+        of = options if hasattr(options, name) else options.trainer
+        value, default = getattr(of, name), getattr(type(of)(), name)
+        if value and value != default and options.algorithm not in kinds:
+            flag = FLAGS.get(name, name).replace("_", "-")
+            given = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ConfigError(
+                f"--{flag} {given}: is for --algorithm {' or '.join(kinds)}, not {options.algorithm}; leave it out"
+            )
+
+
 def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
     """Options with sizes in place of those that were not given: the initial head's, or the default.
 
     Raises ConfigError: the target or the initial head does not allow a size, or another kind is trained.
     """
-    if options.algorithm != "EAGLE3":
-        named = {"--init-from": options.init_from, "--hit-weight": options.trainer.hit_weight}
-        for option, value in named.items():
-            if value:
-                raise ConfigError(f"{option} {value}: is for --algorithm EAGLE3 alone, not {options.algorithm}")
-    if options.own_feature_weight and options.algorithm not in ("EAGLE", "NEXTN"):
-        given = f"--feature-weight {options.own_feature_weight}"
-        raise ConfigError(f"{given}: is for --algorithm EAGLE or NEXTN, not {options.algorithm}; leave it out")
+    _check_kinds(options)
     if options.algorithm in BLOCK_ALGORITHMS and options.trainer.unroll < 2:
         raise ConfigError(f"--unroll {options.trainer.unroll}: a block has at least 2 places")
     options = replace(options, layers=options.layers or (2 if options.algorithm in BLOCK_ALGORITHMS else 4))

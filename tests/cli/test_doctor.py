@@ -21,7 +21,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
 from outrider.models.shipped import shipped_head
 from outrider.v1 import gateway_pb2_grpc
-from outrider_tools.cli.doctor import _place, running_cluster
+from outrider_tools.cli.doctor import _drafts, _place, running_cluster
 from outrider_tools.doctor import Finding, Level, machine, models
 from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.machine import check_disk
@@ -323,16 +323,28 @@ def test_the_draft_model_of_verify_s_rounds_is_looked_at(monkeypatch: pytest.Mon
     draft = DraftOptions(speculative_algorithm=("EAGLE3", "NGRAM"), speculative_draft_model_path="head")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert make_parser().parse_args(["doctor"]).draft_placement == "auto"
-    verify, found = _place(VerifyOptions(model="smollm2"), draft, "auto", findings)
-    assert verify.speculative_algorithm == found.speculative_algorithm == ("EAGLE3",)
+
+    def place(draft: DraftOptions, where: str, **verify: Any) -> DraftOptions | None:
+        placed = _place(VerifyOptions(**verify), draft, where, findings)
+        return None if placed is None else _drafts(placed)
+
+    found = place(draft, "auto", model="smollm2")
+    assert found is not None and found.speculative_algorithm == ("EAGLE3",)
     assert found.speculative_draft_model_path == "head" and found.target_model_path == "smollm2"
     assert findings[0].level is Level.OK and "EAGLE3 drafts inside verify's rounds" in findings[0].text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(placement, "num_cores", lambda: 8)
-    assert _place(VerifyOptions(), draft, "auto", findings) == (VerifyOptions(), draft)
-    verify, found = _place(VerifyOptions(), draft, "colocated", findings)
-    assert verify.speculative_algorithm == found.speculative_algorithm == ("EAGLE3", "NGRAM")
+    assert place(draft, "auto") == draft
+    found = place(draft, "colocated")
+    assert found is not None and found.speculative_algorithm == ("EAGLE3", "NGRAM")
     assert findings[-1].level is Level.OK and "EAGLE3, NGRAM drafts in verify's process" in findings[-1].text
-    draft = replace(draft, branch_length=20)
-    assert _place(VerifyOptions(), draft, "colocated", findings) == (VerifyOptions(), draft)
+    assert place(replace(draft, branch_length=20), "colocated") is None
     assert findings[-1].level is Level.PROBLEM and "--draft-placement" in findings[-1].text
+
+
+@pytest.mark.parametrize("more", [(), ("--skip-models",)])
+def test_a_placement_that_cannot_be_had_is_told_once(more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--draft-placement=colocated", "--device=cpu", "--capacity=5000", "--speculative-algorithm=NGRAM"]
+    assert main(["doctor", "--json", *ELSEWHERE, *words, *more]) == 1
+    found = [one["text"] for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "problem"]
+    assert len([text for text in found if "--draft-placement: colocated has no draft service" in text]) == 1

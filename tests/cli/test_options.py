@@ -212,10 +212,39 @@ def test_both_ends_of_every_link_show_and_trust_certificates_and_tokens_or_neith
         ]
 
 
-def issued_by(folder: Path) -> dict[str, Path]:
+def test_certificates_that_the_other_end_of_a_link_would_not_take_are_told(tmp_path: Path) -> None:
+    """`up` would wait for them until its time is over."""
+    ours, others, elsewhere = (tmp_path / name for name in ("ours", "others", "elsewhere"))
+    hosts = {ours: "localhost", others: "localhost", elsewhere: "example.org"}
+    made = {folder: issued_by(folder, host) for folder, host in hosts.items()}
+
+    def files(prefix: str, *words: str, of: Path) -> list[str]:
+        return [f"--{prefix}-tls-{word}={made[of][word]}" for word in words]
+
+    for caller, peer in (("gateway", "verify"), ("verify", "draft")):
+        way = f"{caller}-{peer}"
+        refusal = "would not take the certificate of"
+        for door, trust, shown, said in (
+            (ours, ours, ours, ""),
+            (ours, others, ours, f"--{way}-tls-ca: the {caller} service {refusal} --{peer}-tls-cert: "),
+            (ours, ours, others, f"--{peer}-tls-ca: the {peer} service {refusal} --{way}-tls-cert: "),
+            (elsewhere, elsewhere, elsewhere, f"--{peer}-tls-name: the {caller} service {refusal} --{peer}-tls-cert: "),
+        ):
+            words = files(peer, "cert", "key", "ca", of=door)
+            words += [*files(way, "ca", of=trust), *files(way, "cert", "key", of=shown)]
+            found = find_faults(parse_service_options(parse(*words), env={}), gpus=0)
+            assert len(found) == bool(said) and all(said in one for one in found), found
+        assert find_faults(parse_service_options(parse(*words, f"--{peer}-tls-name=example.org"), env={}), gpus=0) == []
+        words = [*files(peer, "cert", of=ours), *files(peer, "key", of=others), *files(way, "ca", of=ours)]
+        (one,) = find_faults(parse_service_options(parse(*words), env={}), gpus=0)
+        assert f"--{peer}-tls-cert and --{peer}-tls-key: " in one and "are no pair" in one
+
+
+def issued_by(folder: Path, host: str = "localhost") -> dict[str, Path]:
     """PEM files of a certificate, its key, and the certificate that signed it."""
     ca = trustme.CA()
-    issued = ca.issue_cert("localhost")
+    folder.mkdir(exist_ok=True)
+    issued = ca.issue_cert(host)
     files = {"cert": issued.cert_chain_pems[0], "key": issued.private_key_pem, "ca": ca.cert_pem}
     for word, blob in files.items():
         (folder / word).write_bytes(blob.bytes())

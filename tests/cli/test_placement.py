@@ -43,8 +43,10 @@ def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
         speculative_token_map="map.json",
     )
     assert found.draft == DraftOptions(speculative_algorithm=("NGRAM",), branch_length=20)
-    alone = placed(replace(HEAD, speculative_algorithm=("EAGLE3",)))
+    said: list[str] = []
+    alone = place_drafts(VerifyOptions(), replace(HEAD, speculative_algorithm=("EAGLE3",)), "auto", 1, said.append)
     assert alone.verify == found.verify and alone.draft is None
+    assert said == ["no draft service runs beside a model inside rounds: branch_length of one changes nothing"]
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("0,-1,1", 1), ("-1,0", 0), ("", 0), (" 1 ", 1)])

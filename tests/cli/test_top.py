@@ -146,6 +146,26 @@ def test_a_service_that_was_started_anew_counts_from_nothing() -> None:
     assert figures(page_view("x", page(1010), page(1000), 5.0))["tokens/s"] == "2.0"
 
 
+def test_acceptance_is_of_the_same_rounds_on_every_page() -> None:
+    """Of ten rounds, of which four had drafts and three took one."""
+
+    def page(lengths: str, accepted: str, drafted: str, labels: str) -> MetricsPage:
+        given = f"{{{labels}}}" if labels else ""
+        return MetricsPage.parse(
+            f"# TYPE {lengths} histogram\n{lengths}_count{given} 10\n{lengths}_sum{given} 13\n"
+            f'# TYPE {accepted}_total counter\n{accepted}_total{{{labels}{"," * bool(labels)}position="0"}} 3\n'
+            f"# TYPE {drafted}_total counter\n{drafted}_total{given} 4\n"
+            f"# TYPE {lengths}_s gauge\n{lengths}_s 1\n"
+        )
+
+    verify = [f"outrider_verify_{name}" for name in ("accept_length", "accepted_tokens_per_position", "drafted_rounds")]
+    vllm = [f"vllm:spec_decode_num_{name}" for name in ("accepted_tokens_per_pos", "drafts")]
+    pages = [page(*verify, ""), page("outrider_gateway_accept_length", *vllm, 'model_name="m"')]
+    told = [figures(page_view("x", one, MetricsPage(), 1.0)) for one in pages]
+    assert [one["accepted by depth, %"] for one in told] == ["30", "30"]
+    assert [one["accept length"] for one in told] == ["1.30", "1.30"]
+
+
 def test_a_page_of_somebody_else_is_told() -> None:
     view = page_view("x", MetricsPage.parse("# TYPE a gauge\na 1\n"), MetricsPage(), 1.0)
     assert view.error == "none of our services' pages"

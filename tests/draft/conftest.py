@@ -31,12 +31,11 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
         async def start(
             drafter: AnyDrafter | None = None,
             mapper: MemoryMapper | None = None,
-            may_leave_out: bool = False,
             **options: object,
         ) -> Door:
             made = drafter or SignallingDrafter()
             chosen = DraftOptions(**options)  # type: ignore[arg-type]
-            door = serve_door(tmp_path / "draft.sock", made, chosen, mapper, may_leave_out)
+            door = serve_door(tmp_path / "draft.sock", made, chosen, mapper)
             return await stack.enter_async_context(door)
 
         yield start

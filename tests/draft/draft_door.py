@@ -91,7 +91,6 @@ async def serve_door(
     drafter: AnyDrafter,
     options: DraftOptions,
     mapper: MemoryMapper | None = None,
-    may_leave_out: bool = False,
 ) -> AsyncIterator[Door]:
     async with engine_thread(drafter, options, mapper) as thread:
         profile = await thread.remote.ready()
@@ -102,7 +101,7 @@ async def serve_door(
             service_names=["outrider.v1.DraftService"],
             allow_unknown_fields=["/outrider.v1.DraftService/Speculate", "/outrider.v1.DraftService/Features"],
         )
-        servicer = DraftServicer(thread.remote, thread.features, profile, options, metrics, may_leave_out)
+        servicer = DraftServicer(thread.remote, thread.features, profile, options, metrics)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server.grpc)
         door = Door(await server.start(), drafter, thread, metrics)
         try:

@@ -53,14 +53,17 @@ async def test_a_process_serves_tells_its_metrics_and_drains_on_sigterm(tmp_path
     ready = tmp_path / "ready.json"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "draft_service", "--address", f"unix:{tmp_path / 'draft.sock'}"),
-        "--speculative-algorithm=NGRAM",
+        *("--speculative-algorithm=NGRAM", "--draft-ahead=never"),
         *("--metrics-address", "127.0.0.1:0", "--ready-file", str(ready)),
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
     try:
-        while b"serving on" not in await process.stderr.readline():
+        lines = [b""]
+        while b"serving on" not in lines[-1]:
+            lines.append(await process.stderr.readline())
             assert process.returncode is None
+        assert any(b"--draft-ahead: without effect with drafters NGRAM" in line for line in lines)
         async with asyncio.timeout(20):
             while not ready.exists():
                 await asyncio.sleep(0.01)

@@ -1,10 +1,12 @@
-"""A draft service whose drafters nobody has named serves any target, with those of them that fit it."""
+"""A draft service with n-grams serves any target, whatever model is beside them."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,10 +15,11 @@ from draft_fakes import SignallingDrafter, open_message
 from msgspec.structs import replace
 
 from draft_service.engine.worker import describe
-from draft_service.main import _choose
+from draft_service.main import _choose, start_engine
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import CombinedDrafter, Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.errors import ConfigError
 from outrider.protocol.speculation import Close, Grow, Hello
 from outrider.rpc.status import error_from_rpc
 
@@ -51,7 +54,7 @@ async def test_another_target_is_drafted_for_by_n_grams_alone_and_the_log_names_
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     several, head = drafters()
-    door = await serve(several, may_leave_out=True, speculative_algorithm=NAMES)
+    door = await serve(several, speculative_algorithm=NAMES)
     stream = door.stream()
     with caplog.at_level(logging.WARNING, "draft_service"):
         await stream.send(OTHER)
@@ -74,7 +77,7 @@ async def test_another_target_is_drafted_for_by_n_grams_alone_and_the_log_names_
 
 async def test_its_own_target_gets_all_drafters_when_the_other_one_is_gone(serve: Serve) -> None:
     several, head = drafters()
-    door = await serve(several, may_leave_out=True, speculative_algorithm=NAMES)
+    door = await serve(several, speculative_algorithm=NAMES)
     other = door.stream()
     await other.send(OTHER)
     await other.receive()
@@ -91,14 +94,36 @@ async def test_its_own_target_gets_all_drafters_when_the_other_one_is_gone(serve
 
 
 @pytest.mark.parametrize("hello", [OTHER, replace(OURS, protocol_version=77)])
-async def test_drafters_that_somebody_named_refuse_what_does_not_fit(serve: Serve, hello: Hello) -> None:
-    """And so does a release that no drafter fits, whoever chose them."""
-    stream = (await serve(drafters()[0], may_leave_out=hello is not OTHER, speculative_algorithm=NAMES)).stream()
+async def test_a_head_alone_refuses_what_does_not_fit(serve: Serve, hello: Hello) -> None:
+    """And so do all drafters another release."""
+    several, head = drafters()
+    stream = (await serve(head if hello is OTHER else several, speculative_algorithm=NAMES)).stream()
     await stream.send(hello)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream.receive()
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert ("77" if hello is not OTHER else "32") in error_from_rpc(caught.value).message
+
+
+async def test_n_grams_draft_alone_where_the_model_beside_them_cannot_be_loaded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for names, works in ((NAMES, True), (("EAGLE3",), False)):
+        options = DraftOptions(speculative_algorithm=names, speculative_draft_model_path=str(tmp_path / "none"))
+        process, *_ = await start_engine(options)
+        try:
+            if not works:
+                with pytest.raises(ConfigError, match="none"):
+                    await process.ready(asyncio.Event())
+                continue
+            profile = await process.ready(asyncio.Event())
+            assert profile is not None and profile.hello.model == "NGRAM"
+            assert (profile.hello.sources, profile.any_target_drafters) == (("ngram", "ngram_shared"), frozenset())
+            await process.stop()
+        finally:
+            await process.close()
+    said = capfd.readouterr().err
+    assert "n-grams alone draft, since the draft model cannot be loaded: " in said and f"{tmp_path}/none" in said
 
 
 def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:

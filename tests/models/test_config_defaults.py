@@ -67,6 +67,11 @@ SAID: list[tuple[str, dict[str, Any]]] = [
     ("SmolLM3ForCausalLM", {**ASKED, "no_rope_layers": [1, 0, 1, 0]}),
     ("GptOssForCausalLM", {"sliding_window": 9, "rope_parameters": None}),
     ("LlamaForCausalLM", {"final_logit_softcapping": 1.0, "residual_multiplier": 0.5}),
+    ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}),
+    ("Gemma3ForCausalLM", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    ("Gemma3ForCausalLM", {"head_dim": 16, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.5}),
+    ("MixtralForCausalLM", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5}),
     (
         "LlamaForCausalLM",
         {

@@ -330,8 +330,11 @@ def test_the_command_writes_checks_and_reports(model_folder: Path, capsys: pytes
     assert json.loads((out / "config.json").read_text())["vocab_size"] == 100
     assert json.loads((out / "inflated.json").read_text())["layers"] == [0, 1, 3]
     assert load_model(out, torch.bfloat16).config.dtype == "bfloat16"
-    assert main(words) == 2
-    assert "exists; remove it" in capsys.readouterr().err
+    head = model_folder.parent / "head"
+    for others in ([], ["--random-draft", "--draft-out", str(head)]):
+        assert main([*words, *others]) == 2
+        assert f"--out {out}: exists; remove it" in capsys.readouterr().err
+    assert not head.exists(), "nothing is made where not all can be"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,9 @@ VALID: dict[str, Any] = {
 
 GRANITE = {"architectures": ["GraniteForCausalLM"]}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+OF_KINDS = {"full_attention": {"rope_theta": 500.0}, "sliding_attention": {"rope_theta": 7.0}}
 GEMMA = {"architectures": ["Gemma2ForCausalLM"]}
 
 
@@ -139,11 +142,15 @@ EXPERTS: dict[str, Any] = {
         ({"rope_scaling": "linear"}, ["rope"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings"]),
         ({"rope_theta": 0}, ["rope_theta"]),
-        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
-        ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor", "3 channels"]),
+        ({**PHI3, "partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
+        ({**PHI3, "partial_rotary_factor": 0.4}, ["partial_rotary_factor", "3 channels"]),
         ({"layer_types": ["chunked_attention", "full_attention"]}, ["chunked_attention", "sliding_attention"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 words"]),
         ({**GRANITE, "logits_scaling": 0.0}, ["logits_scaling", "above 0"]),
+        ({**SMOLLM3, **WINDOWED}, ["layer_types", "sliding_attention", "use_sliding_window is false"]),
+        ({**GEMMA, **WINDOWED, "sliding_window": None}, ["layer_types", "sliding_window has no size"]),
+        ({"rope_parameters": OF_KINDS}, ["rope_parameters", "layer type", "one rotary embedding"]),
+        ({**GEMMA, "rope_parameters": OF_KINDS}, ["rope_parameters", "layer type", "one rotary embedding"]),
         ({**SMOLLM3, "no_rope_layers": [1]}, ["no_rope_layers", "2 numbers"]),
         ({**GEMMA, "hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
         ({**GEMMA, "query_pre_attn_scalar": 0}, ["query_pre_attn_scalar"]),
@@ -200,9 +207,10 @@ def test_scaling_that_is_added_to_a_new_config_counts() -> None:
         {"rope_parameters": plain, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 64
     )
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 4.0, 500.0)
+    two_embeddings = {"rope_local_base_freq": None}
     of_kinds = {"full_attention": plain, "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}
     whole, windowed = read_ropes(
-        {"rope_parameters": of_kinds, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 64
+        {"rope_parameters": of_kinds, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, **two_embeddings}, 64
     )
     assert (whole.factor, whole.theta) == (2.0, 500.0)
     assert windowed is not None and (windowed.factor, windowed.theta) == (1.0, 7.0)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.errors import ConfigError
-from outrider.models import config as config_module
-from outrider.models.config import ModelShape, check_config, foreign_shape
+from outrider.models import foreign
+from outrider.models.config import ModelShape
 from outrider.models.decoder import CausalLM
 from outrider.models.elements import target_elements
 from outrider.models.fields import read_configs
+from outrider.models.foreign import check_config, foreign_shape
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
 from outrider.models.transformers_modules import replace_modules
@@ -344,7 +345,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
 
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path, "StableLm")
-    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(foreign, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"StableLmForCausalLM.*outrider\[transformers\]"):
         check_config(tmp_path)
     save_tiny(tmp_path)

@@ -87,7 +87,9 @@ def test_the_record_says_what_texts_begin_with(target: TargetModel, chat: ChatFo
     output = StringIO()
 
     def make(beginnings: float) -> tuple[Texts, dict[str, int]]:
-        corpus = Corpus(target.model, chat, replace(options, beginnings=beginnings), tmp_path, Report(output))
+        folder = tmp_path / str(beginnings)
+        folder.mkdir(exist_ok=True)
+        corpus = Corpus(target.model, chat, replace(options, beginnings=beginnings), folder, Report(output))
         found = corpus.texts([Question(f"What is {number}?") for number in range(40)])
         return found.texts, found.beginnings
 
@@ -95,7 +97,7 @@ def test_the_record_says_what_texts_begin_with(target: TargetModel, chat: ChatFo
     assert "system messages: inventing" in output.getvalue()
     prompts = [texts.sequence(number)[: texts.prompt_lens[number]].tolist() for number in range(len(texts))]
     assert sum(counts.values()) == len(texts) and min(counts.values()) > 0 and len(counts) == 3
-    record = json.loads((tmp_path / "texts.json").read_text())
+    record = json.loads((tmp_path / "1.0" / "texts.json").read_text())
     assert record["beginnings"] == counts and record["options"]["beginnings"] == 1.0
     own = [chat.behind(message).before for message in SYSTEM_MESSAGES]
     assert any(prompt[: len(before)] == before for prompt in prompts for before in own)

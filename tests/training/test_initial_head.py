@@ -141,12 +141,12 @@ def test_options_that_the_head_decides_may_not_differ(target: TargetModel, folde
         ({"draft_vocab_size": 150}, "--draft-vocab-size 150: the head of --init-from has 200"),
         ({"intermediate_size": 80}, "--intermediate-size 80: the head of --init-from has 96"),
         ({"feature_layers": (1, 2, 2)}, r"--feature-layers \(1, 2, 2\): the head of --init-from has \(1, 2, 3\)"),
-        ({"algorithm": "EAGLE"}, "--init-from .*: is for --algorithm EAGLE3 alone, not EAGLE"),
+        ({"algorithm": "EAGLE"}, "--init-from .*: is for --algorithm EAGLE3, not EAGLE; leave it out"),
     ):
         with pytest.raises(ConfigError, match=message):
             resolved(replace(RunOptions(init_from=folder), **changes), target.config)
     learning = RunOptions(algorithm="NEXTN", trainer=replace(OPTIONS.trainer, hit_weight=0.5))
-    with pytest.raises(ConfigError, match=r"--hit-weight 0\.5: is for --algorithm EAGLE3 alone, not NEXTN"):
+    with pytest.raises(ConfigError, match=r"--hit-weight 0\.5: is for --algorithm EAGLE3, not NEXTN"):
         resolved(learning, target.config)
     assert resolved(RunOptions(), replace(target.config, vocab_size=10000)).draft_vocab_size == 8192
     assert resolved(RunOptions(), target.config).draft_vocab_size == 259, "all of a smaller vocabulary"

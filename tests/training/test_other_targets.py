@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from outrider.models.config import ModelConfig
 from outrider_tools.files import copy_files
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
 from outrider_tools.training.evaluate import load_drafter
+from outrider_tools.training.options import RunOptions
 from outrider_tools.training.target import TargetModel
 
 ROPE = {"rope_theta": 50_000.0, "rope_type": "default"}
@@ -110,14 +112,27 @@ def test_models_that_attend_with_windows_are_not_measured_offline(
         assert "MistralForCausalLM attends with windows" in said and "answers" not in said
 
 
-@pytest.mark.parametrize("kind", ["EAGLE3", "STANDALONE"])
-def test_a_weight_of_features_is_for_heads_that_stand_in_for_them(target: TargetModel, kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"--feature-weight 0.5: is for --algorithm EAGLE or NEXTN, not {kind}"):
-        resolved(replace(OPTIONS, algorithm=kind, own_feature_weight=0.5), target.config)
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        ("EAGLE3", {"own_feature_weight": 0.5}, "--feature-weight 0.5: is for --algorithm EAGLE or NEXTN, not EAGLE3"),
+        ("STANDALONE", {"own_feature_weight": 0.5}, "--feature-weight 0.5: .* not STANDALONE; leave it out"),
+        ("EAGLE3", {"markov_rank": 8}, "--markov-rank 8: is for --algorithm DSPARK, not EAGLE3"),
+        ("EAGLE3", {"layers": 2}, "--layers 2: is for --algorithm STANDALONE or DFLASH or DSPARK, not EAGLE3"),
+        ("DFLASH", {"hidden": 32}, "--hidden 32: is for --algorithm STANDALONE, not DFLASH"),
+        ("EAGLE", {"feature_layers": (1, 2)}, "--feature-layers 1,2: is for --algorithm EAGLE3 or DFLASH or DSPARK"),
+        ("NEXTN", {"draft_vocab_size": 9}, "--draft-vocab-size 9: is for --algorithm EAGLE3 or DFLASH or DSPARK"),
+    ],
+)
+def test_an_option_of_other_drafters_is_refused(
+    target: TargetModel, kind: str, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolved(RunOptions(kind, **given), target.config)
 
 
 def test_a_language_model_is_not_made_of_experts_or_quantized_layers(with_experts: TargetModel) -> None:
-    options = replace(OPTIONS, algorithm="STANDALONE")
+    options = RunOptions("STANDALONE")
     with pytest.raises(ConfigError, match=r"--algorithm STANDALONE: .* has experts; give"):
         resolved(options, with_experts.config)
     fields = json.loads((with_experts.folder / "config.json").read_text())

@@ -121,6 +121,8 @@ def _colocated_draft(
     if not options.speculative_algorithm or options.no_speculation:
         return None
     told = choose_drafters(options.draft_model(str(path)), options.model)
+    if warning := told.unused():
+        log.warning("%s", warning)
     told = replace(
         told,
         speculative_num_steps=options.speculative_num_steps,

@@ -12,7 +12,7 @@ from pathlib import Path
 from outrider.config.base import expand
 from outrider.config.draft import ALGORITHMS, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, check_config, text_fields
+from outrider.models.config import ModelConfig, text_fields
 from outrider.models.drafters.config import (
     EMBEDDING,
     MARKOV_INPUT,
@@ -27,6 +27,7 @@ from outrider.models.drafters.config import (
     mtp_config,
 )
 from outrider.models.fields import get_int, read_json
+from outrider.models.foreign import check_config
 from outrider.models.store import is_hub_id, resolve_model
 from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
 

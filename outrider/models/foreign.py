@@ -1,0 +1,89 @@
+"""Which models transformers runs in the place of our decoder, and what config.json says of them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError
+from outrider.models.config import ModelConfig, ModelShape, eos_token_ids, padded_head_dim, stated_dtype
+from outrider.models.families import FAMILIES
+from outrider.models.fields import MAX_LAYERS, get_bool, get_int, get_strings, read_configs
+
+
+def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
+    """Whether outrider's own decoder or transformers runs the model that config.json describes; `wanted`: --model-impl.
+
+    Raises ConfigError: the architecture is of a kind that neither runs, or transformers is needed and not installed.
+    """
+    names = get_strings(fields, "architectures")
+    if wanted == "outrider" or not names:
+        return "outrider"
+    if wanted == "auto" and any(name in FAMILIES for name in names):
+        return "outrider"
+    name = names[0]
+    _refuse_kind(name, fields)
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            f"config.json: architecture {name!r} runs through transformers, which is not installed; "
+            f"\"pip install 'outrider[transformers]'\", or take one of {', '.join(FAMILIES)}"
+        )
+    return "transformers"
+
+
+def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what is no decoder that attends in every layer, as far as config.json tells."""
+    kind = ""
+    if fields.get("is_encoder_decoder") is True:
+        kind = "an encoder-decoder model"
+    elif any(part in fields for part in ("vision_config", "audio_config", "text_config")):
+        kind = "a model of images or sound beside text"
+    elif name.lower().startswith(("mamba", "falconmamba", "rwkv", "xlstm")):
+        kind = "a state-space or recurrent model"
+    elif {str(layer) for layer in fields.get("layer_types") or []} - {"full_attention", "sliding_attention"}:
+        kind = "a model with layers that do not attend"
+    elif not name.endswith(("ForCausalLM", "LMHeadModel")):
+        kind = "no causal language model"
+    if kind:
+        raise ConfigError(f"config.json: {name} is {kind}, which is not supported; only causal decoders are")
+
+
+def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelShape:
+    """A model that transformers runs, as far as config.json tells without it; fields go by several names there.
+
+    Raises ConfigError: a field is missing, because the family's own default holds, or illegal.
+    """
+    other = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }
+    fields = {**{name: fields.get(alias) for name, alias in other.items() if name not in fields}, **fields}
+    num_heads = get_int(fields, "num_attention_heads", minimum=1)
+    hidden_size = get_int(fields, "hidden_size", minimum=1)
+    return ModelShape(
+        architecture=str(fields["architectures"][0]),
+        vocab_size=get_int(fields, "vocab_size", minimum=1),
+        hidden_size=hidden_size,
+        num_layers=get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
+        head_dim=padded_head_dim(get_int(fields, "head_dim", hidden_size // num_heads, minimum=1)),
+        max_positions=get_int(fields, "max_position_embeddings", minimum=1),
+        eos_token_ids=eos_token_ids(fields, generation),
+        tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
+        dtype=stated_dtype(fields),
+    )
+
+
+def check_config(folder: Path, wanted: str = "auto") -> int:
+    """Refuse a model that cannot run, as far as its config.json tells without torch; else return how many positions it
+    has, 0 where that is not told. Raises ConfigError.
+    """
+    fields, generation = read_configs(folder)
+    if choose_impl(fields, wanted) == "outrider":
+        return ModelConfig.from_fields(fields, generation).max_positions
+    return get_int(fields, "max_position_embeddings", 0)
