@@ -8,7 +8,7 @@ from enum import Enum
 
 import grpc
 
-from outrider.errors import DeadlineError, OutriderError, UnavailableError
+from outrider.errors import DeadlineError, InternalError, OutriderError, UnavailableError
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo, VerifyLoad
 from outrider.protocol.generation_codec import INFO, LOAD, REQUEST, UPDATE
@@ -142,7 +142,9 @@ class Replica:
             # The deadline went with the call, so verify has ended it, too.
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError("the answer was not complete in the time that it had; ask for less") from None
-            told = error_from_rpc(error, "the verify service")
+            told = error_from_rpc(error, "the verify service", names_addresses=False)
+            if isinstance(told, UnavailableError | InternalError):
+                _logger.info("verify %s failed a call: %s", self.address, error.details())
             if isinstance(told, UnavailableError):
                 self.doubt()
             raise told from None

@@ -121,8 +121,8 @@ StopStrings = Annotated[
 ]
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
-    BeforeValidator(_integer_keys),
     Field(max_length=MAX_LOGIT_BIAS),
+    BeforeValidator(_integer_keys),
 ]
 
 

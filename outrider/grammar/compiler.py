@@ -26,7 +26,7 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
@@ -144,7 +144,7 @@ def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> Compiled
     """
     try:
         matcher = LLMatcher(vocabulary.tokenizer, source_of(grammar), log_level=0, limits=_LIMITS)
-    except (ValueError, GbnfToLarkError, RecursionError, LookupError) as error:
+    except (ValueError, RecursionError, LookupError) as error:
         raise refusal(grammar, str(error)) from None
     if not matcher.is_error():
         # The first mask is where a lexer that is too large shows.
@@ -168,7 +168,14 @@ def source_of(grammar: Grammar) -> str:
             # A JSON text is a literal of the library's language, too.
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in grammar.choices))
         case GrammarKind.EBNF:
-            return LLMatcher.grammar_from_lark(any_to_lark(grammar.source))
+            return LLMatcher.grammar_from_lark(_lark_of(grammar))
+
+
+def _lark_of(grammar: Grammar) -> str:
+    try:
+        return any_to_lark(grammar.source)
+    except Exception as error:  # of no class of its own where a rule is missing, or stands there twice
+        raise refusal(grammar, str(error)) from None
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:

@@ -61,8 +61,12 @@ def status_from_error(error: OutriderError, request_id: str = "") -> tuple[grpc.
     return code, status.message, ((DETAILS_KEY, status.SerializeToString()),)
 
 
-def error_from_rpc(error: grpc.aio.AioRpcError, peer: str = "the service") -> OutriderError:
+def error_from_rpc(
+    error: grpc.aio.AioRpcError, peer: str = "the service", *, names_addresses: bool = True
+) -> OutriderError:
     """Return what a failed call means to its caller, to raise or to report; `peer` names the called side in messages.
+
+    `names_addresses`: whether messages may quote what gRPC says of connections, addresses and sockets included.
 
     An error that an Outrider service raised comes back as the same class with field, code and retry_after. Anything
     else is judged by its status: a peer that is away, gone in mid-call or too slow is an UnavailableError (code
@@ -73,7 +77,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError, peer: str = "the service") -> Ou
     info = _detail(status, error_details_pb2.ErrorInfo)
     if status is not None and info is not None and info.domain == DOMAIN:
         return _from_details(error.code(), status, info)
-    return _from_status(error.code(), details_of(error), peer)
+    return _from_status(error.code(), details_of(error), peer, names_addresses)
 
 
 def details_of(error: grpc.aio.AioRpcError) -> str:
@@ -107,11 +111,12 @@ def _from_details(code: grpc.StatusCode, status: status_pb2.Status, info: error_
     return InternalError(status.message, code=word)
 
 
-def _from_status(code: grpc.StatusCode, details: str, peer: str) -> OutriderError:
+def _from_status(code: grpc.StatusCode, details: str, peer: str, names_addresses: bool) -> OutriderError:
     """The meaning of a status that no Outrider service wrote."""
     kind = grpc.StatusCode
-    suffix = f": {_clip(details, _MAX_TEXT_BYTES)}" if details else ""
-    if code is kind.RESOURCE_EXHAUSTED and "message larger than max" in details:
+    is_too_large = code is kind.RESOURCE_EXHAUSTED and "message larger than max" in details
+    suffix = f": {_clip(details, _MAX_TEXT_BYTES)}" if details and (names_addresses or is_too_large) else ""
+    if is_too_large:
         # The side that complains tells which message it was: the request on its way out or in, or the answer.
         if details.startswith(("SERVER: Received", "CLIENT: Sent")):
             return InvalidRequestError(

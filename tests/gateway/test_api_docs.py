@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from pathlib import Path
+from typing import Any
 
 from gateway.http.app import RestApp
 from gateway.http.openapi import openapi
@@ -31,6 +32,20 @@ async def test_openapi_has_every_route() -> None:
     }
     paths = openapi(authenticated=False)["paths"]
     assert served == {(path, method.upper()) for path, methods in paths.items() for method in methods}
+
+
+def test_limits_of_length_stand_beside_the_type_that_they_are_of() -> None:
+    kinds = {"Length": "string", "Items": "array", "Properties": "object"}
+    num_limits = 0
+    waiting: list[Any] = [openapi(authenticated=False)["components"]["schemas"]]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict) and isinstance(part.get("type"), str):
+            limits = [key for key in part if key.startswith(("min", "max")) and key[3:] in kinds]
+            assert all(kinds[key[3:]] == part["type"] for key in limits), part
+            num_limits += len(limits)
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else []
+    assert num_limits > 20
 
 
 def test_every_test_that_the_page_names_is_there() -> None:

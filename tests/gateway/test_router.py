@@ -74,6 +74,19 @@ async def test_a_busy_favourite_gives_way_to_the_idlest() -> None:
     await router.close()
 
 
+async def test_a_client_is_not_told_where_a_replica_is_that_cannot_be_reached(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = connect(f"unix:{tmp_path}/verify.sock")
+    caplog.set_level("INFO", "gateway.core.replica")
+    with pytest.raises(UnavailableError) as caught:
+        async for _ in replica.generate(GenerationRequest("r", [1], SamplingParams(), 1)):
+            pass
+    assert caught.value.message == "the verify service cannot be reached"
+    assert f"{tmp_path}/verify.sock error: No such file" in caplog.text
+    await replica.close()
+
+
 async def test_replicas_follow_a_name_and_one_that_leaves_it_finishes_its_answers(tmp_path: Path) -> None:
     ends = asyncio.Event()
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from outrider.errors import InvalidRequestError
-from outrider.grammar.compiler import GrammarVocabulary, compile_grammar
+from outrider.grammar.compiler import GrammarVocabulary, compile_grammar, judge
 from outrider.grammar.spec import Grammar, GrammarKind, check_grammar, without_further_keys
 
 SOURCES = ['start: greeting ", " NAME\ngreeting: "hi" | "ho"\nNAME: /[a-c]+/', 'root ::= ("hi" | "ho") ", " [a-c]+']
@@ -32,6 +32,18 @@ def test_what_is_no_grammar_is_refused(vocabulary: GrammarVocabulary, source: st
     with pytest.raises(InvalidRequestError, match="grammar") as caught:
         compile_grammar(ebnf(source), vocabulary)
     assert caught.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("root ::= missing", "Rule 'missing' not found"),
+        ('rule ::= "a"', "No 'root' rule found"),
+        ('root ::= a-b\na-b ::= "c"\nA-B ::= "d"', "Rule 'A_B' already exists"),
+    ],
+)
+def test_a_rule_that_is_missing_or_there_twice_is_named(vocabulary: GrammarVocabulary, source: str, said: str) -> None:
+    assert said in judge(ebnf(source), vocabulary).problem
 
 
 def test_strict_schemas_have_no_further_keys_unless_they_say_so() -> None:

@@ -184,6 +184,23 @@ async def test_a_draining_service_refuses_and_finishes_what_runs(model: CausalLM
         assert count == 150
 
 
+async def test_a_draining_service_closes_when_its_callers_have_the_ends_of_their_answers(
+    model: CausalLM, tmp_path: Path
+) -> None:
+    async with open_door(model, tmp_path) as door:
+        call = door.stub.Generate(message(max_tokens=50))
+        response = await call.read()
+        door.servicer.draining = True
+        while response.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
+            response = await call.read()
+        end = asyncio.ensure_future(call.read())
+        await door.stub.GetLoad(verify_pb2.VerifyServiceGetLoadRequest())
+        assert not end.done()  # the status would have come before this answer
+        call.cancel()
+        await asyncio.wait_for(door.server.stop(60), 20)
+        await asyncio.gather(end, return_exceptions=True)
+
+
 async def test_an_engine_that_fails_tells_every_stream(model: CausalLM, tmp_path: Path) -> None:
     async with open_door(model, tmp_path) as door:
         call = door.stub.Generate(message(max_tokens=150))

@@ -28,6 +28,9 @@ _MESSAGE_SECONDS = 200e-6
 """About what a message costs a gateway's process with its sockets (benchmarks/notes/cpu.md). Of many
 answers at once more messages than that would only wait for it, and tokens that come together cost it less."""
 
+_LAST_READ_SECONDS = 1.0
+"""That a caller gets to read the end of its answer while the service drains."""
+
 
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """Answers gateways; the engine does the work."""
@@ -73,11 +76,18 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                     await outbox.write(partial(context.write, UPDATE.encode(join_updates(gathered))))
                 if error is not None:
                     raise error
+            await self._until_read()
         except OverloadedError as error:
             self._engine.backlog.slow_readers += error.code == "slow_reader"
             raise
         finally:
             self._engine.cancel(number)
+
+    async def _until_read(self) -> None:
+        # A connection of a server that stops closes with its last call, and takes along what a busy caller has not
+        # read yet. A gateway hangs up when it has the end of its answer, which ends this wait.
+        if self.draining:
+            await asyncio.sleep(_LAST_READ_SECONDS)
 
     async def GetInfo(
         self, request: verify_pb2.VerifyServiceGetInfoRequest, context: Context
