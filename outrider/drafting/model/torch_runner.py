@@ -270,8 +270,9 @@ class TorchRunner(BurstRunner):
         self._model.extend(batch, features, own, self.memory.kv, self._attention)
 
 
-_STEP_COST = 3.0
-"""Twice the tokens that a round and the wait before it commit, a round's time for theirs."""
+_STEP_COST = 6.0
+"""Twice the tokens that a round and the wait before it commit, a round's time for theirs, and as much again for what it
+takes to verify what the step brings."""
 _LEARN_RATE = 0.1
 
 
