@@ -78,8 +78,10 @@ def mt_runs() -> str:
     after, before = ({f"{CHECKOUTS} {which}": services} for which in ("after", "before"))
     lines = []
     for products, name, asked, cases in (
-        ("4 bits, all layers at once", MT_BENCH, "80, 96", {MT_INSIDE: inside}),
-        ("4 bits, all layers at once", "mt_bench_llamacpp_cpu", "16, 128", {MT_INSIDE: inside}),
+        ("4 bits, 8 of logits and head", MT_BENCH, "80, 96", {MT_INSIDE: inside}),
+        ("4 bits, 8 of logits and head", "mt_bench_llamacpp_cpu", "16, 128", both),
+        ("4 bits, all layers at once", "mt_bench_80_before_eight_bits_cpu", "80, 96", {MT_INSIDE: inside}),
+        ("4 bits, all layers at once", "mt_bench_llamacpp_before_eight_bits_cpu", "16, 128", {MT_INSIDE: inside}),
         ("4 bits, tiles", "mt_bench_80_before_layers_cpu", "80, 96", {MT_INSIDE: inside}),
         ("4 bits, tiles", "mt_bench_llamacpp_before_layers_cpu", "16, 128", {MT_INSIDE: inside}),
         ("4 bits, tiles", "checkouts_amx_cpu", "8 short ones, 96", {f"{CHECKOUTS} after": inside}),
