@@ -29,7 +29,7 @@ def write_model(folder: Path, positions: int) -> None:
 
 def test_a_cache_that_the_tree_alone_fills_is_refused() -> None:
     config = SimpleNamespace(max_positions=2048, vocab_size=61)
-    model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"))
+    model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"), steady_rows=0)
     options = VerifyOptions(max_draft_tokens=600)
     with pytest.raises(ConfigError, match="max-draft-tokens"):
         _limits(options, Path("unused"), model, 32)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def test_a_context_below_the_model_s_is_told_with_its_reason(
 ) -> None:
     monkeypatch.setattr(build, "count_tokens", lambda path: 61)
     config = SimpleNamespace(max_positions=8192, vocab_size=61)
-    model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"))
+    model = SimpleNamespace(config=config, device=SimpleNamespace(type="cpu"), steady_rows=0)
     options = VerifyOptions(max_draft_tokens=63)
     with caplog.at_level("INFO", logger="verify_service"):
         limits = _limits(options, tmp_path, model, pages)  # type: ignore[arg-type]
