@@ -12,7 +12,7 @@ from outrider.drafting.base import Needs
 from outrider.drafting.model.build import build_runner
 from outrider.drafting.model.burst import FORCED, NUM_SEED_FIELDS, Burst, BurstShape, RowStates, Seeds
 from outrider.drafting.model.drafter import GrowthOptions, ModelDrafter
-from outrider.drafting.model.torch_runner import HostFrontier
+from outrider.drafting.model.torch_runner import HostFrontier, step_pays
 from outrider.drafting.requests import introduce
 from outrider.models.drafters.base import DraftModel
 
@@ -41,11 +41,11 @@ def grow(pool: HostFrontier, place: int, chances: list[list[float]]) -> list[int
 
 def test_the_chances_of_the_next_step_say_whether_it_is_worth_taking() -> None:
     pool = frontier()
-    assert pool.chance == math.inf, "what must be run is worth everything"
+    assert pool.chances == [math.inf], "what must be run is worth everything"
     assert grow(pool, 0, [[0.5, 0.25]]) == [7]
-    assert pool.chance == pytest.approx(0.75)
+    assert sum(pool.chances) == pytest.approx(0.75)
     assert grow(pool, 2, [[0.2, 0.1], [0.4, 0.1]]) == [70, 71]
-    assert pool.chance == pytest.approx(0.5 * 0.2 + 0.25 * 0.4)
+    assert sum(pool.chances) == pytest.approx(0.5 * 0.2 + 0.25 * 0.4)
 
 
 def test_a_node_sees_its_ancestors_and_nothing_below_the_floor_is_run() -> None:
@@ -98,3 +98,12 @@ def test_verify_is_told_whether_a_model_grows_one_tree_at_a_time(
     options = DraftOptions(speculative_algorithm=("STANDALONE", "NGRAM"), draft_ahead=ahead)
     drafter = ModelDrafter(build_runner(plain_model, options), ("standalone",), Needs())
     assert introduce(drafter, options).takes_turns == in_turns
+
+
+@pytest.mark.parametrize(
+    ("chances", "pays"),
+    [([0.95, 0.02], True), ([0.5, 0.2, 0.1, 0.05], False), ([0.1, 0.05], False), ([math.inf], True)],
+    ids=["a text that is copied", "guesses", "hardly a guess", "must be run"],
+)
+def test_a_step_pays_where_what_it_expands_is_sure(chances: list[float], pays: bool) -> None:
+    assert step_pays(chances, 0.2, 0.6) == pays

@@ -80,7 +80,7 @@ class TorchRunner(BurstRunner):
         pending.ran = True
         began = perf_counter()
         self._round_seconds = _follow(self._round_seconds, began - self._ended_at)
-        least_chance = self._least_chance(pending.burst)
+        least_gain = self._least_gain(pending.burst)
         burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
         self.memory.flush()
         self.memory.take_features(burst.features)
@@ -95,7 +95,7 @@ class TorchRunner(BurstRunner):
         used = np.where(burst.rows.live.any(1), ends, 0).tolist()
         num_run = 0
         for number, line in enumerate(lines):
-            if number and frontier.chance < least_chance:
+            if number and not step_pays(frontier.chances, burst.min_chance, least_gain):
                 break
             pending.cut = pending.cut or (number > 0 and self._interrupted())
             nodes = [] if pending.cut else frontier.take()
@@ -119,14 +119,12 @@ class TorchRunner(BurstRunner):
         if num_run:
             self._seconds_a_step = _follow(self._seconds_a_step, (self._ended_at - began) / num_run)
 
-    def _least_chance(self, burst: Burst) -> float:
-        """Sum of the chances of a step's nodes below which a burst that verify waits for ends; 0 where it does not.
-
-        A step brings about half of it, in accepted tokens, and costs what rounds commit in its time.
-        """
+    def _least_gain(self, burst: Burst) -> float:
+        """Accepted tokens that a step must be likely to bring where verify waits for the burst: what rounds commit in
+        its time, and in that of verifying what it brings."""
         if not burst.min_chance or not self._round_seconds:
-            return burst.min_chance
-        return min(max(burst.min_chance, _STEP_COST * self._seconds_a_step / self._round_seconds), 1.0)
+            return 0.0
+        return min(_STEP_COST * self._seconds_a_step / self._round_seconds, _MOST_GAIN)
 
     def _run_nodes(
         self, burst: Burst, nodes: list[StepNode], steps: list[RowSteps], attention: AttentionBackend
@@ -270,9 +268,16 @@ class TorchRunner(BurstRunner):
         self._model.extend(batch, features, own, self.memory.kv, self._attention)
 
 
-_STEP_COST = 6.0
-"""Twice the tokens that a round and the wait before it commit, a round's time for theirs, and as much again for what it
-takes to verify what the step brings."""
+def step_pays(chances: Sequence[float], min_chance: float, least_gain: float) -> bool:
+    """Whether to run nodes of these chances: where they add up to `min_chance`, and bring as many tokens as
+    `least_gain`, if what hangs below a node is about as sure as the node was itself."""
+    return sum(chances) >= min_chance and sum(chance * chance for chance in chances) >= least_gain
+
+
+_STEP_COST = 2.0
+"""Tokens that are committed in the time of a round."""
+_MOST_GAIN = 0.6
+"""Asked of a step at most: of a text that is copied each brings about 0.9."""
 _LEARN_RATE = 0.1
 
 
@@ -389,9 +394,7 @@ class HostFrontier:
         return np.unpackbits(bits, axis=1, bitorder="little").astype(np.bool_)
 
     @property
-    def chance(self) -> float:
-        """Sum of the chances of the nodes that the next step would take; infinite while one must be run."""
+    def chances(self) -> list[float]:
+        """Of the nodes that the next step would take; infinite while one must be run."""
         best = sorted(self._heap)[: self._width]
-        if best and -best[0][0] >= FORCED:
-            return inf
-        return sum(exp(-entry[0]) for entry in best)
+        return [inf] if best and -best[0][0] >= FORCED else [exp(-entry[0]) for entry in best]
