@@ -367,5 +367,14 @@ def compiled(*modules: Any) -> Any:
 
 
 def function(engine: Any, name: str, count: int) -> Any:
-    """A function of so many int64 arguments, for Python."""
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(engine.get_function_address(name))
+    """A function of so many int64 arguments, for Python; it keeps the memory that its code lies in."""
+    found: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * count)(engine.get_function_address(name))
+    found.engine = engine
+    return found
+
+
+def single(name: str, names: Sequence[str], write: Callable[[Code], None]) -> Any:
+    """A function of these arguments that calls no other of ours, compiled."""
+    module = ir.Module()
+    write(Code(module, name, names))
+    return function(compiled(made(module)), name, len(names))

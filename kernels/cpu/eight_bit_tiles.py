@@ -13,6 +13,7 @@ from llvmlite import ir
 
 from kernels.cpu.code import F32, I8, I16, I32, I64, VECTOR, Code
 from kernels.cpu.layout import BLOCKS, CODES, CODES_ROWS, GROUP, LANES, PREPARE, TILE, TILES
+from kernels.cpu.tiles import call_variants
 
 _BLOCK = BLOCKS["eight"]
 _VARIANTS = (1, 2, 4, CODES_ROWS)
@@ -74,17 +75,7 @@ def write_tiles(module: Any, wide: bool = False) -> None:
     """`tiles_eight` of TILES for any number of rows, CODES_ROWS at a time. `wide`: results stay float32."""
     for rows in _VARIANTS:
         _write_some(Code(module, f"tiles_eight_{rows}", TILES), rows, wide)
-    code = Code(module, "tiles_eight", TILES)
-    args = code.args
-    with code.loop(0, args["count"], CODES_ROWS) as row:
-        some = code.least(code.minus(args["count"], row), CODES_ROWS)
-        given = args | {"count": some, "y": code.plus(args["y"], code.times(row, args["out_stride"]))}
-        skipped = code.times(code.times(row, args["blocks"]), CODES // CODES_ROWS)
-        given["prepared"] = code.plus(args["prepared"], skipped)
-        for least, most in zip((0, *_VARIANTS), _VARIANTS, strict=False):
-            with code.when(code.between(least, some, most)):
-                code.run(f"tiles_eight_{most}", *given.values())
-    code.done()
+    call_variants(Code(module, "tiles_eight", TILES), "tiles_eight", _VARIANTS, CODES // CODES_ROWS)
 
 
 def _write_some(code: Code, rows: int, wide: bool) -> None:

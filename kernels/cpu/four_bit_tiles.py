@@ -16,6 +16,7 @@ import torch
 
 from kernels.cpu.code import Code
 from kernels.cpu.layout import BLOCKS, PREPARE, TILE, TILES
+from kernels.cpu.tiles import call_variants
 
 _VARIANTS = (1, 4, 8, 16)
 """Rows that products are compiled for."""
@@ -25,7 +26,6 @@ _FETCHED = 32
 """Blocks that are asked of memory before they are made wide: processors by themselves ask for less."""
 _AHEAD = 2
 """Blocks that are made wide before they are multiplied, and multiplied before they are added up."""
-_MOST = _VARIANTS[-1]
 # What a call keeps on the stack, in bytes: four blocks of wide weights, as many of products, a tile of ones, and the
 # tiles' configuration. Places of rows that are not there are zeros: processors take long for numbers as small as what
 # may lie there.
@@ -50,23 +50,7 @@ attributes #0 = { nounwind }
 def write_calls(module: Any) -> None:
     """`tiles_four` of TILES and `prepare` of PREPARE: for any number of rows."""
     for name, names in (("tiles_four", TILES), ("prepare", PREPARE)):
-        _write_call(Code(module, name, names), name)
-
-
-def _write_call(code: Code, name: str) -> None:
-    """16 rows at a time, by the function for as many or some more."""
-    args = code.args
-    with code.loop(0, args["count"], _MOST) as row:
-        given = dict(args)
-        given["count"] = some = code.least(code.minus(args["count"], row), _MOST)
-        given["x"] = code.plus(args["x"], code.times(row, args["row_stride"]))
-        given["prepared"] = code.plus(args["prepared"], code.times(row, code.times(args["blocks"], 4)))
-        if "y" in given:
-            given["y"] = code.plus(args["y"], code.times(row, args["out_stride"]))
-        for least, most in zip((0, *_VARIANTS), _VARIANTS, strict=False):
-            with code.when(code.between(least, some, most)):
-                code.run(f"{name}_{most}", *given.values())
-    code.done()
+        call_variants(Code(module, name, names), name, _VARIANTS, 4)
 
 
 def assembly() -> str:

@@ -21,8 +21,6 @@ _FIND = ("w", "groups", "codes", "scales", "found")
 """All int64: addresses of weights, of int8 codes and float32 scales, and of how many groups are on levels, so far as
 they are without a gap; and groups."""
 _TINY = 1e-30
-_SAMPLE = 16
-"""Rows that are looked at before the whole matrix: most have no levels."""
 _PART = 128
 """Tiles that are looked at together, for the sake of memory."""
 
@@ -33,8 +31,6 @@ def eight_bits(weight: Tensor) -> Packed | None:
 
     Codes and scales give the weights, rounded to bfloat16, exactly.
     """
-    if _codes(weight[:_SAMPLE]) is None:
-        return None
     found = _codes(weight)
     return None if found is None else packed_eight(*found)
 
@@ -49,7 +45,7 @@ def round_to_eight_bits(weight: Tensor) -> None:
 
 
 def _codes(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Codes int8 [out, in] and scales float32 [out, in / GROUP]."""
+    """Codes int8 [out, in] and scales float32 [out, in / GROUP]; the first group that has none ends the search."""
     weight = weight.contiguous()
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], weight.shape[1] // GROUP)
@@ -60,17 +56,10 @@ def _codes(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 @cache
 def _finder() -> Any:
-    """`find` of _FIND, and the memory that its code lies in."""
-    from llvmlite import ir
+    """`find` of _FIND."""
+    from kernels.cpu.code import single
 
-    from kernels.cpu import code
-
-    module = ir.Module()
-    _write(code.Code(module, "find", _FIND))
-    engine = code.compiled(code.made(module))
-    found = code.function(engine, "find", len(_FIND))
-    found.engine = engine
-    return found
+    return single("find", _FIND, _write)
 
 
 def _write(code: Code) -> None:

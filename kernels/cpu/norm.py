@@ -39,17 +39,14 @@ def float_bits(value: float) -> int:
 
 @cache
 def compiled_norm() -> Any:
-    """`norm` of _NORM, and the memory that its code lies in."""
+    """`norm` of _NORM."""
     from llvmlite import ir
 
     from kernels.cpu import code
 
     module = ir.Module()
     write_norm(module)
-    engine = code.compiled(code.made(module))
-    found = code.function(engine, "norm", len(_NORM))
-    found.engine = engine
-    return found
+    return code.function(code.compiled(code.made(module)), "norm", len(_NORM))
 
 
 def write_norm(module: Any) -> None:

@@ -32,11 +32,10 @@ class HelperThreads:
         self.address = ctypes.addressof(self._memory) + -ctypes.addressof(self._memory) % 64
         module = ir.Module()
         _write_helper(module)
-        self._engine = compiled(made(module))
-        self._help = function(self._engine, "help", 2)
+        self._help = function(compiled(made(module)), "help", 2)
         self._lock, self._started = threading.Lock(), 1
         # The threads are in this code and look at this memory for as long as the process lives, and a little longer.
-        for kept in (self._memory, self._engine, self._help):
+        for kept in (self._memory, self._help):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def want(self, threads: int) -> None:

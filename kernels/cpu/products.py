@@ -196,15 +196,12 @@ def prepare(kind: str) -> None:
 
 @cache
 def _compiled(kind: str, wide: bool) -> Any:
-    """What multiplies, and the memory that its code lies in."""
+    """What multiplies."""
     from kernels.cpu import code
 
     if not has_amx():
         raise RuntimeError("these products need Linux, a processor with AMX, and llvmlite")
-    engine = code.compiled(*modules(kind, wide))
-    found = code.function(engine, "product", len(_PRODUCT) + 2)
-    found.engine = engine
-    return found
+    return code.function(code.compiled(*modules(kind, wide)), "product", len(_PRODUCT) + 2)
 
 
 def modules(kind: str, wide: bool = False) -> list[Any]:

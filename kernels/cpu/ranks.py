@@ -42,19 +42,18 @@ def best_of(ranks: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
     _compiled()(ranks.data_ptr(), *ranks.shape, ids.data_ptr(), tokens.data_ptr(), scores.data_ptr(), tokens.shape[1])
 
 
+def prepare_ranks() -> None:
+    """Compile `best_of`, if it serves here, before it is first asked for."""
+    if has_amx():
+        _compiled()
+
+
 @cache
 def _compiled() -> Any:
-    """`ranks` of _ARGUMENTS, and the memory that its code lies in."""
-    from llvmlite import ir
+    """`ranks` of _ARGUMENTS."""
+    from kernels.cpu.code import single
 
-    from kernels.cpu import code
-
-    module = ir.Module()
-    _write(code.Code(module, "ranks", _ARGUMENTS))
-    engine = code.compiled(code.made(module))
-    found = code.function(engine, "ranks", len(_ARGUMENTS))
-    found.engine = engine
-    return found
+    return single("ranks", _ARGUMENTS, _write)
 
 
 def _write(code: Code) -> None:

@@ -219,6 +219,4 @@ def _compiled(shape: StackShape, threads: int) -> Any:
     if not products.has_amx():
         raise RuntimeError("few rows of a whole model need Linux, a processor with AMX, and llvmlite")
     engine = code.compiled(*products.modules(shape.kind), code.made(layers_module(shape, threads)))
-    found = code.function(engine, "run", len(RUN) + 2)
-    found.engine = engine
-    return found
+    return code.function(engine, "run", len(RUN) + 2)

@@ -1,7 +1,8 @@
-"""Products with bfloat16 weights by tiles; kernels.cpu.four_bit_tiles has those with weights of four bits."""
+"""Products with bfloat16 weights by tiles, and what all products of tiles share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -39,10 +40,31 @@ def write_tiles(module: Any, name: str, wide: bool = False) -> None:
 
 
 def _call(code: Code, name: str, first: Any, count: Any) -> None:
+    code.run(name, *_rows_from(code, first, count).values())
+
+
+def _rows_from(code: Code, first: Any, count: Any) -> dict[str, Any]:
+    """The function's arguments, for `count` rows from `first` on."""
     given = code.args | {"count": count}
     for address, stride in (("x", "row_stride"), ("y", "out_stride")):
-        given[address] = code.plus(given[address], code.times(first, given[stride]))
-    code.run(name, *given.values())
+        if address in given:
+            given[address] = code.plus(given[address], code.times(first, given[stride]))
+    return given
+
+
+def call_variants(code: Code, name: str, variants: Sequence[int], prepared: int) -> None:
+    """The body of a function of TILES or PREPARE for any number of rows: as many at a time as the last variant takes,
+    by the variant of `name` for as many or some more. Of each row and block `prepared` bytes are prepared."""
+    args = code.args
+    with code.loop(0, args["count"], variants[-1]) as row:
+        some = code.least(code.minus(args["count"], row), variants[-1])
+        given = _rows_from(code, row, some)
+        skipped = code.times(code.times(row, args["blocks"]), prepared)
+        given["prepared"] = code.plus(args["prepared"], skipped)
+        for least, most in zip((0, *variants), variants, strict=False):
+            with code.when(code.between(least, some, most)):
+                code.run(f"{name}_{most}", *given.values())
+    code.done()
 
 
 class _Tiles:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.ranks import best_of, fits_ranks
+from kernels.cpu.ranks import best_of, fits_ranks, prepare_ranks
 from kernels.sampling import propose
 from kernels.sampling_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put
@@ -132,6 +132,7 @@ class HostProposer:
         self._params = [SamplingParams(temperature=0.0)] * num_rows
         self._rank_by_noise = rank_by_noise
         self._scale = scale
+        prepare_ranks()
 
     def admit(self, row: int, params: SamplingParams) -> None:
         """Give a row to a request."""
@@ -147,7 +148,9 @@ class HostProposer:
         count = tokens.shape[1]
         if fits_ranks(logits, count):
             best_of(logits, self._ids, tokens, scores)
-            tokens[rows < 0], scores[rows < 0] = -1, -torch.inf
+            absent = (rows < 0)[:, None]
+            tokens.masked_fill_(absent, -1)
+            scores.masked_fill_(absent, -torch.inf)
             return
         best = logits.topk(min(count + _SPARE, logits.shape[1]))
         # Equal values in order of their places: by place first, then stably by value.

@@ -37,8 +37,8 @@ _LOCKSTEP_WIDTH = 8
 _TURN_STEPS = 8
 _TURN_WIDTH = 4
 _TURN_MIN_CHANCE = 0.2
-"""Sum of the chances of the nodes of a step below which verify has waited long enough, where a step takes a fifteenth
-of a round or less; else more (see TorchRunner)."""
+"""Sum of the chances of the nodes of a step below which verify has waited long enough, however little a step takes
+(see TorchRunner)."""
 _BLOCK_NODES = 32
 """Nodes of a lone request's tree of a block head on a GPU: about what a round takes. What is left of more of them below
 a commit is what the block before guessed, and a round that is launched with it brings less than a wait for the next."""
