@@ -2,8 +2,8 @@
 
 A tile of AMX holds 16 rows of 64 bytes, and one instruction multiplies 16 rows of 32 columns in bfloat16 with those of
 16 weight rows. So sixteen rows take hardly longer than one, which is bound by the reading of the weights; torch's own
-product of four bits takes as often as long as there are fours of rows. The code is in kernels.cpu.four_bit_tiles and
-kernels.cpu.tiles, and compiled by llvmlite when the first product is made.
+product of four bits takes as often as long as there are fours of rows. The code is in kernels.cpu.four_bit_tiles,
+eight_bit_tiles and tiles, and compiled by llvmlite when the first product is made.
 """
 
 from __future__ import annotations

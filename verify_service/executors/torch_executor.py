@@ -110,12 +110,12 @@ class _Forward(NamedTuple):
 
     Attributes:
         batch: of M rows.
-        rows: int64 [M], where they stand among all rows of the round.
+        rows: M places, where they stand among all rows of the round.
         slots: int64 [M], that their KV is written to.
     """
 
     batch: ForwardBatch
-    rows: torch.Tensor
+    rows: Sequence[int]
     slots: torch.Tensor
 
 
@@ -235,7 +235,7 @@ class TorchExecutor(Executor):
         found = [self._forward(one) for one in forwards]
         if len(found) == 1:
             return found[0]
-        order = torch.cat([one.rows for one in forwards])
+        order = torch.tensor([row for one in forwards for row in one.rows])
         return torch.cat(found)[order.argsort()]
 
     def _forward(self, one: _Forward) -> torch.Tensor:
@@ -293,7 +293,7 @@ class TorchExecutor(Executor):
         segments = [part.segment(first, last, self._page_size) for part, first, last in pieces]
         batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
         slots = torch.cat([part.own_slots[first:last] for part, first, last in pieces])
-        return _Forward(batch, torch.tensor(rows), slots)
+        return _Forward(batch, rows, slots)
 
     def _walk(self, entry: Entry, logits: torch.Tensor) -> tuple[Result, list[int]]:
         """Sample along a path from the root; the committed tokens and the accepted nodes."""
