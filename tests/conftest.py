@@ -71,6 +71,8 @@ class GroupedIds:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # By default every 700 new objects are looked through, for up to a tenth of a test's time.
+    gc.set_threshold(10_000)
     # A shell that runs this in the background has it ignore SIGINT, and services that tests start would, too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
