@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outrider.config.draft import BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions
+from outrider.config.draft import NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import LEAST_SIZED_TOKENS, LEAST_TOKENS, VerifyOptions
 from outrider.errors import ConfigError, under
 from outrider.models.capacity import (
@@ -20,21 +20,15 @@ from outrider.models.capacity import (
     width_buckets,
 )
 from outrider.models.config import ModelConfig, ModelShape
-from outrider.models.drafters.config import (
-    MARKOV_INPUT,
-    HeadConfig,
-    block_config,
-    cut_head,
-    eagle3_config,
-    eagle_config,
-    mtp_config,
-)
-from outrider.models.drafters.kinds import model_algorithm
+from outrider.models.drafters.config import MARKOV_INPUT, HeadConfig, cut_head
+from outrider.models.drafters.kinds import head_config, model_algorithm
 from outrider.models.elements import Elements, head_elements, kv_elements, model_elements
 from outrider.models.fields import read_json
 from outrider.models.store import config_folder
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TENSORS = {"NEXTN": ("input_proj.weight",), "EAGLE3": ("fc.weight",), "DSPARK": (MARKOV_INPUT,)}
+"""What a head's file is taken to hold, which is not read: biases and norms that only tensors tell of are left out."""
 GRAPH_BYTES = 4 << 20
 """A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/results.md)."""
 
@@ -193,17 +187,17 @@ class DraftPlan:
         return self.weights + self.tree_slots + DRAFT_WORK_BYTES + CONTEXT_BYTES
 
 
-def plan_inside(verify: VerifyOptions, target: ModelShape, dtype: str, folder: Path) -> DraftPlan | None:
+def plan_inside(verify: VerifyOptions, dtype: str, folder: Path) -> DraftPlan | None:
     """The draft model of verify's own rounds, which has the target's number format and pages."""
     ranks = 1 if verify.rank_exchange == "nccl" else verify.tensor_parallel_size
-    drafter = plan_draft(replace(verify.draft_model(str(folder)), dtype=dtype), target, folder, ranks)
+    drafter = plan_draft(replace(verify.draft_model(str(folder)), dtype=dtype), folder, ranks)
     if drafter is None:
         return None
     per_token = drafter.kv_per_token + drafter.features_per_token * ITEM_BYTES[dtype]
     return replace(drafter, tree_slots=verify.max_running_requests * (ROUND_REGION * per_token + drafter.block_bytes))
 
 
-def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path, ranks: int = 1) -> DraftPlan | None:
+def plan_draft(options: DraftOptions, target_folder: Path, ranks: int = 1) -> DraftPlan | None:
     """The draft model that the options name, from its config.json, or what rank 0 of so many has of it.
 
     None for n-grams alone. Raises ConfigError.
@@ -226,7 +220,7 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path, r
         stored = feature_size = 0
         vocab_size, read = config.vocab_size, elements.read
     else:
-        head = _head(algorithm, folder, target)
+        head = head_config(algorithm, folder, TENSORS.get(algorithm, ()), target_folder)
         if ranks > 1:
             head = cut_head(head, ranks, ITEM_BYTES[gpu_dtype(options.dtype, head.decoder)]) or head
         config, elements, feature_size = head.decoder, head_elements(algorithm, head), head.decoder.hidden_size
@@ -248,16 +242,3 @@ def plan_draft(options: DraftOptions, target: ModelShape, target_folder: Path, r
         features_per_token=stored,
         read=read * item - config.bytes_saved(item),
     )
-
-
-def _head(algorithm: str, folder: Path, target: ModelShape) -> HeadConfig:
-    """What config.json says; biases and norms that only tensors tell of are left out."""
-    if algorithm == "NEXTN":
-        return mtp_config(ModelConfig.from_folder(folder), ("input_proj.weight",))
-    fields = read_json(folder / "config.json")
-    if algorithm == "EAGLE":
-        return eagle_config(fields, (), target.num_layers, target.hidden_size)
-    if algorithm in BLOCK_ALGORITHMS:
-        names = (MARKOV_INPUT,) if algorithm == "DSPARK" else ()
-        return block_config(fields, names, target.num_layers, target.hidden_size)
-    return eagle3_config(fields, ("fc.weight",), target.num_layers, target.hidden_size)

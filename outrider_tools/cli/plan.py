@@ -96,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_target(folder, verify)
     if gpu.memory:
         check_heads(config)
-    whole, ranks = config, verify.tensor_parallel_size
-    config = cut(config, ranks) if ranks > 1 else config
+    if (ranks := verify.tensor_parallel_size) > 1:
+        config = cut(config, ranks)
     elements, dtype = target_elements(config, folder), gpu_dtype(verify.dtype, config)
     if verify.no_speculation:
         drafter = None
@@ -105,13 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.draft_placement == "colocated":
         verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify
         check_options("verify", verify)
-        drafter = plan_inside(verify, whole, dtype, folder)
+        drafter = plan_inside(verify, dtype, folder)
         plan = plan_target(config, elements, dtype, verify, gpu.memory, inside=drafter)
     else:
         draft = choose_drafters(draft, verify.model, lambda text: None)
         if NAIVE_EAGLE not in draft.speculative_algorithm:
             check_options("draft", draft)
-        drafter = plan_draft(draft, whole, folder)
+        drafter = plan_draft(draft, folder)
         beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
         features = drafter.features_per_token if drafter is not None else 0
         plan = plan_target(config, elements, dtype, verify, gpu.memory, features, beside)

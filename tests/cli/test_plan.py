@@ -162,7 +162,7 @@ def test_a_quantized_draft_in_float32_is_counted_as_it_is_dequantized(tmp_path: 
     options = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(tmp_path))
     config = ModelConfig.from_fields(LLAMA_8B, {})
     elements = model_elements(config)
-    whole, half = (plan_draft(replace(options, dtype=dtype), config, tmp_path) for dtype in ("float32", "bfloat16"))
+    whole, half = (plan_draft(replace(options, dtype=dtype), tmp_path) for dtype in ("float32", "bfloat16"))
     assert whole is not None and half is not None
     assert (whole.weights, whole.read) == (4 * elements.total, 4 * elements.read)
     assert half.weights < 2 * elements.total
