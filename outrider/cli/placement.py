@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.cluster import is_default, num_cores
-from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, DraftOptions
+from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions, check_drafters
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.shipped import choose_drafters, shipped_head
 
 PLACEMENTS = ("auto", "remote", "colocated")
 NGRAM = ("NGRAM",)
-ROUND_MODELS = ("EAGLE3", "EAGLE", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE", "NAIVE_EAGLE")
+ROUND_MODELS = ("EAGLE3", "EAGLE", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE", NAIVE_EAGLE)
 """What drafts inside rounds; the last one there alone."""
 DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
 """Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
@@ -55,7 +55,7 @@ def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
     """
     if is_colocated(verify, draft, placement, gpus):
         return _colocate(verify, draft, say, is_on_gpu(verify, gpus))
-    if "NAIVE_EAGLE" in draft.speculative_algorithm:
+    if NAIVE_EAGLE in draft.speculative_algorithm:
         raise ConfigError(
             "--speculative-algorithm: NAIVE_EAGLE drafts inside rounds on a GPU alone; give --draft-placement "
             "colocated there, or use EAGLE3 or EAGLE"
@@ -73,7 +73,7 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
     if placement != "auto":
         return placement == "colocated"
     on_gpu, names = is_on_gpu(verify, gpus), draft.speculative_algorithm
-    if on_gpu and "NAIVE_EAGLE" in names:
+    if on_gpu and NAIVE_EAGLE in names:
         return True
     if (
         gpus > (verify.tensor_parallel_size if on_gpu else 0)
@@ -100,8 +100,6 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
         raise ConfigError("--lockstep: it is for draft services; leave it out, or give --draft-placement remote")
     draft = choose_drafters(draft, verify.model, say)
     names = [name for name in draft.speculative_algorithm if name != "NGRAM"]
-    models = ROUND_MODELS if on_gpu else ALGORITHMS
-    known = ", ".join(models)
     if not on_gpu and (foreign := _of_draft_service(draft)):
         raise ConfigError(
             f"--draft-placement: colocated has no draft service on a CPU, and {', '.join(foreign)} of one was given; "
@@ -110,15 +108,9 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
     if not names and on_gpu:
         raise ConfigError(
             f"--draft-placement: colocated is for a draft model, and NGRAM has none; give --speculative-algorithm one "
-            f"of {known}, or use remote"
+            f"of {', '.join(ROUND_MODELS)}, or use remote"
         )
-    if len(names) > 1:
-        raise ConfigError(
-            f"--speculative-algorithm: {','.join(names)} are models and do not run together; use one of them, with or "
-            "without NGRAM"
-        )
-    if names and names[0] not in models:
-        raise ConfigError(f"--speculative-algorithm: {names[0]!r} is not known; use one of {known}, or NGRAM")
+    check_drafters(draft.speculative_algorithm, False, *((NAIVE_EAGLE,) if on_gpu else ()))
     if draft.speculative_num_steps > _MAX_STEPS:
         raise ConfigError(
             f"--speculative-num-steps: {draft.speculative_num_steps} is above {_MAX_STEPS}, the most inside a round; "

@@ -133,7 +133,7 @@ def test_naive_eagle_runs_inside_rounds_alone() -> None:
         (HEAD, {"lockstep": True}, 1, r"^--lockstep: .*--draft-placement remote"),
         (NGRAMS, {}, 1, r"^--draft-placement: .* NGRAM has none; give"),
         (replace(HEAD, speculative_algorithm=("EAGLE3", "STANDALONE")), {}, 1, "EAGLE3,STANDALONE are models"),
-        (replace(HEAD, speculative_algorithm=("MEDUSA",)), {}, 1, "'MEDUSA' is not known; use one of EAGLE3"),
+        (replace(HEAD, speculative_algorithm=("MEDUSA",)), {}, 1, "'MEDUSA' is not known; use one of DFLASH"),
         (replace(HEAD, speculative_num_steps=17), {}, 1, r"^--speculative-num-steps: 17 is above 16"),
         (DraftOptions(speculative_draft_model_path="X"), {}, 1, "--speculative-algorithm"),
     ],
