@@ -108,9 +108,9 @@ class TlsFiles:
         return f"{self.prefix}-{word}"
 
 
-def door_tls(options: object, prefix: str = "--tls") -> TlsFiles | None:
+def door_tls(options: object) -> TlsFiles | None:
     """The files of a service's own door; None where it is open. Raises ConfigError where they do not go together."""
-    files = _read(options, "tls_", prefix)
+    files = _read(options, "tls_", "--tls")
     if files.ca and not files.cert:
         missing = f"set {files.flag('cert')} and {files.flag('key')} too"
         raise ConfigError(f"{files.flag('ca')}: clients can show a certificate over TLS only; {missing}")

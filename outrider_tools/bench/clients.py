@@ -16,12 +16,10 @@ from typing import Any, Protocol
 import grpc
 import httpx2
 
-from outrider.cli.client import Message, Sampling, encode
-from outrider.config.service import KEY_FIX
+from outrider.cli.client import Message, Sampling, encode, open_gateway
+from outrider.config.service import KEY_FIX, TlsFiles
 from outrider.errors import OutriderError
-from outrider.rpc.channel import open_channel
 from outrider.rpc.status import error_from_rpc
-from outrider.rpc.tls import TlsSource
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from outrider_tools.bench.requests import Prompt, RequestRecord, arrivals
 
@@ -51,8 +49,8 @@ class Client(Protocol):
 class GrpcClient:
     """The gRPC door."""
 
-    def __init__(self, address: str, ask: RequestOptions, api_key: str = "", tls: TlsSource | None = None) -> None:
-        self._channel = open_channel(address, auth_token=api_key, tls=tls, option="--connect")
+    def __init__(self, address: str, ask: RequestOptions, api_key: str = "", tls: TlsFiles | None = None) -> None:
+        self._channel = open_gateway(address, api_key, tls)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
         self._ask = ask
 

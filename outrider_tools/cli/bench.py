@@ -19,7 +19,7 @@ from outrider.cli.terminal import aligned, make_console
 from outrider.config.service import TlsFiles, gateway_key, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
-from outrider.rpc.tls import TlsSource, client_context
+from outrider.rpc.tls import client_context
 from outrider.rpc.transport import is_http_url
 from outrider_tools.bench.clients import (
     Client,
@@ -279,7 +279,7 @@ def _client(arguments: argparse.Namespace, key: str, files: TlsFiles | None, tls
         chat=arguments.backend != "openai" and not arguments.raw,
     )
     if arguments.backend == "grpc":
-        return GrpcClient(arguments.connect, ask, key, TlsSource(files) if files else None)
+        return GrpcClient(arguments.connect, ask, key, files)
     if not is_http_url(arguments.base_url):
         raise ConfigError(f"--base-url: {arguments.base_url!r} is no URL; write it like http://127.0.0.1:8000")
     return RestClient(arguments.base_url, ask, key, tls or True, arguments.timeout)

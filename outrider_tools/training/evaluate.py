@@ -176,7 +176,6 @@ def measure(
     max_new_tokens: int,
     tree: TreeShape,
     num_rows: int = 256,
-    depth: int = DEPTH,
     seed: int = 0,
     beginning: str = "",
 ) -> list[Evaluation]:
@@ -209,6 +208,6 @@ def measure(
             on_progress=partial(report.generated, name, total=0),
         )
         name = f"evaluation{told}, temperature {temperature:g}"
-        figures = evaluate(target, drafter, answers, depth=depth, tree=tree, on_progress=partial(report.counted, name))
+        figures = evaluate(target, drafter, answers, tree=tree, on_progress=partial(report.counted, name))
         found.append(replace(figures, beginning=beginning))
     return found
