@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +30,27 @@ PROMPTS = [prompt for prompt, _ in jobs()]
 GREEDY = SamplingParams(temperature=0.0)
 
 
+Written = tuple[CausalLM, list[list[int]]]
+"""A model, and what transformers writes behind each prompt, greedily."""
+
+
 @pytest.fixture(scope="module")
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, list[Any]]:
-    """A model, and what transformers writes behind each prompt, greedily."""
+def families() -> dict[str, Written]:
+    """Those that a test has asked for; a parameter beside others would have each made anew for each test."""
+    return {}
+
+
+@pytest.fixture
+def written(request: pytest.FixtureRequest, families: dict[str, Written], tmp_path: Path) -> Written:
+    if request.param not in families:
+        families[request.param] = write(request.param, tmp_path)
+    return families[request.param]
+
+
+def write(family: str, folder: Path) -> Written:
     import transformers
 
-    folder = tmp_path_factory.mktemp("experts")
-    model = small_model(folder, request.param, **FAMILIES[request.param])
+    model = small_model(folder, family, **FAMILIES[family])
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     reference.generation_config.eos_token_id = None
     texts = []
@@ -58,9 +73,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("written", "kind", "guesses"), CASES, indirect=["written"])
-def test_text_is_transformers(
-    written: tuple[CausalLM, list[list[int]]], engines: list[ThreadedEngine], kind: str, guesses: str
-) -> None:
+def test_text_is_transformers(written: Written, engines: list[ThreadedEngine], kind: str, guesses: str) -> None:
     model, texts = written
     if kind == "torch":
         engine = make_engine(model, chunk_size=16)
@@ -80,7 +93,7 @@ def test_text_is_transformers(
 
 @pytest.mark.parametrize("written", ["Qwen2Moe", "GptOss"], indirect=True)
 def test_rounds_are_measured_with_tokens_that_wake_different_experts(
-    written: tuple[CausalLM, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+    written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = written
     woken: list[torch.Tensor] = []
