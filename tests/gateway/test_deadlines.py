@@ -40,7 +40,9 @@ async def test_over_the_gateways_limit_a_request_ends_and_verify_with_it(
         assert isinstance(error_from_rpc(caught.value), DeadlineError)
         assert all(seconds is not None and seconds <= 0.21 for seconds in silent.seconds)
         await until(lambda: silent.num_open == 0)
-        assert len(silent.requests) == 3, "no request was tried twice"
+        # On a busy machine the time may be over before a request has come to verify.
+        asked = [request.request_id for request in silent.requests]
+        assert len(asked) == len(set(asked)), "no request was tried twice"
 
 
 async def test_a_clients_deadline_goes_on_to_verify_if_it_is_earlier(silent: ScriptedVerify, tmp_path: Path) -> None:
