@@ -11,7 +11,7 @@ from typing import Any
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar
+from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar, drop_annotations
 
 _FIELD = "chat.tools"
 """Which refusals name."""
@@ -107,6 +107,7 @@ def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
 
 def _embedded(schema: dict[str, Any]) -> str:
     """A JSON schema within a grammar in Lark. White space is bounded: a small model may go on with it for ever."""
+    drop_annotations(schema)
     source = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}} | schema)
     # Signs of another language and of orders to the library, which a description may hold.
     return "%json " + source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
@@ -180,6 +181,7 @@ def check_tools(
 def _check_tool(tool: Tool, field: str) -> None:
     """Raises InvalidRequestError about `field` for parameters that no grammar can hold arguments to."""
     schema = tool.arguments_schema
-    check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False)), field)
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    check_grammar(grammar, field, strict=bool(tool.strict))
     if schema.get("type", "object") != "object":
         raise InvalidRequestError(f"{field}.type", "arguments are an object", 'send "object"')

@@ -188,8 +188,13 @@ class FormBody(StrictModel):
             first, second = (field.partition(".")[0] for field, _ in self.forms[:2])
             raise InvalidRequestError(self.place + second, f"does not go with {first}", "send one of them")
         for _, grammar in self.forms:
-            check_grammar(grammar, self.grammar_field)
+            check_grammar(grammar, self.grammar_field, strict=self.is_strict)
         return self
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a schema that cannot be held to in full is refused, as OpenAI's `strict` has it."""
+        return False
 
     @property
     def grammar(self) -> Grammar | None:
@@ -298,6 +303,12 @@ class FormatFields(FormBody):
             strict = bool(outputs.disable_additional_properties)
             forms = forms + named_forms(outputs, "structured_outputs.", strict=strict)
         return forms + named_forms(self)
+
+    @property
+    def is_strict(self) -> bool:
+        """See the base."""
+        schema = None if self.response_format is None else self.response_format.json_schema
+        return schema is not None and bool(schema.strict)
 
 
 class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, HarmlessFields):

@@ -178,6 +178,11 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
         """See the base."""
         return [] if self.text is None or self.text.format is None else self.text.format.forms
 
+    @property
+    def is_strict(self) -> bool:
+        """See the base."""
+        return self.text is not None and self.text.format is not None and bool(self.text.format.strict)
+
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as the chat template takes it."""
         found: list[dict[str, Any]] = []

@@ -20,7 +20,14 @@ PLACE: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/City"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
     "required": ["city", "unit"],
-    "$defs": {"City": {"type": "string", "maxLength": 12, "description": 'a ::= b, %llguidance {} and "x" /'}},
+    "$defs": {
+        "City": {
+            "type": "string",
+            "format": "place",
+            "maxLength": 12,
+            "description": 'a ::= b, %llguidance {} and "x" /',
+        }
+    },
 }
 TOOLS = [
     Tool(name="weather.of-1", parameters=PLACE, strict=True),
