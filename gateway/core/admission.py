@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from gateway.core.catalogue import GatewayModel
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Chat, ClientRequest, Job, RequestMessage, RequestSampling, Tool, ToolCall
-from gateway.core.tool_grammar import forced_grammar, strict_grammar
+from gateway.core.tool_grammar import forced_grammar, form_grammar, strict_grammar
 from gateway.core.tool_parser import ToolCalls, read_json
 from gateway.core.validation import FieldNames, renamed
 from outrider.chat_template import ChatTemplate, ChatTemplateError
@@ -58,7 +58,8 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
     max_tokens = _fit(len(prompt), request, model, prompt_field)
     check_ids(prompt, model.vocab_size, prompt_field)
     # A grammar holds from the first token on: what it allows is the answer, unless it is for calls within any text.
-    is_free = grammar is None or (calls is not None and not calls.forced)
+    is_forced = calls is not None and calls.forced
+    is_free = request.grammar is None and not is_forced
     splits = request.separate_reasoning and request.chat is not None and is_free
     marks = {model.reasoning.begin, model.reasoning.end} if model.reasoning else set()
     shown_tokens = (calls.form.shown_tokens if calls else frozenset()) | marks
@@ -79,11 +80,24 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
         keeps_stop=bool(request.include_stop_str_in_output),
         shown_tokens=shown_tokens,
         skips_special=request.skip_special_tokens is not False,
-        grammar_field=names.get("grammar", "") if grammar is request.grammar else names.get("chat.tools", "chat.tools"),
+        **_about_grammar(request, grammar, is_forced, names),
         prompt_only=request.prompt_only,
         reasoning=ReasoningStart.of(model.reasoning, text) if splits else None,
         tool_calls=calls,
     )
+
+
+def _about_grammar(
+    request: ClientRequest, grammar: Grammar | None, is_forced: bool, names: FieldNames
+) -> dict[str, str]:
+    """Fields of a Job: what the client has to change in a grammar that verify refuses."""
+    if grammar is request.grammar:
+        return {"grammar_field": names.get("grammar", "")}
+    # Made of schemas. Tools are looked at by more than verify, so that a form beside them is more likely the reason.
+    fix = "leave out what is not supported, or split the schema"
+    if request.grammar is None or is_forced:
+        return {"grammar_field": names.get("chat.tools", "chat.tools"), "grammar_fix": fix}
+    return {"grammar_field": names.get("grammar", request.grammar.field), "grammar_fix": fix}
 
 
 def _tool_calls(request: ClientRequest, model: GatewayModel) -> tuple[ToolCalls | None, Grammar | None]:
@@ -104,6 +118,8 @@ def _tool_calls(request: ClientRequest, model: GatewayModel) -> tuple[ToolCalls 
         return calls, forced_grammar(chat.offered, form)
     marks = [form.opener, form.closer, *((model.reasoning.begin, model.reasoning.end) if model.reasoning else ())]
     ids = {mark: token_id for mark in marks if (token_id := model.tokenizer.added_id(mark)) is not None}
+    if request.grammar is not None:
+        return calls, form_grammar(request.grammar, chat.offered, form, ids)
     return calls, strict_grammar(chat.offered, form, ids)
 
 
@@ -131,6 +147,8 @@ def _sampling(request: ClientRequest, model: GatewayModel, grammar: Grammar | No
     seed = request.sampling.seed
     fields["seed"] = secrets.randbits(64) if seed is None else seed % 2**64
     fields["top_k"] = max(0, fields.get("top_k", 0))
+    if fields.get("top_p") == 0:
+        fields |= {"top_p": 1.0, "top_k": 1}
     return SamplingParams(**fields)
 
 

@@ -51,6 +51,46 @@ def strict_grammar(
     return grammar
 
 
+def form_grammar(
+    wanted: Grammar, tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int] | None = None
+) -> Grammar:
+    """What an answer is that has a form, JSON_OBJECT or JSON_SCHEMA, or else is calls of these tools and nothing more.
+
+    Calls fit the schemas of tools that are strict. `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
+    """
+    _check_size([tool for tool in tools if tool.strict])
+    call = _call_schema(tools, form)
+    definitions = {"$defs": _definitions(tools)}
+    schema = json.loads(wanted.source) if wanted.source else {"type": "object"}
+    rules = [
+        "start: form | WS? calls",
+        f"form: {_embedded(schema)}",
+        f"calls: {_calls(form)}",
+        f"call: {_embedded(call | definitions)}",
+        f"list: {_embedded({'type': 'array', 'items': call, 'minItems': 1} | definitions)}",
+        f"opener: {_mark(form.opener, mark_ids or {})}",
+        f"closer: {_mark(form.closer, mark_ids or {})}",
+        f"WS: /{_SPACE}/",
+    ]
+    grammar = Grammar(GrammarKind.EBNF, "\n".join(rules))
+    check_grammar(grammar, _FIELD)
+    return grammar
+
+
+def _calls(form: ToolFormat) -> str:
+    """Calls and nothing else."""
+    if form.is_list:
+        return "opener WS? list"
+    if form.closer:
+        return "opener WS? call WS? closer (WS? opener WS? call WS? closer)*"
+    return 'opener? (call (WS? ";" WS? call)* | list)'
+
+
+def _mark(mark: str, ids: Mapping[str, int]) -> str:
+    """A mark, which may be a token."""
+    return json.dumps(mark) + (f" | <[{ids[mark]}]>" if mark in ids else "")
+
+
 def _check_size(tools: Sequence[Tool]) -> None:
     """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them."""
     sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in tools)
@@ -68,11 +108,7 @@ _MAY_SPACE = r"[ \n\r\t]{0,40}"
 
 def _marked_rules(tools: Sequence[Tool], form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
     """Text with any number of calls: behind the opener the model can only write one, and the closer."""
-    definitions: dict[str, Any] = {
-        f"tool{index}": _held_schema(tool, f"tool{index}") if tool.strict else {"type": "object"}
-        for index, tool in enumerate(tools)
-    }
-    call = _embedded(_call_schema(tools, form) | {"$defs": definitions})
+    call = _embedded(_call_schema(tools, form) | {"$defs": _definitions(tools)})
     opened, closed = "written", "CLOSER"
     if opener is not None:
         opened = f"(written | text <[{opener}]>)"
@@ -125,6 +161,14 @@ def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
         for index, tool in enumerate(tools)
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
+    """The schemas of the tools' arguments by their names under `$defs`; of those that are not strict any object."""
+    return {
+        f"tool{index}": _held_schema(tool, f"tool{index}") if tool.strict else {"type": "object"}
+        for index, tool in enumerate(tools)
+    }
 
 
 def _held_schema(tool: Tool, place: str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ _EITHER: Mapping[tuple[int | str, ...], str] = {
 
 _OWN_PARTS = frozenset(
     {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@word", "@named"}
+    | {"@part", "@refusal", "@allowed"}
 )
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 

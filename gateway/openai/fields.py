@@ -113,6 +113,25 @@ def text_or_list(value: Any) -> str:
     return "@list" if isinstance(value, list) else "@text"
 
 
+class RefusalPart(StrictModel):
+    """A part of an assistant's message that says why it does not answer; for the template it is text."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+def part_kind(value: Any) -> str:
+    """The tag of a part of a message."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "@refusal" if kind == "refusal" else "@part"
+
+
+def part_text(part: Any) -> str:
+    """What the template is shown of a part of a message."""
+    text: str = part.refusal if isinstance(part, RefusalPart) else part.text
+    return text
+
+
 class StreamOptions(StrictModel):
     """What a stream tells besides the text."""
 

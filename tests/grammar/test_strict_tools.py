@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from gateway.core.request import Tool
-from gateway.core.tool_grammar import strict_grammar
+from gateway.core.tool_grammar import form_grammar, strict_grammar
 from gateway.core.tool_parser import FORMATS
 from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, probe
+from outrider.grammar.spec import Grammar, GrammarKind
 
 PLACE: dict[str, Any] = {
     "type": "object",
@@ -57,10 +58,13 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
     return GrammarVocabulary.from_folder(folder, inner.get_vocab_size(), [signs.index("<end>")])
 
 
-def compiled(form: str, vocabulary: GrammarVocabulary) -> CompiledGrammar:
+def compiled(form: str, vocabulary: GrammarVocabulary, wanted: Grammar | None = None) -> CompiledGrammar:
     has_marks = vocabulary.tokenizer.tokenize_str(MARKS[0])[1:] == []
     mark_ids = {mark: vocabulary.tokenizer.tokenize_str(mark)[0] for mark in MARKS} if has_marks else {}
-    grammar = strict_grammar(TOOLS, FORMATS[form], mark_ids)
+    if wanted is None:
+        grammar = strict_grammar(TOOLS, FORMATS[form], mark_ids)
+    else:
+        grammar = form_grammar(wanted, TOOLS, FORMATS[form], mark_ids)
     assert grammar is not None
     made = compile_grammar(grammar, vocabulary)
     probe(made)
@@ -114,6 +118,44 @@ def called(call: str) -> str:
 )
 def test_text_is_free_and_calls_fit(form: str, text: str, expected: bool | None, vocabulary: GrammarVocabulary) -> None:
     assert ends(compiled(form, vocabulary), text) is expected
+
+
+AGE = '{"type": "object", "properties": {"age": {"$ref": "#/$defs/Age"}}, "required": ["age"], \
+"additionalProperties": false, "$defs": {"Age": {"type": "integer", "format": "int32"}}}'
+LLAMA = ROME.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        *((form, '{"age": 7}', True) for form in FORMATS),
+        *((form, '{"age": "7"}', None) for form in FORMATS),
+        *((form, "Hello", None) for form in FORMATS),
+        *((form, "", False) for form in FORMATS),
+        ("hermes", called(ROME), True),
+        ("hermes", f"\n{called(ROME)}\n{called(FREE)}", True),
+        ("hermes", called(WRONG), None),
+        ("hermes", f"{called(ROME)}{{", None),
+        ("hermes", ROME, None),
+        ("json", ROME, True),
+        ("json", f"[{ROME}, {FREE}]", True),
+        ("json", WRONG, None),
+        ("llama3", LLAMA, True),
+        ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA}", True),
+        ("mistral", f"[TOOL_CALLS][{ROME}, {NOW}]", True),
+        ("mistral", f"[{ROME}]", None),
+    ],
+)
+def test_an_answer_has_its_form_or_is_calls(
+    form: str, text: str, expected: bool | None, vocabulary: GrammarVocabulary
+) -> None:
+    assert ends(compiled(form, vocabulary, Grammar(GrammarKind.JSON_SCHEMA, AGE)), text) is expected
+
+
+def test_beside_calls_any_object_may_be_the_form(vocabulary: GrammarVocabulary) -> None:
+    grammar = compiled("hermes", vocabulary, Grammar(GrammarKind.JSON_OBJECT))
+    assert ends(grammar, '{"a": [1]}') is ends(grammar, called(NOW)) is True
+    assert ends(grammar, "[1]") is None
 
 
 def test_without_a_strict_tool_or_with_marks_that_are_no_text_nothing_is_held() -> None:
