@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -193,9 +193,6 @@ def _grammar(kind: GrammarKind, value: Any, *, strict: bool) -> Grammar:
 class FormBody(StrictModel):
     """A body that may say, in one of several fields, what the answer must be."""
 
-    place: ClassVar[str] = ""
-    """What errors put before the names of its fields."""
-
     @cached_property
     def forms(self) -> Forms:
         """The fields that are set, and their grammars."""
@@ -203,12 +200,16 @@ class FormBody(StrictModel):
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
+        self.check_form()
+        return self
+
+    def check_form(self, place: str = "") -> None:
+        """Raises InvalidRequestError about a form that cannot be; `place` stands before the names of fields."""
         if len(self.forms) > 1:
             first, second = (field.partition(".")[0] for field, _ in self.forms[:2])
-            raise InvalidRequestError(self.place + second, f"does not go with {first}", "send one of them")
-        for _, grammar in self.forms:
-            check_grammar(grammar, self.grammar_field, strict=self.is_strict)
-        return self
+            raise InvalidRequestError(place + second, f"does not go with {first}", "send one of them")
+        for field, grammar in self.forms:
+            check_grammar(grammar, place + field, strict=self.is_strict)
 
     @property
     def is_strict(self) -> bool:
@@ -223,7 +224,7 @@ class FormBody(StrictModel):
     @property
     def grammar_field(self) -> str:
         """The field that says so."""
-        return self.place + self.forms[0][0] if self.forms else "grammar"
+        return self.forms[0][0] if self.forms else "grammar"
 
 
 class JsonSchema(StrictModel):
@@ -385,11 +386,14 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
 
 
 def prompt_requests(
-    prompts: str | list[Any], field: str, common: dict[str, Any], names: Mapping[str, str], max_prompts: int
+    prompts: str | list[Any],
+    field: str,
+    about: Callable[[int], tuple[dict[str, Any], Mapping[str, str]]],
+    max_prompts: int,
 ) -> NamedRequests:
     """The gateway's own requests, one a prompt: a text, a list of texts, token ids, or a list of lists of them.
 
-    `field` is what the body calls them; `common` holds the other fields of a ClientRequest, `names` what the body
+    `field` is what the body calls them; `about` an index gives the other fields of a ClientRequest, and what the body
     calls these. Raises InvalidRequestError, also for more than `max_prompts`.
     """
     is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
@@ -401,6 +405,7 @@ def prompt_requests(
     inner = "prompt" if isinstance(several[0], str) else "prompt_token_ids"
     requests: NamedRequests = []
     for index, prompt in enumerate(several):
+        common, names = about(index)
         ours = {**names, inner: field if is_one else f"{field}[{index}]"}
         requests.append((validate(ClientRequest, common | {inner: prompt}, names=ours), ours))
     return requests
