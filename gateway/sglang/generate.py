@@ -321,7 +321,7 @@ class GenerateBuilder(ResponseBuilder):
         job = self._jobs[index]
         more: dict[str, Any] = {}
         if rounds := answer.usage.num_rounds:
-            more = {"spec_accept_length": round(len(answer.tokens) / rounds, 3), "spec_verify_ct": rounds}
+            more = {"spec_accept_length": round(answer.usage.accept_length, 3), "spec_verify_ct": rounds}
         return GenerateMeta(
             id=self._id or job.request.request_id,
             finish_reason=self._finish(job, answer),
