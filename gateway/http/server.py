@@ -239,6 +239,8 @@ class HttpConnection(H11Protocol):
 
     def _look(self) -> None:
         """Ends a connection whose client sends no more and has gone."""
+        if self.transport.is_closing():  # its socket may be gone, or another connection's
+            return
         self._look_timer = self.loop.call_later(_LOOK_SECONDS, self._look)
         now = self.loop.time()
         error = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -254,7 +256,9 @@ class HttpConnection(H11Protocol):
             if self.conn.their_http_version != b"1.1":  # knows no answers that come before the one that counts
                 self.transport.abort()
                 return
-            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+            self.transport.write(
+                self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")) or b""
+            )
         elif is_event_stream(self.cycle.scope["state"]):
             self.transport.write(self.conn.send(h11.Data(KEEP_ALIVE)) or b"")
 

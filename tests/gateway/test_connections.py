@@ -367,7 +367,7 @@ async def test_who_sends_no_more_may_wait_for_an_answer(path: bytes) -> None:
         half.writer.write(GET.replace(b"/ ", path + b" "))
         half.writer.write_eof()
         # It is looked whether the client is there, with what every client passes over.
-        looked = b": keep-alive\n\n" if path == b"/events" else b"HTTP/1.1 100 \r\n\r\n"
+        looked = b": keep-alive\n\n" if path == b"/events" else b"HTTP/1.1 100 Continue\r\n\r\n"
         before = b"".join([await half.reader.readuntil(looked) for _ in range(2)])
         may_end.set()
         whole = before + await half.reader.read()
