@@ -39,6 +39,7 @@ from outrider.protocol.generation import FinishReason, PromptLogprobs
 from outrider.sampling.params import MAX_LOGPROBS
 
 _DEFAULT_NEW_TOKENS = 128
+_ONLY_TEXT = "only text is supported"
 _EVERY_DELTA_SIZE = 4096
 """Up to this size of an answer, in characters of JSON, every delta is an event: some 400 tokens."""
 _MAX_REPEATS = 64
@@ -84,6 +85,8 @@ class GenerateSampling(SamplingFields, StopFields, FormBody):
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="The same as min_tokens.")
     spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
+    stop_regex: Annotated[Any, Only([], "", why="answers end at texts and tokens, not at expressions")] = None
+    custom_params: Annotated[Any, Only({}, why="there are no processors of clients' own")] = None
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -120,7 +123,13 @@ class GenerateBody(ServingFields, GenerationBody):
     speculation: Annotated[Any, Only("on", "off", why="speculation is on or off")] = None
     log_metrics: bool | None = Field(None, description="Taken and not used.")
     return_hidden_states: Annotated[Any, Only(False, why="hidden states are not told")] = None
-    image_data: Annotated[Any, Only(why="only text is supported")] = None
+    return_routed_experts: Annotated[Any, Only(False, why="experts are not told")] = None
+    token_ids_logprob: Annotated[Any, Only([], why="log-probabilities are told of likely tokens alone")] = None
+    custom_logit_processor: Annotated[Any, Only(why="there are no processors of clients' own")] = None
+    session_params: Annotated[Any, Only(why="no conversation is kept here: send the whole prompt")] = None
+    image_data: Annotated[Any, Only(why=_ONLY_TEXT)] = None
+    video_data: Annotated[Any, Only(why=_ONLY_TEXT)] = None
+    audio_data: Annotated[Any, Only(why=_ONLY_TEXT)] = None
     lora_path: Annotated[Any, Only(why="adapters are not supported")] = None
 
     @model_validator(mode="after")

@@ -59,6 +59,19 @@ async def test_a_batch_and_several_answers_are_lists(world: World) -> None:
     assert {event["index"] for event in streamed} == {0, 1}
 
 
+async def test_what_sglangs_own_programs_always_send_is_taken(world: World) -> None:
+    world.verify.say("one")
+    # Its frontend names every parameter, and its load generator what it does not want.
+    params = {"max_new_tokens": 8, "min_new_tokens": 0, "n": 1, "stop": [], "stop_token_ids": [], "stop_regex": [],
+              "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
+              "presence_penalty": 0.0, "ignore_eos": False, "regex": None, "json_schema": None,
+              "skip_special_tokens": True, "spaces_between_special_tokens": True}  # fmt: skip
+    answer = await generate(world, text="x", sampling_params=params, lora_path=None, return_routed_experts=False)
+    assert answer["text"] == "one"
+    response = await world.http.post("/generate", json={"text": "x", "sampling_params": {"stop_regex": "a+"}})
+    assert response.json()["error"]["param"] == "sampling_params.stop_regex"
+
+
 async def test_each_prompt_may_have_sampling_of_its_own(world: World) -> None:
     world.verify.say("one two three")
     each = [{"max_new_tokens": 2, "temperature": 0}, {"n": 2, "stop": "two", "temperature": 0.5, "regex": "a"}]
