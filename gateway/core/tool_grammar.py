@@ -1,4 +1,4 @@
-"""What holds a call of a tool to the schema of its arguments."""
+"""What holds calls of tools to the schemas of their arguments, and answers to a form beside calls and reasoning."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
 from outrider.errors import InvalidRequestError
@@ -19,7 +20,6 @@ _FIELD = "chat.tools"
 
 def forced_grammar(tools: Sequence[Tool], form: ToolFormat) -> Grammar:
     """What an answer is that must be a call of one of these tools. Raises InvalidRequestError."""
-    _check_size(tools)
     definitions = {f"tool{index}": _held_schema(tool, f"tool{index}") for index, tool in enumerate(tools)}
     schema = _call_schema(tools, form)
     if form.is_list:
@@ -40,7 +40,6 @@ def strict_grammar(
     """
     if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
         return None
-    _check_size([tool for tool in tools if tool.strict])
     ids = dict(mark_ids or {})
     opener, closer = ids.pop(form.opener, None), ids.pop(form.closer, None)
     text = f"text: TEXT (({' | '.join(f'<[{mark}]>' for mark in ids.values())}) TEXT)*" if ids else "text: TEXT"
@@ -52,29 +51,62 @@ def strict_grammar(
 
 
 def form_grammar(
-    wanted: Grammar, tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int] | None = None
+    wanted: Grammar,
+    tools: Sequence[Tool],
+    form: ToolFormat | None,
+    start: ReasoningStart | None,
+    mark_ids: Mapping[str, int],
 ) -> Grammar:
-    """What an answer is that has a form, JSON_OBJECT or JSON_SCHEMA, or else is calls of these tools and nothing more.
+    """What an answer is that has a form, of JSON or a choice, or that is calls of these tools and nothing more.
 
-    Calls fit the schemas of tools that are strict. `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
+    It may come behind reasoning, where `start` says how that begins. Calls fit the schemas of tools that are strict.
+    `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
     """
-    _check_size([tool for tool in tools if tool.strict])
+    rules = [f"form: {_form(wanted)}", f"WS: /{_SPACE}/"]
+    answer = "form"
+    if form is not None and tools:
+        answer = "(form | WS? calls)"
+        rules += _call_rules(tools, form, mark_ids)
+    if start is not None:
+        thought = "thought WS?" if start.begun else "(WS? begin thought WS?)?"
+        answer = f"{thought} {answer}"
+        rules += _thought_rules(start, mark_ids)
+    grammar = Grammar(GrammarKind.EBNF, "\n".join((f"start: {answer}", *rules)))
+    check_grammar(grammar, "grammar")
+    return grammar
+
+
+def _form(wanted: Grammar) -> str:
+    if wanted.kind is GrammarKind.CHOICE:
+        return " | ".join(_masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
+    return _embedded(json.loads(wanted.source) if wanted.source else {"type": "object"})
+
+
+def _call_rules(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> list[str]:
     call = _call_schema(tools, form)
     definitions = {"$defs": _definitions(tools)}
-    schema = json.loads(wanted.source) if wanted.source else {"type": "object"}
-    rules = [
-        "start: form | WS? calls",
-        f"form: {_embedded(schema)}",
+    return [
         f"calls: {_calls(form)}",
         f"call: {_embedded(call | definitions)}",
         f"list: {_embedded({'type': 'array', 'items': call, 'minItems': 1} | definitions)}",
-        f"opener: {_mark(form.opener, mark_ids or {})}",
-        f"closer: {_mark(form.closer, mark_ids or {})}",
-        f"WS: /{_SPACE}/",
+        f"opener: {_mark(form.opener, mark_ids)}",
+        f"closer: {_mark(form.closer, mark_ids)}",
     ]
-    grammar = Grammar(GrammarKind.EBNF, "\n".join(rules))
-    check_grammar(grammar, _FIELD)
-    return grammar
+
+
+def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[str]:
+    """What is thought, up to the marker behind it and with that: text, and marks that are tokens of their own."""
+    end = start.markers.end
+    within = " | ".join(f"<[{token_id}]>" for mark, token_id in mark_ids.items() if mark != end)
+    marked = f"(TEXT ({within}))*" if within else ""
+    written = re.escape(end).replace("/", r"\/")
+    token = f" | {marked} TEXT <[{mark_ids[end]}]>" if end in mark_ids else ""
+    return [
+        f"begin: {_mark(start.markers.begin, mark_ids)}",
+        f"thought: {marked} written{token}",
+        rf"written[lazy]: /(.|\n)*{written}/",
+        r"TEXT: /(.|\n)*/",
+    ]
 
 
 def _calls(form: ToolFormat) -> str:
@@ -91,9 +123,13 @@ def _mark(mark: str, ids: Mapping[str, int]) -> str:
     return json.dumps(mark) + (f" | <[{ids[mark]}]>" if mark in ids else "")
 
 
-def _check_size(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them."""
-    sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in tools)
+def check_sizes(tools: Sequence[Tool], *, forced: bool) -> None:
+    """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them.
+
+    `forced`: calls are held to those of all tools, not of strict ones alone.
+    """
+    held = [tool for tool in tools if forced or tool.strict]
+    sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in held)
     if any(size > MAX_SOURCE_BYTES for size in sizes):
         raise InvalidRequestError(
             _FIELD,
@@ -144,9 +180,13 @@ def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
 def _embedded(schema: dict[str, Any]) -> str:
     """A JSON schema within a grammar in Lark. White space is bounded: a small model may go on with it for ever."""
     drop_annotations(schema)
-    source = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}} | schema)
-    # Signs of another language and of orders to the library, which a description may hold.
-    return "%json " + source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
+    source = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}} | schema, ensure_ascii=False)
+    return "%json " + _masked(source)
+
+
+def _masked(source: str) -> str:
+    """JSON without signs of another language and of orders to the library, which a text in it may hold."""
+    return source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
 
 
 def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:

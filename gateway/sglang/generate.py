@@ -39,7 +39,6 @@ from outrider.protocol.generation import FinishReason, PromptLogprobs
 from outrider.sampling.params import MAX_LOGPROBS
 
 _DEFAULT_NEW_TOKENS = 128
-_ONLY_TEXT = "only text is supported"
 _EVERY_DELTA_SIZE = 4096
 """Up to this size of an answer, in characters of JSON, every delta is an event: some 400 tokens."""
 _MAX_REPEATS = 64
@@ -86,7 +85,6 @@ class GenerateSampling(SamplingFields, StopFields, FormBody):
     spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
     stop_regex: Annotated[Any, Only([], "", why="answers end at texts and tokens, not at expressions")] = None
-    custom_params: Annotated[Any, Only({}, why="there are no processors of clients' own")] = None
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -124,12 +122,7 @@ class GenerateBody(ServingFields, GenerationBody):
     log_metrics: bool | None = Field(None, description="Taken and not used.")
     return_hidden_states: Annotated[Any, Only(False, why="hidden states are not told")] = None
     return_routed_experts: Annotated[Any, Only(False, why="experts are not told")] = None
-    token_ids_logprob: Annotated[Any, Only([], why="log-probabilities are told of likely tokens alone")] = None
-    custom_logit_processor: Annotated[Any, Only(why="there are no processors of clients' own")] = None
-    session_params: Annotated[Any, Only(why="no conversation is kept here: send the whole prompt")] = None
-    image_data: Annotated[Any, Only(why=_ONLY_TEXT)] = None
-    video_data: Annotated[Any, Only(why=_ONLY_TEXT)] = None
-    audio_data: Annotated[Any, Only(why=_ONLY_TEXT)] = None
+    image_data: Annotated[Any, Only(why="only text is supported")] = None
     lora_path: Annotated[Any, Only(why="adapters are not supported")] = None
 
     @model_validator(mode="after")
