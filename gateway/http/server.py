@@ -385,7 +385,7 @@ class HttpServer(uvicorn.Server):
             await self._task
 
 
-_ABSOLUTE_FORM = re.compile(rb"https?://([^/]+)(/.*)?", re.IGNORECASE)
+_ABSOLUTE_FORM = re.compile(rb"https?://(?:[^/@]*@)?([^/@]+)(/.*)?", re.IGNORECASE)
 
 
 def _origin_form(app: ASGIApp) -> ASGIApp:

@@ -315,6 +315,7 @@ async def test_a_damaged_body_in_the_middle_of_an_answer_harms_no_one(caplog: py
         (b"http://example.org:8000/v1/models?a=1", "/v1/models", "example.org:8000"),
         (b"HTTPS://EXAMPLE.org", "/", "EXAMPLE.org"),
         (b"http://example.org?a=1", "/", "example.org"),
+        (b"http://localhost:x@example.org/v1/models", "/v1/models", "example.org"),
         (b"/http://example.org/", "/http://example.org/", "localhost"),
         (b"http:///v1/models", "http:///v1/models", "localhost"),
     ],
