@@ -165,6 +165,18 @@ async def test_of_the_tools_those_that_are_allowed_are_offered(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("form", list(WRITTEN))
+async def test_tools_count_among_the_tokens_of_a_conversation(tmp_path: Path, form: str) -> None:
+    async with open_world(make_verify(tmp_path, form), tmp_path) as world:
+        world.verify.say("ok")
+        asked = {"messages": HELLO, "tools": TOOLS}
+        assert (await world.http.post(CHAT, json=asked)).status_code == 200
+        counted = (await world.http.post("/tokenize", json=asked)).json()
+        assert counted["tokens"] == list(world.verify.requests[-1].prompt_token_ids)
+        refused = await world.http.post("/tokenize", json={"prompt": "x", "tools": TOOLS})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
 async def test_an_answer_has_its_form_or_calls_tools(tmp_path: Path, form: str) -> None:
     schema = {"type": "object", "properties": {"celsius": {"type": "integer"}}, "required": ["celsius"]}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
