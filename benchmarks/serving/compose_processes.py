@@ -88,7 +88,7 @@ class ComposeClient:
             responses = list(stub.Generate(request, timeout=SECONDS, metadata=metadata))
         usage = responses[-1].usage
         rounds = usage.num_rounds
-        accept_length = usage.completion_tokens / rounds if rounds else 0.0
+        accept_length = usage.num_committed_tokens / rounds if rounds else 0.0
         text = "".join(response.text for response in responses)
         return DoorReply(text, usage.completion_tokens, time.perf_counter() - start, accept_length)
 

@@ -15,12 +15,12 @@ from pydantic import BaseModel
 from gateway.core.catalogue import GatewayModel
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Chat, ClientRequest, Job, RequestMessage, RequestSampling, Tool, ToolCall
-from gateway.core.tool_grammar import forced_grammar, strict_grammar
+from gateway.core.tool_grammar import check_sizes, forced_grammar, form_grammar, strict_grammar
 from gateway.core.tool_parser import ToolCalls, read_json
 from gateway.core.validation import FieldNames, renamed
 from outrider.chat_template import ChatTemplate, ChatTemplateError
 from outrider.errors import ContextLengthError, InvalidRequestError
-from outrider.grammar.spec import Grammar
+from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.protocol.generation import GenerationRequest
 from outrider.rpc.call import salted_tenant
 from outrider.sampling.params import SamplingParams
@@ -32,6 +32,8 @@ _INSTRUCTIONS = """You may call functions. Each is described by a JSON object:
 {tools}
 To call one, answer with a JSON object and nothing else: {{"name": its name, "arguments": an object of arguments}}"""
 
+_BEHIND_REASONING = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE)
+"""Forms that can be put into a grammar of the whole answer."""
 _WIDE_SPACE = "\N{EM SPACE}"
 """What no template writes behind a message, and each takes away that strips messages."""
 
@@ -52,14 +54,17 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
     sampling = request.sampling
     check_ids(sampling.logit_bias or (), model.vocab_size, "sampling.logit_bias")
     check_ids(request.stop_token_ids or (), model.vocab_size, "stop_token_ids")
-    calls, grammar = _tool_calls(request, model)
+    calls = _tool_calls(request, model)
     prompt_field, prompt, text = await _prompt(request, model, calls)
     # First: of a prompt that is much too long nothing more is looked at.
     max_tokens = _fit(len(prompt), request, model, prompt_field)
     check_ids(prompt, model.vocab_size, prompt_field)
-    # A grammar holds from the first token on: what it allows is the answer, unless it is for calls within any text.
-    is_free = grammar is None or (calls is not None and not calls.forced)
-    splits = request.separate_reasoning and request.chat is not None and is_free
+    is_forced = calls is not None and calls.forced
+    splits = request.separate_reasoning and request.chat is not None and not is_forced
+    reasoning = ReasoningStart.of(model.reasoning, text) if splits else None
+    if request.grammar is not None and request.grammar.kind not in _BEHIND_REASONING:
+        reasoning = None  # it holds from the first token on
+    grammar = _grammar(request, model, calls, reasoning)
     marks = {model.reasoning.begin, model.reasoning.end} if model.reasoning else set()
     shown_tokens = (calls.form.shown_tokens if calls else frozenset()) | marks
     known = _given(GenerationRequest, request) | {
@@ -79,18 +84,31 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
         keeps_stop=bool(request.include_stop_str_in_output),
         shown_tokens=shown_tokens,
         skips_special=request.skip_special_tokens is not False,
-        grammar_field=names.get("grammar", "") if grammar is request.grammar else names.get("chat.tools", "chat.tools"),
+        **_about_grammar(request, grammar, is_forced, names),
         prompt_only=request.prompt_only,
-        reasoning=ReasoningStart.of(model.reasoning, text) if splits else None,
+        reasoning=reasoning,
         tool_calls=calls,
     )
 
 
-def _tool_calls(request: ClientRequest, model: GatewayModel) -> tuple[ToolCalls | None, Grammar | None]:
-    """How calls of tools are found in the answers, and what the answers must be. Raises InvalidRequestError."""
+def _about_grammar(
+    request: ClientRequest, grammar: Grammar | None, is_forced: bool, names: FieldNames
+) -> dict[str, str]:
+    """Fields of a Job: what the client has to change in a grammar that verify refuses."""
+    if grammar is request.grammar:
+        return {"grammar_field": names.get("grammar", "")}
+    # Made of schemas. Tools are looked at by more than verify, so that a form beside them is more likely the reason.
+    fix = "leave out what is not supported, or split the schema"
+    if request.grammar is None or is_forced:
+        return {"grammar_field": names.get("chat.tools", "chat.tools"), "grammar_fix": fix}
+    return {"grammar_field": names.get("grammar", request.grammar.field), "grammar_fix": fix}
+
+
+def _tool_calls(request: ClientRequest, model: GatewayModel) -> ToolCalls | None:
+    """How calls of tools are found in the answers. Raises InvalidRequestError."""
     chat, form = request.chat, model.tool_format
     if chat is None or not chat.offered:
-        return None, request.grammar
+        return None
     if form is None:
         if chat.is_forced:
             raise InvalidRequestError(
@@ -98,13 +116,27 @@ def _tool_calls(request: ClientRequest, model: GatewayModel) -> tuple[ToolCalls 
                 "calls are not read here (--tool-call-parser none)",
                 "send auto, and read them in the text",
             )
-        return None, request.grammar
-    calls = ToolCalls(form, frozenset(tool.name for tool in chat.offered), chat.parallel_tool_calls, chat.is_forced)
-    if chat.is_forced:
-        return calls, forced_grammar(chat.offered, form)
-    marks = [form.opener, form.closer, *((model.reasoning.begin, model.reasoning.end) if model.reasoning else ())]
+        return None
+    check_sizes(chat.offered, forced=chat.is_forced)
+    return ToolCalls(form, frozenset(tool.name for tool in chat.offered), chat.parallel_tool_calls, chat.is_forced)
+
+
+def _grammar(
+    request: ClientRequest, model: GatewayModel, calls: ToolCalls | None, reasoning: ReasoningStart | None
+) -> Grammar | None:
+    """What the answers must be. Raises InvalidRequestError."""
+    tools = request.chat.offered if calls is not None and request.chat is not None else []
+    form = None if calls is None else calls.form
+    if form is not None and calls is not None and calls.forced:
+        return forced_grammar(tools, form)
+    marks = [] if form is None else [form.opener, form.closer]
+    marks += [model.reasoning.begin, model.reasoning.end] if model.reasoning else []
     ids = {mark: token_id for mark in marks if (token_id := model.tokenizer.added_id(mark)) is not None}
-    return calls, strict_grammar(chat.offered, form, ids)
+    if request.grammar is None:
+        return None if form is None else strict_grammar(tools, form, ids)
+    if form is None and reasoning is None:
+        return request.grammar
+    return form_grammar(request.grammar, tools, form, reasoning, ids)
 
 
 def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:
@@ -131,6 +163,8 @@ def _sampling(request: ClientRequest, model: GatewayModel, grammar: Grammar | No
     seed = request.sampling.seed
     fields["seed"] = secrets.randbits(64) if seed is None else seed % 2**64
     fields["top_k"] = max(0, fields.get("top_k", 0))
+    if fields.get("top_p") == 0:
+        fields |= {"top_p": 1.0, "top_k": 1}
     return SamplingParams(**fields)
 
 

@@ -125,8 +125,9 @@ class Answer:
 
 
 def count_rounds(usage: Usage, chunk: GenerationUpdate) -> None:
-    """Adds what a chunk tells of rounds, and of the prompt's tokens in the cache."""
+    """Adds what a chunk tells of rounds and what they committed, and of the prompt's tokens in the cache."""
     usage.cached_prompt_tokens = max(usage.cached_prompt_tokens, chunk.cached_prompt_tokens)
     usage.num_rounds += len(chunk.rounds)
+    usage.num_committed_tokens += len(chunk.token_ids)
     usage.num_draft_tokens += chunk.num_draft_tokens
     usage.num_accepted_tokens += chunk.num_accepted_tokens

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.tool_parser import ToolCalls
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import MAX_DEPTH, Grammar
+from outrider.grammar.spec import MAX_DEPTH, Grammar, GrammarKind
 from outrider.protocol.generation import GenerationRequest
 from outrider.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
@@ -139,8 +139,8 @@ class SamplingFields(StrictModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="Keep the k most likely tokens; 0 or -1 keeps all."
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Keep the smallest set of most likely tokens whose probability reaches this."
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="Keep the smallest set of most likely tokens whose probability reaches this; 0 keeps one."
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Keep tokens at least this fraction as likely as the likeliest."
@@ -393,9 +393,10 @@ class ClientRequest(OutputFields):
         if sum(x is not None for x in (self.prompt, self.prompt_token_ids, self.chat)) != 1:
             raise InvalidRequestError("input", "exactly one of prompt, prompt_token_ids and chat is needed", "set one")
         if self.grammar is not None:
-            if self.chat is not None and self.chat.offered:
+            is_json = self.grammar.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
+            if self.chat is not None and self.chat.offered and not is_json:
                 raise InvalidRequestError(
-                    "grammar", "does not go with tools", "set tool_choice to none or leave it out"
+                    "grammar", "only JSON goes with tools", "set tool_choice to none or leave it out"
                 )
             for name, problem in _NOT_WITH_A_FORM.items():
                 if getattr(self, name):
@@ -420,6 +421,8 @@ class Job:
     """time.monotonic() when the request came in, in seconds."""
     grammar_field: str = ""
     """What the door calls the field with the grammar; empty where that is as verify calls it."""
+    grammar_fix: str = ""
+    """What the client can do where the grammar was made of what it sent; empty where it sent the grammar."""
     keeps_stop: bool = False
     """The text ends with the stop string that ended it."""
     skips_special: bool = True

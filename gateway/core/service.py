@@ -149,7 +149,7 @@ def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
     """The error under the name that the client gave the field: only verify can tell whether a grammar compiles."""
     if not job.grammar_field or not error.field.startswith("grammar"):
         return error
-    return InvalidRequestError(job.grammar_field, error.problem, error.fix, code=error.code)
+    return InvalidRequestError(job.grammar_field, error.problem, job.grammar_fix or error.fix, code=error.code)
 
 
 def _usage(jobs: Sequence[Job], answers: Sequence[Answer]) -> Usage:

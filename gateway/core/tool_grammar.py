@@ -1,4 +1,4 @@
-"""What holds a call of a tool to the schema of its arguments."""
+"""What holds calls of tools to the schemas of their arguments, and answers to a form beside calls and reasoning."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar
+from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar, drop_annotations
 
 _FIELD = "chat.tools"
 """Which refusals name."""
@@ -19,7 +20,6 @@ _FIELD = "chat.tools"
 
 def forced_grammar(tools: Sequence[Tool], form: ToolFormat) -> Grammar:
     """What an answer is that must be a call of one of these tools. Raises InvalidRequestError."""
-    _check_size(tools)
     definitions = {f"tool{index}": _held_schema(tool, f"tool{index}") for index, tool in enumerate(tools)}
     schema = _call_schema(tools, form)
     if form.is_list:
@@ -40,7 +40,6 @@ def strict_grammar(
     """
     if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
         return None
-    _check_size([tool for tool in tools if tool.strict])
     ids = dict(mark_ids or {})
     opener, closer = ids.pop(form.opener, None), ids.pop(form.closer, None)
     text = f"text: TEXT (({' | '.join(f'<[{mark}]>' for mark in ids.values())}) TEXT)*" if ids else "text: TEXT"
@@ -51,9 +50,86 @@ def strict_grammar(
     return grammar
 
 
-def _check_size(tools: Sequence[Tool]) -> None:
-    """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them."""
-    sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in tools)
+def form_grammar(
+    wanted: Grammar,
+    tools: Sequence[Tool],
+    form: ToolFormat | None,
+    start: ReasoningStart | None,
+    mark_ids: Mapping[str, int],
+) -> Grammar:
+    """What an answer is that has a form, of JSON or a choice, or that is calls of these tools and nothing more.
+
+    It may come behind reasoning, where `start` says how that begins. Calls fit the schemas of tools that are strict.
+    `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
+    """
+    rules = [f"form: {_form(wanted)}", f"WS: /{_SPACE}/"]
+    answer = "form"
+    if form is not None and tools:
+        answer = "(form | WS? calls)"
+        rules += _call_rules(tools, form, mark_ids)
+    if start is not None:
+        thought = "thought WS?" if start.begun else "(WS? begin thought WS?)?"
+        answer = f"{thought} {answer}"
+        rules += _thought_rules(start, mark_ids)
+    grammar = Grammar(GrammarKind.EBNF, "\n".join((f"start: {answer}", *rules)))
+    check_grammar(grammar, "grammar")
+    return grammar
+
+
+def _form(wanted: Grammar) -> str:
+    if wanted.kind is GrammarKind.CHOICE:
+        return " | ".join(_masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
+    return _embedded(json.loads(wanted.source) if wanted.source else {"type": "object"})
+
+
+def _call_rules(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> list[str]:
+    call = _call_schema(tools, form)
+    definitions = {"$defs": _definitions(tools)}
+    return [
+        f"calls: {_calls(form)}",
+        f"call: {_embedded(call | definitions)}",
+        f"list: {_embedded({'type': 'array', 'items': call, 'minItems': 1} | definitions)}",
+        f"opener: {_mark(form.opener, mark_ids)}",
+        f"closer: {_mark(form.closer, mark_ids)}",
+    ]
+
+
+def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[str]:
+    """What is thought, up to the marker behind it and with that: text, and marks that are tokens of their own."""
+    end = start.markers.end
+    within = " | ".join(f"<[{token_id}]>" for mark, token_id in mark_ids.items() if mark != end)
+    marked = f"(TEXT ({within}))*" if within else ""
+    written = re.escape(end).replace("/", r"\/")
+    token = f" | {marked} TEXT <[{mark_ids[end]}]>" if end in mark_ids else ""
+    return [
+        f"begin: {_mark(start.markers.begin, mark_ids)}",
+        f"thought: {marked} written{token}",
+        rf"written[lazy]: /(.|\n)*{written}/",
+        r"TEXT: /(.|\n)*/",
+    ]
+
+
+def _calls(form: ToolFormat) -> str:
+    """Calls and nothing else."""
+    if form.is_list:
+        return "opener WS? list"
+    if form.closer:
+        return "opener WS? call WS? closer (WS? opener WS? call WS? closer)*"
+    return 'opener? (call (WS? ";" WS? call)* | list)'
+
+
+def _mark(mark: str, ids: Mapping[str, int]) -> str:
+    """A mark, which may be a token."""
+    return json.dumps(mark) + (f" | <[{ids[mark]}]>" if mark in ids else "")
+
+
+def check_sizes(tools: Sequence[Tool], *, forced: bool) -> None:
+    """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them.
+
+    `forced`: calls are held to those of all tools, not of strict ones alone.
+    """
+    held = [tool for tool in tools if forced or tool.strict]
+    sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in held)
     if any(size > MAX_SOURCE_BYTES for size in sizes):
         raise InvalidRequestError(
             _FIELD,
@@ -68,11 +144,7 @@ _MAY_SPACE = r"[ \n\r\t]{0,40}"
 
 def _marked_rules(tools: Sequence[Tool], form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
     """Text with any number of calls: behind the opener the model can only write one, and the closer."""
-    definitions: dict[str, Any] = {
-        f"tool{index}": _held_schema(tool, f"tool{index}") if tool.strict else {"type": "object"}
-        for index, tool in enumerate(tools)
-    }
-    call = _embedded(_call_schema(tools, form) | {"$defs": definitions})
+    call = _embedded(_call_schema(tools, form) | {"$defs": _definitions(tools)})
     opened, closed = "written", "CLOSER"
     if opener is not None:
         opened = f"(written | text <[{opener}]>)"
@@ -107,9 +179,14 @@ def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
 
 def _embedded(schema: dict[str, Any]) -> str:
     """A JSON schema within a grammar in Lark. White space is bounded: a small model may go on with it for ever."""
-    source = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}} | schema)
-    # Signs of another language and of orders to the library, which a description may hold.
-    return "%json " + source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
+    drop_annotations(schema)
+    source = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}} | schema, ensure_ascii=False)
+    return "%json " + _masked(source)
+
+
+def _masked(source: str) -> str:
+    """JSON without signs of another language and of orders to the library, which a text in it may hold."""
+    return source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
 
 
 def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
@@ -124,6 +201,14 @@ def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
         for index, tool in enumerate(tools)
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
+    """The schemas of the tools' arguments by their names under `$defs`; of those that are not strict any object."""
+    return {
+        f"tool{index}": _held_schema(tool, f"tool{index}") if tool.strict else {"type": "object"}
+        for index, tool in enumerate(tools)
+    }
 
 
 def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
@@ -180,6 +265,7 @@ def check_tools(
 def _check_tool(tool: Tool, field: str) -> None:
     """Raises InvalidRequestError about `field` for parameters that no grammar can hold arguments to."""
     schema = tool.arguments_schema
-    check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False)), field)
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    check_grammar(grammar, field, strict=bool(tool.strict))
     if schema.get("type", "object") != "object":
         raise InvalidRequestError(f"{field}.type", "arguments are an object", 'send "object"')

@@ -39,12 +39,14 @@ _WANTED: Mapping[str, str] = {
 _EITHER: Mapping[tuple[int | str, ...], str] = {
     ("@object",): "an object or a string",
     ("@text",): "a string or a list",
+    ("@params",): "an object or a list",
     ("stop",): "a string or a list",
 }
 """What fields of several types take, by the end of a place: the field, or a tag for what is of none of the types."""
 
 _OWN_PARTS = frozenset(
     {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@word", "@named"}
+    | {"@part", "@refusal", "@allowed", "@params", "@each"}
 )
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 

@@ -18,15 +18,25 @@ from starlette.types import Receive, Scope, Send
 from gateway.core.admission import admit, check_ids, render_chat
 from gateway.core.catalogue import GatewayModel
 from gateway.core.metrics import CONTENT_TYPE
-from gateway.core.request import MAX_PROMPT_TOKENS, Chat, ClientRequest, PromptEnd, StrictModel, Text, TokenId
+from gateway.core.request import (
+    MAX_PROMPT_TOKENS,
+    MAX_TOOLS,
+    Chat,
+    ClientRequest,
+    PromptEnd,
+    StrictModel,
+    Text,
+    TokenId,
+)
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
 from gateway.http.responses import DOOR, Body, json_bytes, send_json
-from gateway.openai.chat import Messages
+from gateway.openai.chat import Messages, ToolBody
 from gateway.openai.fields import TemplateFields
 from outrider import __version__
 from outrider.chat_template import special_tokens
+from outrider.config.gateway import GatewayOptions
 from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
 
 _PROBE_SECONDS = 20.0
@@ -211,6 +221,9 @@ class TokenizeRequest(TemplateFields, PromptEnd):
     model: Text | None = Field(None, description="Name of the served model; may be left out.")
     prompt: Text | None = Field(None, description="Text.")
     messages: Messages | None = Field(None, description="A conversation, rendered with the model's chat template.")
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the answer to the conversation may call."
+    )
     add_special_tokens: bool | None = Field(
         None,
         description="Put a beginning-of-sequence token where the model wants one. Default: true for a prompt, false "
@@ -222,6 +235,8 @@ class TokenizeRequest(TemplateFields, PromptEnd):
     def _one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("input", "exactly one of prompt and messages is needed", "set one")
+        if self.tools and self.messages is None:
+            raise InvalidRequestError("tools", "go with messages", "leave them out, or send messages")
         return self
 
 
@@ -251,15 +266,16 @@ class DetokenizeBody(Body):
 
 Prepared = tuple[int, Callable[[], bytes]]
 """Characters or tokens to work on, and the work: it returns the answer's body. Raises OutriderError."""
+Prepare = Callable[[Mapping[str, Any], GatewayModel, bool], Prepared]
+"""Of a body and the model; whether fields that are not known are left out."""
 
 
 class TokenizerRoute:
     """An ASGI application for one route that needs the tokenizer alone."""
 
-    def __init__(
-        self, gateway: Gateway, bodies: BodyReader, prepare: Callable[[Mapping[str, Any], GatewayModel], Prepared]
-    ) -> None:
+    def __init__(self, gateway: Gateway, options: GatewayOptions, bodies: BodyReader, prepare: Prepare) -> None:
         self._gateway = gateway
+        self._ignores = options.ignore_unknown_fields
         self._bodies = bodies
         self._prepare = prepare
 
@@ -268,22 +284,25 @@ class TokenizerRoute:
         with self._gateway.counted(DOOR):
             self._gateway.gate.check()
             model = self._gateway.catalogue.model
-            size, work = await self._bodies.read(Request(scope, receive), lambda body: self._prepare(body, model))
+            request = Request(scope, receive)
+            size, work = await self._bodies.read(request, lambda body: self._prepare(body, model, self._ignores))
             with self._gateway.gate.enter():
                 # A list of a million tokens takes a second to put into JSON, as long as to find them.
                 answer = work() if size <= _INLINE_SIZE else await asyncio.to_thread(work)
         await send_json(send, answer)
 
 
-def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel) -> Prepared:
+def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknown: bool) -> Prepared:
     """POST /tokenize. Raises OutriderError."""
-    request = validate(TokenizeRequest, body)
+    request = validate(TokenizeRequest, body, ignore_unknown=ignore_unknown)
     model.check_name(request.model)
     messages = [message.plain() for message in request.messages or ()]
     ends = {name: getattr(request, name) for name in PromptEnd.model_fields}
-    fields = {"messages": messages, "template_values": request.template_values()} | ends
+    tools = [tool.function for tool in request.tools or ()]
+    fields = {"messages": messages, "template_values": request.template_values(), "tools": tools} | ends
     chat = validate(Chat, fields) if messages else None
-    size = len(request.prompt or "") + (chat.size if chat else 0)
+    # What a template makes of tools may be long.
+    size = len(request.prompt or "") + (chat.size if chat else 0) + (_INLINE_SIZE if tools else 0)
     return size, partial(_tokenize, model, request, chat)
 
 
@@ -300,9 +319,9 @@ def _tokenize(model: GatewayModel, request: TokenizeRequest, chat: Chat | None) 
     return json_bytes(TokenizeBody(**answer))
 
 
-def prepare_detokenize(body: Mapping[str, Any], model: GatewayModel) -> Prepared:
+def prepare_detokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknown: bool) -> Prepared:
     """POST /detokenize. Raises OutriderError."""
-    request = validate(DetokenizeRequest, body)
+    request = validate(DetokenizeRequest, body, ignore_unknown=ignore_unknown)
     model.check_name(request.model)
     # Models pad their vocabulary: an id without a token may be generated, and has no text.
     check_ids(request.tokens, model.vocab_size, "tokens")

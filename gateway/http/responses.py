@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from outrider.errors import ContextLengthError, InternalError, OutriderError
 from outrider.logs import get_logger
@@ -107,6 +107,16 @@ async def send_json(send: Send, body: bytes) -> None:
 def event(data: bytes) -> bytes:
     """One event; `data` is JSON without line breaks."""
     return b"data: " + data + b"\n\n"
+
+
+def note_event_stream(scope: Scope) -> None:
+    """Tells the server that the answer to a request comes in events."""
+    scope["state"]["is_event_stream"] = True
+
+
+def is_event_stream(state: Mapping[str, Any]) -> bool:
+    """Whether comments may be sent between the parts of an answer; `state` is its scope's."""
+    return bool(state.get("is_event_stream"))
 
 
 class ClientStalled(Exception):

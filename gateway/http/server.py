@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from ipaddress import IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gateway.http.responses import HttpError, error_json
+from gateway.http.responses import KEEP_ALIVE, HttpError, error_json, is_event_stream
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.logs import get_logger
@@ -31,6 +33,8 @@ _BACKLOG = 2048
 _IDLE_SECONDS = 75
 """Until an idle connection is closed. Longer than proxies and client libraries keep one (5 to 60 s): they may send a
 request while this side closes, and one that is no GET is not sent again."""
+_LOOK_SECONDS = 0.1
+"""Between two looks at whether a client that sends no more is still there."""
 _REPEAT_LOG_SECONDS = 30.0
 _IPV6_PREFIX_BITS = 64
 """Of an IPv6 address, what tells clients apart: who has one address has all that begin so."""
@@ -44,6 +48,8 @@ class Connections:
         """That a client gets for the head of a request, and for the rest of a body that nobody reads."""
         self.stall_seconds = options.stall_seconds
         """That it may take nothing of an answer."""
+        self.keep_alive_seconds = options.keep_alive_seconds
+        """Between two looks with something sent at whether a client that sends no more is still there."""
         self.num_open = 0
         self.on_refused: Callable[[OutriderError], None] | None = None
         """Called with the error of each connection that is refused."""
@@ -122,6 +128,9 @@ class HttpConnection(H11Protocol):
     in a request    from its whole head to its whole answer: bounded by the application
     late            part of a head is here, or part of a body that nobody reads any more: `header_seconds`
     unread          the client does not take an answer that waits for it: `stall_seconds` without progress
+
+    In a request the client may say that it sends no more, as `nc -N` does, and still gets its answer. One that has gone
+    says the same; but what is sent to it comes back as a reset, and then the request ends.
     """
 
     def __init__(self, connections: Connections, **arguments: Any) -> None:
@@ -135,6 +144,10 @@ class HttpConnection(H11Protocol):
         self._unread_timer: asyncio.TimerHandle | None = None
         self._unread = math.inf
         """Bytes that the client had not taken when the timer was set."""
+        self._look_timer: asyncio.TimerHandle | None = None
+        """Set as long as the client sends no more and is answered."""
+        self._probe_time = 0.0
+        """When something is sent next, to see whether such a client is still there."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See the base."""
@@ -161,12 +174,22 @@ class HttpConnection(H11Protocol):
     def on_response_complete(self) -> None:
         """See the base."""
         super().on_response_complete()
+        if self._look_timer is not None and not self._has_whole_request:
+            self.transport.close()
         self._update_state()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection for the answers to what is here already; not with TLS, whose transports cannot."""
+        if self.scheme == "https" or not self._has_whole_request:
+            return False
+        if self._look_timer is None:
+            self._look_timer = self.loop.call_later(_LOOK_SECONDS, self._look)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See the base."""
         self._connections.remove(self)
-        for timer in (self._late_timer, self._unread_timer):
+        for timer in (self._late_timer, self._unread_timer, self._look_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -205,9 +228,43 @@ class HttpConnection(H11Protocol):
         self.transport.close()
         self._update_state()
 
+    @property
+    def _in_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _has_whole_request(self) -> bool:
+        """Whether an answer is due to what the client has sent."""
+        return self._in_request and self.conn.their_state is not h11.SEND_BODY
+
+    def _look(self) -> None:
+        """Ends a connection whose client sends no more and has gone."""
+        if self.transport.is_closing():  # its socket may be gone, or another connection's
+            return
+        self._look_timer = self.loop.call_later(_LOOK_SECONDS, self._look)
+        now = self.loop.time()
+        error = self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            self.transport.abort()
+        elif self._in_request and now >= self._probe_time and not self.transport.get_write_buffer_size():
+            self._probe_time = now + self._connections.keep_alive_seconds
+            self._probe()
+
+    def _probe(self) -> None:
+        """Sends what a client that is there passes over."""
+        if not self.cycle.response_started:
+            if self.conn.their_http_version != b"1.1":  # knows no answers that come before the one that counts
+                self.transport.abort()
+                return
+            self.transport.write(
+                self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")) or b""
+            )
+        elif is_event_stream(self.cycle.scope["state"]):
+            self.transport.write(self.conn.send(h11.Data(KEEP_ALIVE)) or b"")
+
     def _update_state(self) -> None:
         """Sets the timers that belong to the present state."""
-        in_request = self.cycle is not None and not self.cycle.response_complete
+        in_request = self._in_request
         closing = self.transport.is_closing()
         pending = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
         late = pending and not in_request and not closing
@@ -224,7 +281,7 @@ class HttpConnection(H11Protocol):
         """Ends a connection whose client has taken nothing since the last look."""
         self._unread_timer = None
         left = self.transport.get_write_buffer_size()
-        in_request = self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
+        in_request = self._in_request and not self.transport.is_closing()
         if in_request and not self.flow.write_paused:  # the application may have written more than was taken
             self._unread = math.inf
         elif left >= self._unread:
@@ -258,7 +315,7 @@ class HttpServer(uvicorn.Server):
         self._socket = bind(host.strip("[]"), port, address, option)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
-            app,
+            _origin_form(app),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -326,6 +383,25 @@ class HttpServer(uvicorn.Server):
             self._socket.close()
         else:
             await self._task
+
+
+_ABSOLUTE_FORM = re.compile(rb"https?://(?:[^/@]*@)?([^/@]+)(/.*)?", re.IGNORECASE)
+
+
+def _origin_form(app: ASGIApp) -> ASGIApp:
+    """`app`, which takes requests whose target is a whole URL, as proxies send them (RFC 9112, 3.2.2), as others.
+
+    The host of the URL then counts in place of the header's.
+    """
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        if absolute := _ABSOLUTE_FORM.fullmatch(scope["raw_path"]):
+            host, raw_path = absolute[1], absolute[2] or b"/"
+            headers = [(b"host", host), *(header for header in scope["headers"] if header[0] != b"host")]
+            scope.update(raw_path=raw_path, path=unquote(raw_path.decode("ascii")), headers=headers)
+        await app(scope, receive, send)
+
+    return served
 
 
 def bind(host: str, port: int, address: str, option: str) -> socket.socket:

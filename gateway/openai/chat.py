@@ -28,7 +28,16 @@ from gateway.core.tool_grammar import check_tools
 from gateway.core.tool_parser import ToolCallDelta
 from gateway.core.validation import validate
 from gateway.http.responses import Body
-from gateway.openai.fields import NamedRequests, Only, OpenAIRequest, TemplateFields, text_or_list
+from gateway.openai.fields import (
+    NamedRequests,
+    Only,
+    OpenAIRequest,
+    RefusalPart,
+    TemplateFields,
+    part_kind,
+    part_text,
+    text_or_list,
+)
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, TraceBody, chat_logprobs
 from outrider.errors import InvalidRequestError
@@ -56,6 +65,20 @@ class NamedChoice(StrictModel):
     function: NamedFunction
 
 
+class AllowedTools(StrictModel):
+    """Some of the functions, and whether the answer may or must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(StrictModel):
+    """The functions that the answer may call; of the others the model is not told."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(StrictModel):
     """What an earlier answer called."""
 
@@ -76,18 +99,36 @@ class CallBody(StrictModel):
         return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
+def _choice_kind(value: Any) -> str:
+    if isinstance(value, AllowedChoice) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
+        return "@allowed"
+    return "@named" if isinstance(value, dict | NamedChoice) else "@word"
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("@word")] | Annotated[NamedChoice, Tag("@named")],
-    Discriminator(lambda value: "@named" if isinstance(value, dict | NamedChoice) else "@word"),
+    Annotated[Literal["none", "auto", "required"], Tag("@word")]
+    | Annotated[NamedChoice, Tag("@named")]
+    | Annotated[AllowedChoice, Tag("@allowed")],
+    Discriminator(_choice_kind),
 ]
 
 
-def tool_fields(tools: Sequence[ToolBody], choice: str | NamedChoice | None, parallel: bool | None) -> dict[str, Any]:
-    """Fields of a `Chat`, without the messages."""
-    fields: dict[str, Any] = {"tools": [tool.function for tool in tools]}
-    fields["parallel_tool_calls"] = parallel is not False
+def tool_fields(
+    tools: Sequence[ToolBody], choice: str | NamedChoice | AllowedChoice | None, parallel: bool | None
+) -> dict[str, Any]:
+    """Fields of a `Chat`, without the messages. Raises InvalidRequestError."""
+    functions = [tool.function for tool in tools]
+    fields: dict[str, Any] = {"tools": functions, "parallel_tool_calls": parallel is not False}
     if isinstance(choice, NamedChoice):
         return fields | {"tool_choice": "required", "tool_name": choice.function.name}
+    if isinstance(choice, AllowedChoice):
+        allowed = [one.function.name for one in choice.allowed_tools.tools]
+        known = {tool.name for tool in functions}
+        if (index := next((index for index, name in enumerate(allowed) if name not in known), None)) is not None:
+            field = f"tool_choice.allowed_tools.tools[{index}].function.name"
+            raise InvalidRequestError(field, f"{allowed[index][:64]!r} is none of the tools", "send the name of one")
+        fields["tools"] = [tool for tool in functions if tool.name in allowed]
+        return fields | {"tool_choice": choice.allowed_tools.mode}
     return fields | {"tool_choice": choice or "auto"}
 
 
@@ -153,9 +194,12 @@ class TextPart(StrictModel):
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
 
 
+Part = Annotated[Annotated[TextPart, Tag("@part")] | Annotated[RefusalPart, Tag("@refusal")], Discriminator(part_kind)]
+
+
 Content = Annotated[
     Annotated[Text, Tag("@text")]
-    | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+    | Annotated[list[Part], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
     Discriminator(text_or_list),
 ]
 
@@ -164,7 +208,7 @@ class ChatMessage(StrictModel):
     """One message of a conversation. Fields that only answers have may be sent back empty."""
 
     role: Role
-    content: Content | None = Field(None, description="May be left out beside tool_calls.")
+    content: Content | None = Field(None, description="May be left out beside tool_calls or a refusal.")
     name: Text | None = None
     reasoning_content: Text | None = Field(None, description="What the assistant thought; the chat template has it.")
     tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
@@ -173,7 +217,7 @@ class ChatMessage(StrictModel):
     tool_call_id: Annotated[Text, Field(max_length=256)] | None = Field(
         None, description="The call that a tool's message answers."
     )
-    refusal: Annotated[Any, Only(why="refusals are not supported")] = None
+    refusal: Text | None = Field(None, description="Why an assistant's message is no answer; text for the template.")
     annotations: Annotated[Any, Only([], why="annotations are not supported")] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
     function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
@@ -181,16 +225,21 @@ class ChatMessage(StrictModel):
     @model_validator(mode="after")
     def _fields_of_its_role(self) -> ChatMessage:
         check_role(self.role, self.tool_calls, self.tool_call_id)
-        if self.content is None and not self.tool_calls:
+        parts = self.content if isinstance(self.content, list) else []
+        if self.role != "assistant" and (self.refusal or any(part.type == "refusal" for part in parts)):
+            problem = "only an assistant's message has one; send text"
+            raise PydanticCustomError("refusal", problem, {"within": "refusal"})
+        if self.content is None and not self.tool_calls and not self.refusal:
             raise PydanticCustomError("missing", "missing", {"within": "content"})
         return self
 
     def plain(self) -> RequestMessage:
         """The message as the gateway's own request has it."""
         parts = self.content or ""
+        text = parts if isinstance(parts, str) else "".join(map(part_text, parts))
         return RequestMessage(
             role=self.role,
-            content=parts if isinstance(parts, str) else "".join(part.text for part in parts),
+            content=text + (self.refusal or ""),
             name=self.name,
             reasoning_content=self.reasoning_content,
             tool_calls=[call.plain() for call in self.tool_calls] if self.tool_calls else None,
@@ -213,7 +262,9 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
         None, description="Functions that the answer may call."
     )
     tool_choice: ToolChoice | None = Field(
-        None, description="Whether the answer may call (auto, the default), must not, must, or must call one function."
+        None,
+        description="Whether the answer may call (auto, the default), must not, must, must call one function, or may "
+        "or must call one of some.",
     )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may hold several calls. Default true; a forced answer holds one."
@@ -239,10 +290,8 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
     def _tools_fit(self) -> ChatCompletionRequest:
         fields = tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
         place, named = "tools[{}].function", "tool_choice.function.name"
-        check_tools(fields["tools"], fields["tool_choice"], fields.get("tool_name"), place, named)
-        if self.tools and self.tool_choice != "none" and self.grammar is not None:
-            field = self.grammar_field.partition(".")[0]
-            raise InvalidRequestError(field, "does not go with tools", "set tool_choice to none or leave it out")
+        tools = [tool.function for tool in self.tools or []]
+        check_tools(tools, fields["tool_choice"], fields.get("tool_name"), place, named)
         return self
 
     def requests(self, max_prompts: int) -> NamedRequests:

@@ -107,7 +107,7 @@ class CompletionRequest(OpenAIRequest):
             "default_max_tokens": _DEFAULT_TOKENS,
             "prompt_only": self.limit == 0,
         }
-        return prompt_requests(self.prompt, "prompt", common, self.field_names, max_prompts)
+        return prompt_requests(self.prompt, "prompt", lambda _: (common, self.field_names), max_prompts)
 
 
 class CompletionChoice(Body):

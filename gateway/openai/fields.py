@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -113,6 +113,25 @@ def text_or_list(value: Any) -> str:
     return "@list" if isinstance(value, list) else "@text"
 
 
+class RefusalPart(StrictModel):
+    """A part of an assistant's message that says why it does not answer; for the template it is text."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+def part_kind(value: Any) -> str:
+    """The tag of a part of a message."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "@refusal" if kind == "refusal" else "@part"
+
+
+def part_text(part: Any) -> str:
+    """What the template is shown of a part of a message."""
+    text: str = part.refusal if isinstance(part, RefusalPart) else part.text
+    return text
+
+
 class StreamOptions(StrictModel):
     """What a stream tells besides the text."""
 
@@ -174,9 +193,6 @@ def _grammar(kind: GrammarKind, value: Any, *, strict: bool) -> Grammar:
 class FormBody(StrictModel):
     """A body that may say, in one of several fields, what the answer must be."""
 
-    place: ClassVar[str] = ""
-    """What errors put before the names of its fields."""
-
     @cached_property
     def forms(self) -> Forms:
         """The fields that are set, and their grammars."""
@@ -184,12 +200,21 @@ class FormBody(StrictModel):
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
+        self.check_form()
+        return self
+
+    def check_form(self, place: str = "") -> None:
+        """Raises InvalidRequestError about a form that cannot be; `place` stands before the names of fields."""
         if len(self.forms) > 1:
             first, second = (field.partition(".")[0] for field, _ in self.forms[:2])
-            raise InvalidRequestError(self.place + second, f"does not go with {first}", "send one of them")
-        for _, grammar in self.forms:
-            check_grammar(grammar, self.grammar_field)
-        return self
+            raise InvalidRequestError(place + second, f"does not go with {first}", "send one of them")
+        for field, grammar in self.forms:
+            check_grammar(grammar, place + field, strict=self.is_strict)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a schema that cannot be held to in full is refused, as OpenAI's `strict` has it."""
+        return False
 
     @property
     def grammar(self) -> Grammar | None:
@@ -199,7 +224,7 @@ class FormBody(StrictModel):
     @property
     def grammar_field(self) -> str:
         """The field that says so."""
-        return self.place + self.forms[0][0] if self.forms else "grammar"
+        return self.forms[0][0] if self.forms else "grammar"
 
 
 class JsonSchema(StrictModel):
@@ -299,6 +324,12 @@ class FormatFields(FormBody):
             forms = forms + named_forms(outputs, "structured_outputs.", strict=strict)
         return forms + named_forms(self)
 
+    @property
+    def is_strict(self) -> bool:
+        """See the base."""
+        schema = None if self.response_format is None else self.response_format.json_schema
+        return schema is not None and bool(schema.strict)
+
 
 class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, HarmlessFields):
     """What the bodies of chat and completions share. A field of SamplingFields or OutputFields is one of both."""
@@ -355,11 +386,14 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
 
 
 def prompt_requests(
-    prompts: str | list[Any], field: str, common: dict[str, Any], names: Mapping[str, str], max_prompts: int
+    prompts: str | list[Any],
+    field: str,
+    about: Callable[[int], tuple[dict[str, Any], Mapping[str, str]]],
+    max_prompts: int,
 ) -> NamedRequests:
     """The gateway's own requests, one a prompt: a text, a list of texts, token ids, or a list of lists of them.
 
-    `field` is what the body calls them; `common` holds the other fields of a ClientRequest, `names` what the body
+    `field` is what the body calls them; `about` an index gives the other fields of a ClientRequest, and what the body
     calls these. Raises InvalidRequestError, also for more than `max_prompts`.
     """
     is_one = isinstance(prompts, str) or isinstance(prompts[0], int)
@@ -371,6 +405,7 @@ def prompt_requests(
     inner = "prompt" if isinstance(several[0], str) else "prompt_token_ids"
     requests: NamedRequests = []
     for index, prompt in enumerate(several):
+        common, names = about(index)
         ours = {**names, inner: field if is_one else f"{field}[{index}]"}
         requests.append((validate(ClientRequest, common | {inner: prompt}, names=ours), ours))
     return requests

@@ -36,6 +36,7 @@ from gateway.http.responses import (
     event,
     internal_error,
     json_bytes,
+    note_event_stream,
     run_while_connected,
     send_json,
     with_pauses,
@@ -331,6 +332,8 @@ class GenerationRoute:
                 with self._account(builder) as account:
                     deltas = self._gateway.generate(jobs, model)
                     answer = self._send_stream if body.stream else self._send_whole
+                    if body.stream:
+                        note_event_stream(scope)
                     await run_while_connected(receive, answer(deltas, builder, account, send))
 
     def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:

@@ -34,7 +34,10 @@ from gateway.openai.fields import (
     JsonSchema,
     NamedRequests,
     Only,
+    RefusalPart,
     check_goes_with,
+    part_kind,
+    part_text,
     template_values,
     text_or_list,
 )
@@ -57,6 +60,9 @@ class InputPart(StrictModel):
     logprobs: list[Any] | None = Field(None, description="Taken and not used.")
 
 
+Part = Annotated[Annotated[InputPart, Tag("@part")] | Annotated[RefusalPart, Tag("@refusal")], Discriminator(part_kind)]
+
+
 class InputMessage(StrictModel):
     """A message of the conversation, sent anew or as an earlier answer had it."""
 
@@ -64,7 +70,7 @@ class InputMessage(StrictModel):
     role: Speaker
     content: Annotated[
         Annotated[Text, Tag("@text")]
-        | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+        | Annotated[list[Part], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
         Discriminator(text_or_list),
     ]
     id: Text | None = Field(None, description="Taken and not used.")
@@ -178,6 +184,11 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
         """See the base."""
         return [] if self.text is None or self.text.format is None else self.text.format.forms
 
+    @property
+    def is_strict(self) -> bool:
+        """See the base."""
+        return self.text is not None and self.text.format is not None and bool(self.text.format.strict)
+
     def messages(self) -> list[dict[str, Any]]:
         """The conversation as the chat template takes it."""
         found: list[dict[str, Any]] = []
@@ -189,7 +200,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
             if isinstance(item, InputReasoning):
                 thought += "".join(part.text for part in item.content or ())
                 continue
-            content = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content)
+            content = item.content if isinstance(item.content, str) else "".join(map(part_text, item.content))
             message = {"role": item.role, "content": content}
             found.append(message | ({"reasoning_content": thought} if thought and item.role == "assistant" else {}))
             thought = ""
@@ -351,7 +362,7 @@ class ResponsesBuilder(ResponseBuilder):
             "text": {"format": self._format()},
             "tool_choice": body.tool_choice or "auto",
             "tools": [],
-            "top_p": sampling.top_p,
+            "top_p": sampling.top_p if body.top_p is None else body.top_p,
             "truncation": "disabled",
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 
@@ -73,8 +73,6 @@ _Ids = Annotated[
 class GenerateSampling(SamplingFields, StopFields, FormBody):
     """SGLang's sampling_params."""
 
-    place = "sampling_params."
-
     json_schema: Text | None = Field(None, description="A JSON schema that the answer fits, as JSON in a string.")
     regex: Text | None = Field(None, description="A regular expression that the whole answer matches.")
     ebnf: Text | None = Field(None, description=EBNF)
@@ -86,6 +84,18 @@ class GenerateSampling(SamplingFields, StopFields, FormBody):
     min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="The same as min_tokens.")
     spaces_between_special_tokens: bool | None = Field(None, description="Taken and not used.")
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
+    stop_regex: Annotated[Any, Only([], "", why="answers end at texts and tokens, not at expressions")] = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        return self  # the body checks it, which knows its place
+
+
+_Sampling = Annotated[
+    Annotated[GenerateSampling, Tag("@params")]
+    | Annotated[list[GenerateSampling], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@each")],
+    Discriminator(lambda value: "@each" if isinstance(value, list) else "@params"),
+]
 
 
 class GenerateBody(ServingFields, GenerationBody):
@@ -93,7 +103,9 @@ class GenerateBody(ServingFields, GenerationBody):
 
     text: _Texts | None = Field(None, description="A text, or a list of texts.")
     input_ids: _Ids | None = Field(None, description="Token ids, or a list of lists of them.")
-    sampling_params: GenerateSampling | None = Field(None, description="How tokens are chosen, for all prompts.")
+    sampling_params: _Sampling | None = Field(
+        None, description="How tokens are chosen, for all prompts, or a list of that for each."
+    )
     stream: bool | None = Field(
         None, description="Send events; each has the whole text so far. A long answer gets fewer of them."
     )
@@ -109,6 +121,7 @@ class GenerateBody(ServingFields, GenerationBody):
     speculation: Annotated[Any, Only("on", "off", why="speculation is on or off")] = None
     log_metrics: bool | None = Field(None, description="Taken and not used.")
     return_hidden_states: Annotated[Any, Only(False, why="hidden states are not told")] = None
+    return_routed_experts: Annotated[Any, Only(False, why="experts are not told")] = None
     image_data: Annotated[Any, Only(why="only text is supported")] = None
     lora_path: Annotated[Any, Only(why="adapters are not supported")] = None
 
@@ -116,14 +129,28 @@ class GenerateBody(ServingFields, GenerationBody):
     def _one_input(self) -> GenerateBody:
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequestError("input", "exactly one of text and input_ids is needed", "set one")
+        prompts = self.text if self.input_ids is None else self.input_ids
+        is_list = isinstance(prompts, list) and not isinstance(prompts[0], int)
+        num_prompts = len(prompts or ()) if is_list else 1
+        if isinstance(self.sampling_params, list) and len(self.sampling_params) != num_prompts:
+            problem = f"{len(self.sampling_params)} entries for {num_prompts} prompts"
+            raise InvalidRequestError("sampling_params", problem, "send one for each prompt, or one for all")
+        for place, params in self._sampling():
+            params.check_form(place)
         return self
+
+    def _sampling(self) -> list[tuple[str, GenerateSampling]]:
+        """What stands before the names of fields, and these: one for all prompts, or one for each."""
+        params = self.sampling_params or GenerateSampling()
+        if isinstance(params, list):
+            return [(f"sampling_params[{index}].", one) for index, one in enumerate(params)]
+        return [("sampling_params.", params)]
 
     @property
     def is_batch(self) -> bool:
         """Whether a list is answered with a list, as is a prompt with several answers."""
-        several = (self.sampling_params or GenerateSampling()).n
         prompts = self.text if self.input_ids is None else self.input_ids[0]
-        return isinstance(prompts, list) or bool(several and several > 1)
+        return isinstance(prompts, list) or any(params.n and params.n > 1 for _, params in self._sampling())
 
     @property
     def logprob_start(self) -> int | None:
@@ -133,7 +160,17 @@ class GenerateBody(ServingFields, GenerationBody):
 
     def requests(self, max_prompts: int) -> NamedRequests:
         """See the base."""
-        params = self.sampling_params or GenerateSampling()
+        fields = [self._fields(place, params) for place, params in self._sampling()]
+
+        def about(index: int) -> tuple[dict[str, Any], dict[str, str]]:
+            return fields[index % len(fields)]
+
+        if self.text is not None:
+            return prompt_requests(self.text, "text", about, max_prompts)
+        return prompt_requests(self.input_ids or [], "input_ids", about, max_prompts)
+
+    def _fields(self, place: str, params: GenerateSampling) -> tuple[dict[str, Any], dict[str, str]]:
+        """Fields of a ClientRequest but the prompt, and what the body calls them."""
         sampling = {name: getattr(params, name) for name in SamplingFields.model_fields}
         if params.sampling_seed is not None:
             sampling["seed"] = params.sampling_seed
@@ -155,14 +192,12 @@ class GenerateBody(ServingFields, GenerationBody):
             "grammar": params.grammar,
         }
         names = {
-            "max_tokens": "sampling_params.max_new_tokens",
-            "min_tokens": f"sampling_params.{'min_tokens' if params.min_new_tokens is None else 'min_new_tokens'}",
-            "sampling.logit_bias": "sampling_params.logit_bias",
+            "max_tokens": "max_new_tokens",
+            "min_tokens": "min_tokens" if params.min_new_tokens is None else "min_new_tokens",
+            "sampling.logit_bias": "logit_bias",
             "grammar": params.grammar_field,
-        } | {name: f"sampling_params.{name}" for name in ("ignore_eos", "bad_words", "stop_token_ids")}
-        if self.text is not None:
-            return prompt_requests(self.text, "text", common, names, max_prompts)
-        return prompt_requests(self.input_ids or [], "input_ids", common, names, max_prompts)
+        } | {name: name for name in ("ignore_eos", "bad_words", "stop_token_ids")}
+        return common, {ours: place + theirs for ours, theirs in names.items()}
 
 
 class GenerateFinish(Body):
@@ -288,7 +323,7 @@ class GenerateBuilder(ResponseBuilder):
         job = self._jobs[index]
         more: dict[str, Any] = {}
         if rounds := answer.usage.num_rounds:
-            more = {"spec_accept_length": round(len(answer.tokens) / rounds, 3), "spec_verify_ct": rounds}
+            more = {"spec_accept_length": round(answer.usage.accept_length, 3), "spec_verify_ct": rounds}
         return GenerateMeta(
             id=self._id or job.request.request_id,
             finish_reason=self._finish(job, answer),

@@ -30,7 +30,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
-from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.grammar.spec import Grammar, GrammarKind, drop_annotations
 
 LENGTH = struct.Struct("<I")
 """In front of each frame."""
@@ -160,7 +160,9 @@ def source_of(grammar: Grammar) -> str:
         case GrammarKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_OPTIONS)  # type: ignore[arg-type]
         case GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(grammar.source, overrides=_OPTIONS)  # type: ignore[arg-type]
+            schema = json.loads(grammar.source)
+            drop_annotations(schema)
+            return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)  # type: ignore[arg-type]
         case GrammarKind.REGEX:
             # Digits and words as JavaScript and JSON Schema have them: of ASCII.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, use_ascii='dw')}/")

@@ -71,7 +71,6 @@ _UNSUPPORTED = {
     "if": "use anyOf with both cases",
     "then": "use anyOf with both cases",
     "else": "use anyOf with both cases",
-    "uniqueItems": "leave it out and check it afterwards",
     "contains": "leave it out and check it afterwards",
     "minContains": "leave it out and check it afterwards",
     "maxContains": "leave it out and check it afterwards",
@@ -85,18 +84,27 @@ _UNSUPPORTED = {
     "$recursiveRef": "use $ref",
 }
 """Keywords of JSON Schema that no token mask can hold to, and what to write instead."""
+_DROPPED = ("uniqueItems", "$dynamicAnchor", "$recursiveAnchor")
+"""Keywords that the grammar library refuses, and others that constrain answers pass over."""
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Values of `format` that the library holds to; all others are annotations, as JSON Schema has it."""
+_DIALECTS = ("http://json-schema.org/draft", "https://json-schema.org/draft")
+"""What the library knows of `$schema`; for others it would fetch something."""
 _NAMES = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value maps names, which may be any, to schemas."""
-_DATA = ("enum", "const", "default", "examples", "example")
-"""Keywords whose value is no schema."""
+_DATA = ("enum", "const", "default", "examples", "example", "discriminator")
+"""Keywords whose value is no schema, like that of all that begin with x-."""
 
 
-def check_grammar(grammar: Grammar, field: str | None = None) -> None:
-    """Raise InvalidRequestError, about `field`, for a grammar that is too large or asks for what is not supported."""
+def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = False) -> None:
+    """Raise InvalidRequestError, about `field`, for a grammar that is too large or asks for what is not supported.
+
+    `strict`: also for a schema with `uniqueItems`, to which nothing is held.
+    """
     field = field or grammar.field
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            _check_schema(grammar.source, field)
+            _check_schema(grammar.source, field, strict=strict)
         case GrammarKind.REGEX:
             _check_size(grammar.source, MAX_REGEX_BYTES, field)
             if not grammar.source:
@@ -131,6 +139,23 @@ def without_further_keys(source: str) -> str:
     return json.dumps(schema, ensure_ascii=False)
 
 
+def drop_annotations(schema: Any) -> None:
+    """Take out of a JSON schema what the grammar library would refuse, though answers need not be held to it."""
+    level: list[Any] = [schema]
+    while level:
+        value = level.pop()
+        if isinstance(value, dict):
+            for key in [key for key, child in value.items() if _is_annotation(key, child)]:
+                del value[key]
+        level += [child for _, child in _subschemas(value)]
+
+
+def _is_annotation(key: str, value: Any) -> bool:
+    if key == "$schema":
+        return not (isinstance(value, str) and value.startswith(_DIALECTS))
+    return key in _DROPPED or (key == "format" and value not in FORMATS)
+
+
 def _check_size(source: str, limit: int, field: str) -> None:
     try:
         length = len(source.encode())
@@ -140,7 +165,7 @@ def _check_size(source: str, limit: int, field: str) -> None:
         raise InvalidRequestError(field, f"{length} bytes, over the limit of {limit}", f"send at most {limit}")
 
 
-def _check_schema(source: str, field: str) -> None:
+def _check_schema(source: str, field: str, *, strict: bool) -> None:
     _check_size(source, MAX_SOURCE_BYTES, field)
     try:
         schema = json.loads(source)
@@ -153,20 +178,23 @@ def _check_schema(source: str, field: str) -> None:
     level: list[tuple[Any, str]] = [(schema, field)]
     for _ in range(MAX_DEPTH):
         for value, path in level:
-            _check_keywords(value, path)
+            _check_keywords(value, path, strict=strict)
         level = [(child, path + place) for value, path in level for place, child in _subschemas(value)]
         if not level:
             return
     raise InvalidRequestError(field, f"is nested over {MAX_DEPTH} levels", "move inner schemas to $defs and use $ref")
 
 
-def _check_keywords(value: Any, path: str) -> None:
+def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
     """Raise InvalidRequestError for an unsupported keyword of a schema; lists have none."""
     for key, child in value.items() if isinstance(value, dict) else ():
         if key in _OWN_KEYS:
             raise InvalidRequestError(f"{path}.{key}", "is not a keyword of JSON Schema", "remove it")
         if key in _UNSUPPORTED:
             raise InvalidRequestError(f"{path}.{key}", "is not supported", _UNSUPPORTED[key])
+        if strict and key == "uniqueItems" and child is not False:
+            fix = "leave it out and check it afterwards, or leave strict out"
+            raise InvalidRequestError(f"{path}.{key}", "is not held to", fix)
         if key == "$ref" and isinstance(child, str) and not child.startswith("#"):
             raise InvalidRequestError(f"{path}.$ref", "points outside the schema", "use a $ref that begins with #")
 
@@ -180,6 +208,6 @@ def _subschemas(value: Any) -> list[tuple[str, Any]]:
         for key, child in value.items():
             if key in _NAMES and isinstance(child, dict):
                 below += [(f".{key}.{name[:40]}", inner) for name, inner in child.items()]
-            elif key not in _DATA:
+            elif key not in _DATA and not key.startswith("x-"):
                 below.append((f".{key}", child))
     return [(place, child) for place, child in below if isinstance(child, dict | list)]

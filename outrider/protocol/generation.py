@@ -224,13 +224,15 @@ class Usage(msgspec.Struct, array_like=True):
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Committed, of all answers."""
+    """Committed and part of the answers."""
     cached_prompt_tokens: int = 0
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_reasoning_tokens: int = 0
     """Of the committed ones, where reasoning is told apart."""
+    num_committed_tokens: int = 0
+    """What the rounds committed, those behind a stop string included."""
 
     @classmethod
     def total(cls, parts: Iterable[Usage]) -> Usage:
@@ -240,4 +242,4 @@ class Usage(msgspec.Struct, array_like=True):
     @property
     def accept_length(self) -> float:
         """Mean tokens committed in a round; 0 without rounds."""
-        return self.completion_tokens / self.num_rounds if self.num_rounds else 0.0
+        return self.num_committed_tokens / self.num_rounds if self.num_rounds else 0.0

@@ -72,7 +72,8 @@ async def test_an_answer_is_measured_and_returned_whole() -> None:
     async def chunks():
         yield Chunk("Hel", [(TokenOrigin.PLAIN, 3)])
         yield Chunk("lo", [(TokenOrigin.ACCEPTED, 1), (TokenOrigin.BONUS, 1)])
-        yield Chunk("", [], Usage(5, 3, 0, num_rounds=2, num_draft_tokens=4, num_accepted_tokens=2))
+        usage = Usage(5, 3, 0, num_rounds=2, num_draft_tokens=4, num_accepted_tokens=2, num_committed_tokens=3)
+        yield Chunk("", [], usage)
 
     answer = await show_answer(chunks(), None)
     assert answer.text == "Hello"

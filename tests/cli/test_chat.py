@@ -41,7 +41,9 @@ class EchoGateway(gateway_pb2_grpc.GatewayServiceServicer):
             yield gateway_pb2.GatewayServiceGenerateResponse(
                 text=word, token_ids=[1], origins=[origin], text_lengths=[len(word)]
             )
-        usage = common_pb2.Usage(completion_tokens=2, num_rounds=1, num_draft_tokens=3, num_accepted_tokens=1)
+        usage = common_pb2.Usage(
+            completion_tokens=2, num_rounds=1, num_draft_tokens=3, num_accepted_tokens=1, num_committed_tokens=2
+        )
         yield gateway_pb2.GatewayServiceGenerateResponse(finish_reason=common_pb2.FINISH_REASON_STOP, usage=usage)
 
 

@@ -7,6 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -105,3 +106,31 @@ def test_openais_client_streams_parses_and_sends_results_back(cluster: Cluster) 
     from benchmarks.serving.client_checks import openai_tools
 
     assert openai_tools(cluster.rest_url, cluster.gateway_address)["answer"]
+
+
+@pytest.mark.parametrize("ask", ["How warm is it in Rome? Answer in JSON.", "Call the function now."])
+def test_an_answer_has_its_form_or_is_a_call_with_and_without_speculation(cluster: Cluster, ask: str) -> None:
+    warmth = {"type": "object", "properties": {"celsius": {"type": "integer", "minimum": -50, "maximum": 50}},
+              "required": ["celsius"], "additionalProperties": False}  # fmt: skip
+    asked = {
+        "messages": [{"role": "user", "content": ask}],
+        "tools": TOOLS,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "warmth", "schema": warmth}},
+        "temperature": 0.9,
+        "seed": 5,
+        "max_tokens": 100,
+    }
+
+    def said(speculation: str) -> Any:
+        url = f"{cluster.rest_url}/v1/chat/completions"
+        response = httpx.post(url, json=asked | {"speculation": speculation}, timeout=120)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]
+
+    drafted, plain = said("on"), said("off")
+    calls = [[call["function"] for call in choice["message"].get("tool_calls") or []] for choice in (drafted, plain)]
+    assert calls[0] == calls[1] and drafted["message"]["content"] == plain["message"]["content"]
+    if drafted["finish_reason"] == "stop":
+        jsonschema.validate(json.loads(drafted["message"]["content"]), warmth)
+    else:
+        assert all(call["name"] in SCHEMAS for call in calls[0]) or drafted["finish_reason"] == "length"

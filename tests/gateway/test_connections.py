@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import h11
 import pytest
 from gateway_world import until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.responses import ClientStalled, EventStream, run_while_connected
+from gateway.http.responses import ClientStalled, EventStream, note_event_stream, run_while_connected
 from gateway.http.server import Connections, HttpServer
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
@@ -306,3 +307,95 @@ async def test_a_damaged_body_in_the_middle_of_an_answer_harms_no_one(caplog: py
         await odd.ended()
         await until(lambda: server.connections.num_open == 0)
     assert "Traceback" not in caplog.text and "Fatal" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "host"),
+    [
+        (b"http://example.org:8000/v1/models?a=1", "/v1/models", "example.org:8000"),
+        (b"HTTPS://EXAMPLE.org", "/", "EXAMPLE.org"),
+        (b"http://example.org?a=1", "/", "example.org"),
+        (b"http://localhost:x@example.org/v1/models", "/v1/models", "example.org"),
+        (b"/http://example.org/", "/http://example.org/", "localhost"),
+        (b"http:///v1/models", "http:///v1/models", "localhost"),
+    ],
+)
+async def test_a_whole_url_is_taken_as_its_path_and_host(target: bytes, path: str, host: str) -> None:
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+        await Response(b"ok")(scope, receive, send)
+
+    async with serving(app) as server, client(server) as proxy:
+        assert await proxy.ask(GET.replace(b"/ ", target + b" ", 1)) == (200, b"ok")
+    (scope,) = seen
+    assert (scope["path"], scope["raw_path"]) == (path, path.encode())
+    assert [value for name, value in scope["headers"] if name == b"host"] == [host.encode()]
+    assert scope["query_string"] == (b"a=1" if b"?" in target else b"")
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_who_sends_no_more_gets_all_answers_that_are_due(version: bytes) -> None:
+    async with serving(Application()) as server, client(server) as half:
+        half.writer.write(GET + GET.replace(b"1.1", version) + GET[:9])
+        half.writer.write_eof()
+        assert await half.answer() == await half.answer() == (200, b"ok")
+        assert await half.ended()
+
+
+async def answer_slowly(scope: Scope, receive: Receive, send: Send, may_end: asyncio.Event) -> None:
+    """Begins events at /events, and ends them, or answers as a whole, when told to."""
+    if scope["path"] == "/events":
+        note_event_stream(scope)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+    await may_end.wait()
+    if scope["path"] == "/events":
+        await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+    else:
+        await Response(b"ok")(scope, receive, send)
+
+
+@pytest.mark.parametrize("path", [b"/events", b"/whole"])
+async def test_who_sends_no_more_may_wait_for_an_answer(path: bytes) -> None:
+    may_end = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await run_while_connected(receive, answer_slowly(scope, receive, send, may_end))
+
+    async with serving(app, keep_alive_seconds=0.05) as server, client(server) as half:
+        half.writer.write(GET.replace(b"/ ", path + b" "))
+        half.writer.write_eof()
+        # It is looked whether the client is there, with what every client passes over.
+        looked = b": keep-alive\n\n" if path == b"/events" else b"HTTP/1.1 100 Continue\r\n\r\n"
+        before = b"".join([await half.reader.readuntil(looked) for _ in range(2)])
+        may_end.set()
+        whole = before + await half.reader.read()
+    parser = h11.Connection(h11.CLIENT)
+    parser.send(h11.Request(method="GET", target=path, headers=[("host", "localhost")]))
+    parser.send(h11.EndOfMessage())
+    parser.receive_data(whole)
+    events = list(iter(parser.next_event, h11.NEED_DATA))
+    assert isinstance(events[-1], h11.EndOfMessage)
+    assert [event.status_code for event in events if isinstance(event, h11.Response)] == [200]
+    body = b"".join(event.data for event in events if isinstance(event, h11.Data))
+    assert body.replace(b": keep-alive\n\n", b"") == (b"data: 1\n\ndata: 2\n\n" if path == b"/events" else b"ok")
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("path", [b"/events", b"/whole"])
+async def test_who_has_gone_is_not_waited_for(path: bytes, version: bytes) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await run_while_connected(receive, answer_slowly(scope, receive, send, asyncio.Event()))
+        ended.set()
+
+    async with serving(app) as server:
+        async with client(server) as gone:
+            gone.writer.write(GET.replace(b"/ ", path + b" ").replace(b"1.1", version))
+            await begun.wait()
+        await ended.wait()
+        await until(lambda: server.connections.num_open == 0)

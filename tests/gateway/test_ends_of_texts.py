@@ -13,6 +13,7 @@ from gateway.core.admission import render_chat
 from gateway.core.request import Chat, RequestMessage
 from gateway.core.tokenizer import StopMatcher
 from outrider.chat_template import ChatTemplate
+from outrider.protocol.generation_codec import USAGE
 from outrider.v1 import gateway_pb2
 
 
@@ -38,6 +39,21 @@ async def test_the_stop_string_is_part_of_the_text_where_asked_for(world: World)
     assert answer["text"] == "one two" and answer["meta_info"]["finish_reason"]["matched"] == "two"
     asked = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", stop=["two"], include_stop_str_in_output=True)
     assert "".join([message.text async for message in world.stub.Generate(asked)]) == "one two"
+
+
+async def test_tokens_behind_a_stop_string_count_for_the_accept_length(world: World) -> None:
+    world.verify.say("one two three four five")
+    world.verify.round_size = 100
+    answer = (await world.http.post("/v1/completions", json={"prompt": "x", "stop": "two"})).json()
+    usage = answer["usage"]
+    committed = len(world.verify.script)
+    assert usage["completion_tokens"] < usage["outrider"]["accept_length"] == committed
+    params = {"stop": "two"}
+    meta = (await world.http.post("/generate", json={"text": "x", "sampling_params": params})).json()["meta_info"]
+    assert (meta["completion_tokens"], meta["spec_accept_length"]) == (usage["completion_tokens"], committed)
+    asked = gateway_pb2.GatewayServiceGenerateRequest(prompt="x", stop=["two"])
+    last = [message async for message in world.stub.Generate(asked)][-1]
+    assert USAGE.decode(last.usage).accept_length == committed
 
 
 async def test_special_tokens_are_spelled_out_where_asked_for(world: World) -> None:

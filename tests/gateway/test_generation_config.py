@@ -81,7 +81,7 @@ async def test_completions_stop_after_16_tokens_unless_told_otherwise(world: Wor
 
 
 def test_values_that_no_request_may_have_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    bad = {"temperature": 7, "top_k": "many", "top_p": 0, "min_p": None, "max_new_tokens": True}
+    bad = {"temperature": 7, "top_k": "many", "top_p": 1.5, "min_p": None, "max_new_tokens": True}
     configure(folder, bad | {"repetition_penalty": 1.25})
     assert load_defaults(folder) == {"repetition_penalty": 1.25}
     for name in ("temperature", "top_k", "top_p", "max_new_tokens"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ async def test_on_loopback_without_keys_only_names_of_this_machine_are_served(wo
     # Load balancers ask under names of their own, and there is nothing to be had.
     assert (await ask(world, "/health", "evil.example")).status_code == 200
     assert 'errors_total{code="host_not_allowed",door="rest"}' in (await world.http.get("/metrics")).text
+
+
+async def test_the_host_of_a_whole_url_counts_in_place_of_the_headers(world: World) -> None:
+    for named, header, status in (("localhost", "evil.example", b"200"), ("evil.example", "localhost", b"421")):
+        reader, writer = await asyncio.open_connection(*world.rest.removeprefix("http://").split(":"))
+        writer.write(f"GET http://{named}/v1/models HTTP/1.1\r\nhost: {header}\r\n\r\n".encode())
+        assert (await reader.readline()).split()[1] == status
+        writer.close()
 
 
 async def test_a_page_of_another_site_cannot_post_without_being_asked_first(world: World) -> None:

@@ -174,6 +174,27 @@ async def test_sampling_fields_reach_verify_as_they_were_sent(world: World) -> N
     assert (request.ignore_eos, list(request.stop_token_ids), request.disable_speculation) == (True, [9, 10], True)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/generate"])
+async def test_top_p_of_zero_keeps_the_likeliest_token(world: World, path: str) -> None:
+    world.verify.say("ok")
+    body = {"/generate": {"text": "x", "sampling_params": {"top_p": 0}}, "/v1/responses": {"input": "x", "top_p": 0}}
+    answer = await world.http.post(path, json=body.get(path, {"messages": HELLO, "top_p": 0}))
+    assert answer.status_code == 200 and answer.json().get("top_p", 0) == 0
+    assert (world.verify.requests[0].sampling.top_k, world.verify.requests[0].sampling.top_p) == (1, 1)
+
+
+async def test_refusals_of_earlier_answers_are_text_for_the_template(world: World) -> None:
+    world.verify.say("ok")
+    parts = [{"type": "text", "text": "No, "}, {"type": "refusal", "refusal": "I may not."}]
+    said = [{"role": "assistant", "content": parts}, {"role": "assistant", "content": None, "refusal": "Never."}]
+    client = world.openai()
+    await client.chat.completions.create(model=MODEL, messages=[*HELLO, *said, *HELLO])
+    item = {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": parts[1:]}
+    await client.responses.create(model=MODEL, input=[*HELLO, item, *HELLO])
+    prompts = [world.verify.tokenizer.decode(list(asked.prompt_token_ids)) for asked in world.verify.requests]
+    assert "No, I may not." in prompts[0] and "Never." in prompts[0] and "I may not." in prompts[1]
+
+
 async def test_a_message_of_an_answer_may_be_sent_back(world: World) -> None:
     world.verify.say("first")
     client = world.openai()

@@ -89,6 +89,18 @@ async def test_the_grpc_door_takes_the_same(world: World) -> None:
         assert asked(world) == want
 
 
+async def test_lists_of_different_entries_are_taken_and_not_held_to(world: World) -> None:
+    world.verify.say("{}")
+    listed = {"type": "array", "items": {"type": "string", "format": "weird"}, "uniqueItems": True}
+    for form in (wrapped(listed), {"guided_json": listed}):
+        assert (await world.http.post(CHAT, json=HELLO | form)).status_code == 200
+        grammar = asked(world)
+        assert grammar is not None and "uniqueItems" in grammar.source
+    text = {"format": {"type": "json_schema", "name": "x", "schema": listed, "strict": True}}
+    response = await world.http.post("/v1/responses", json={"input": "hi", "text": text})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format.schema.uniqueItems")
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format.type", "'json_schema'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
@@ -96,6 +108,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (wrapped([]), "response_format.json_schema.schema", "an object"),
     (wrapped({}, strikt=True), "response_format.json_schema.strikt", "unknown field"),
     (wrapped({"items": {"not": {}}}), "response_format.json_schema.schema.items.not", "say what is allowed"),
+    (wrapped({"uniqueItems": True}, strict=True), "response_format.json_schema.schema.uniqueItems", "strict"),
     (wrapped({"$ref": "http://a/b"}), "response_format.json_schema.schema.$ref", "begins with #"),
     (wrapped({"title": "\ud800"}), "", ""),
     (wrapped({"title": "x" * 70_000}), "response_format.json_schema.schema", "65536"),

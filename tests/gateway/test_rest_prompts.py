@@ -23,6 +23,7 @@ from gateway.core.tokenizer import Tokenizer
 from gateway.http.body import BodyReader
 from gateway.http.info import TokenizerRoute, prepare_tokenize
 from outrider.chat_template import ChatTemplate
+from outrider.config.gateway import GatewayOptions
 from outrider.errors import OverloadedError
 
 PROMPT = "Grüße aus 東京 🙂"
@@ -152,7 +153,7 @@ async def test_long_texts_are_tokenized_and_told_beside_the_event_loop(verify: S
     verify.tokenizer = Watched.load(verify.folder)
     model = GatewayModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
     gateway = Gateway(_Known(model), None, Gate(4), GatewayMetrics(), Allowance(4096))  # type: ignore[arg-type]
-    application = TokenizerRoute(gateway, BodyReader(max_bytes=1 << 20, seconds=5), prepare_tokenize)
+    application = TokenizerRoute(gateway, GatewayOptions(), BodyReader(max_bytes=1 << 20, seconds=5), prepare_tokenize)
     transport = httpx.ASGITransport(app=application)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         answer = await http.post("/tokenize", json={"prompt": PROMPT * 1000, "return_token_strs": True})

@@ -101,7 +101,37 @@ async def test_earlier_reasoning_goes_to_the_template(thinker: World) -> None:
     assert thinker.verify.tokenizer.decode(tokenized) == "[user]Hello[assistant]now: "
 
 
-async def test_a_form_holds_from_the_first_token_and_other_doors_tell_all(thinker: World) -> None:
+@pytest.mark.parametrize("prefix", ["", "<think>\n"])
+async def test_a_form_comes_behind_the_reasoning(thinker: World, prefix: str) -> None:
+    thinker.verify.say(f'{"" if prefix else "<think>"}short</think>\n\n{{"a": 1}}')
+    template = {"chat_template_kwargs": {"prefix": prefix}}
+    answer = await ask(thinker, response_format={"type": "json_object"}, extra_body=template)
+    assert (answer.choices[0].message.reasoning_content, answer.choices[0].message.content) == ("short", '{"a": 1}')
+    told = await thinker.openai().responses.create(
+        model=MODEL, input="x", text={"format": {"type": "json_object"}}, extra_body=template
+    )
+    assert [item.type for item in told.output] == ["reasoning", "message"] and told.output_text == '{"a": 1}'
+    assert all(request.grammar.WhichOneof("kind") == "ebnf" for request in thinker.verify.requests)
+
+
+@pytest.mark.parametrize("more", [{"separate_reasoning": False}, {"chat_template_kwargs": {"enable_thinking": False}}])
+async def test_without_reasoning_a_form_holds_from_the_first_token(thinker: World, more: dict[str, Any]) -> None:
+    thinker.verify.say('{"a": 1}')
+    answer = await ask(thinker, response_format={"type": "json_object"}, extra_body=more)
+    assert answer.choices[0].message.content == '{"a": 1}' and thinker.verify.requests[-1].grammar.json_object
+
+
+async def test_a_large_schema_may_come_behind_reasoning(thinker: World) -> None:
+    schema = {"type": "object", "description": "é" * 30_000}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = await ask(thinker, response_format=form)
+    assert answer.choices[0].finish_reason == "stop"
+    schema["title"] = "x" * (65_536 - len(json.dumps(schema, ensure_ascii=False).encode()) - 13)
+    with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: .*the limit of 65536"):
+        await ask(thinker, response_format=form)
+
+
+async def test_other_forms_hold_from_the_first_token_and_other_doors_tell_all(thinker: World) -> None:
     answer = await ask(thinker, extra_body={"guided_regex": ".*", "chat_template_kwargs": {"prefix": "<think>"}})
     assert answer.choices[0].message.content == ANSWER
     completion = await thinker.openai().completions.create(model=MODEL, prompt="x", max_tokens=100)

@@ -59,6 +59,50 @@ async def test_a_batch_and_several_answers_are_lists(world: World) -> None:
     assert {event["index"] for event in streamed} == {0, 1}
 
 
+async def test_what_sglangs_own_programs_always_send_is_taken(world: World) -> None:
+    world.verify.say("one")
+    # Its frontend names every parameter, and its load generator what it does not want.
+    params = {"max_new_tokens": 8, "min_new_tokens": 0, "n": 1, "stop": [], "stop_token_ids": [], "stop_regex": [],
+              "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0,
+              "presence_penalty": 0.0, "ignore_eos": False, "regex": None, "json_schema": None,
+              "skip_special_tokens": True, "spaces_between_special_tokens": True}  # fmt: skip
+    answer = await generate(world, text="x", sampling_params=params, lora_path=None, return_routed_experts=False)
+    assert answer["text"] == "one"
+    response = await world.http.post("/generate", json={"text": "x", "sampling_params": {"stop_regex": "a+"}})
+    assert response.json()["error"]["param"] == "sampling_params.stop_regex"
+
+
+async def test_each_prompt_may_have_sampling_of_its_own(world: World) -> None:
+    world.verify.say("one two three")
+    each = [{"max_new_tokens": 2, "temperature": 0}, {"n": 2, "stop": "two", "temperature": 0.5, "regex": "a"}]
+    for prompts in ({"text": ["a", "b"]}, {"input_ids": [[5], [6]]}):
+        world.verify.requests.clear()
+        batch = await generate(world, **prompts, sampling_params=each)
+        assert [answer["text"] for answer in batch] == ["one", "one ", "one "]
+        asked = [(one.max_tokens, one.sampling.temperature) for one in world.verify.requests]
+        assert sorted(asked) == [(2, 0), (128, 0.5), (128, 0.5)]
+    single = await generate(world, text="a", sampling_params=each[:1])
+    assert single["meta_info"]["completion_tokens"] == 2
+
+
+async def test_what_is_wrong_with_one_of_several_has_its_place(world: World) -> None:
+    for each, field, words in (
+        ([{}], "sampling_params", "1 entries for 2 prompts; send one for each prompt"),
+        ([], "sampling_params", "at least one"),
+        (7, "sampling_params", "an object or a list"),
+        ([{}, 7], "sampling_params[1]", "expected an object"),
+        ([{}, {"topk": 1}], "sampling_params[1].topk", "unknown field"),
+        ([{}, {"regex": "a", "ebnf": "b"}], "sampling_params[1].ebnf", "does not go with regex"),
+        ([{}, {"json_schema": '{"not": {}}'}], "sampling_params[1].json_schema.not", "say what is allowed"),
+        ([{}, {"regex": "a", "bad_words": ["b"]}], "sampling_params[1].bad_words", "leave them out"),
+        ([{}, {"max_new_tokens": 10_000}], "sampling_params[1].max_new_tokens", "exceed the context"),
+    ):
+        response = await world.http.post("/generate", json={"text": ["a", "b"], "sampling_params": each})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, field) and words in error["message"], error
+    assert world.verify.requests == []
+
+
 async def test_events_hold_the_text_so_far(world: World) -> None:
     world.verify.say("one two three")
     got = await events(world, text="count")

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from scripted_verify import MODEL, ScriptedVerify
 from tiny_tokenizers import byte_level_tokenizer
 
+from outrider.errors import InvalidRequestError
 from outrider.protocol.generation_codec import decode_grammar
 from outrider.v1 import common_pb2, gateway_pb2
 
@@ -143,6 +144,59 @@ async def test_a_strict_tool_holds_calls_that_the_model_chooses(tmp_path: Path, 
         assert error["param"] == "tools[0].function.parameters.properties.a.not" and error["code"] == "invalid_value"
         body["tool_choice"] = "none"
         assert (await world.http.post(CHAT, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_of_the_tools_those_that_are_allowed_are_offered(tmp_path: Path, mode: str) -> None:
+    async with open_world(make_verify(tmp_path, "hermes"), tmp_path) as world:
+        world.verify.say(NOW if mode == "required" else f"<tool_call>{NOW}</tool_call>")
+        answer = await world.openai().chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            tools=TOOLS,
+            tool_choice={
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]},
+            },
+        )
+        assert [call.function.name for call in answer.choices[0].message.tool_calls or []] == ["now"]
+        assert '"now"' in prompt(world) and '"weather"' not in prompt(world)
+        assert prompt(world).endswith("<tool_call>\n") is (mode == "required")
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
+async def test_tools_count_among_the_tokens_of_a_conversation(tmp_path: Path, form: str) -> None:
+    async with open_world(make_verify(tmp_path, form), tmp_path) as world:
+        world.verify.say("ok")
+        asked = {"messages": HELLO, "tools": TOOLS}
+        assert (await world.http.post(CHAT, json=asked)).status_code == 200
+        counted = (await world.http.post("/tokenize", json=asked)).json()
+        assert counted["tokens"] == list(world.verify.requests[-1].prompt_token_ids)
+        refused = await world.http.post("/tokenize", json={"prompt": "x", "tools": TOOLS})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
+async def test_an_answer_has_its_form_or_calls_tools(tmp_path: Path, form: str) -> None:
+    schema = {"type": "object", "properties": {"celsius": {"type": "integer"}}, "required": ["celsius"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"messages": HELLO, "tools": TOOLS, "response_format": wanted}
+    async with open_world(make_verify(tmp_path, form), tmp_path) as world:
+        world.verify.say('{"celsius": 21}')
+        (said,) = (await world.http.post(CHAT, json=asked)).json()["choices"]
+        assert (said["message"]["content"], said["finish_reason"]) == ('{"celsius": 21}', "stop")
+        assert world.verify.requests[-1].grammar.WhichOneof("kind") == "ebnf"
+        world.verify.say(WRITTEN[form].removeprefix("Let me see.\n"))
+        (called,) = (await world.http.post(CHAT, json=asked)).json()["choices"]
+        assert called["finish_reason"] == "tool_calls" and len(called["message"]["tool_calls"]) == 2
+        found = InvalidRequestError("grammar.ebnf", "Invalid type", "send Lark", code="invalid_grammar")
+        world.verify.failures = [found]
+        error = (await world.http.post(CHAT, json=asked)).json()["error"]
+        assert error["param"] == "response_format.json_schema.schema" and "leave out what is not" in error["message"]
+        # A call that is forced leaves no room for the form.
+        world.verify.say(WEATHER)
+        forced = await world.http.post(CHAT, json=asked | {"tool_choice": "required"})
+        assert forced.status_code == 200 and "celsius" not in json.dumps(decoded_grammar(world))
 
 
 async def answered(tmp_path: Path, form: str, messages: list[Any]) -> tuple[Any, str]:
@@ -314,5 +368,5 @@ async def test_grpc_refuses_tools_that_cannot_be_by_their_place(
         [part async for part in world.stub.Generate(grpc_request(**fields))]
     request = grpc_request()
     request.grammar.regex = "a"
-    with pytest.raises(grpc.aio.AioRpcError, match="grammar: does not go with tools"):
+    with pytest.raises(grpc.aio.AioRpcError, match="grammar: only JSON goes with tools"):
         [part async for part in world.stub.Generate(request)]

@@ -30,6 +30,8 @@ async def test_they_may_be_left_out_at_any_depth(verify: ScriptedVerify, tmp_pat
         params = {"temperature": 0, "custom_params": {"a": 1}}
         answer = await world.http.post("/generate", json={"text": "x", "sampling_params": params, "bootstrap": 1})
         assert answer.status_code == 200
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+            assert (await world.http.post(path, json=body | {"bootstrap": 1})).status_code == 200
         wrong = await world.http.post("/v1/chat/completions", json=BODY | {"temperature": 9})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "temperature"
 

@@ -11,16 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from gateway.core.reasoning import ReasoningMarkers, ReasoningStart
 from gateway.core.request import Tool
-from gateway.core.tool_grammar import strict_grammar
+from gateway.core.tool_grammar import form_grammar, strict_grammar
 from gateway.core.tool_parser import FORMATS
 from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, probe
+from outrider.grammar.spec import Grammar, GrammarKind
 
 PLACE: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/City"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
     "required": ["city", "unit"],
-    "$defs": {"City": {"type": "string", "maxLength": 12, "description": 'a ::= b, %llguidance {} and "x" /'}},
+    "$defs": {
+        "City": {
+            "type": "string",
+            "format": "place",
+            "maxLength": 12,
+            "description": 'a ::= b, %llguidance {} and "x" / é 🙂',
+        }
+    },
 }
 TOOLS = [
     Tool(name="weather.of-1", parameters=PLACE, strict=True),
@@ -50,10 +59,16 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
     return GrammarVocabulary.from_folder(folder, inner.get_vocab_size(), [signs.index("<end>")])
 
 
-def compiled(form: str, vocabulary: GrammarVocabulary) -> CompiledGrammar:
+def mark_ids(vocabulary: GrammarVocabulary) -> dict[str, int]:
     has_marks = vocabulary.tokenizer.tokenize_str(MARKS[0])[1:] == []
-    mark_ids = {mark: vocabulary.tokenizer.tokenize_str(mark)[0] for mark in MARKS} if has_marks else {}
-    grammar = strict_grammar(TOOLS, FORMATS[form], mark_ids)
+    return {mark: vocabulary.tokenizer.tokenize_str(mark)[0] for mark in MARKS} if has_marks else {}
+
+
+def compiled(form: str, vocabulary: GrammarVocabulary, wanted: Grammar | None = None) -> CompiledGrammar:
+    if wanted is None:
+        grammar = strict_grammar(TOOLS, FORMATS[form], mark_ids(vocabulary))
+    else:
+        grammar = form_grammar(wanted, TOOLS, FORMATS[form], None, mark_ids(vocabulary))
     assert grammar is not None
     made = compile_grammar(grammar, vocabulary)
     probe(made)
@@ -107,6 +122,80 @@ def called(call: str) -> str:
 )
 def test_text_is_free_and_calls_fit(form: str, text: str, expected: bool | None, vocabulary: GrammarVocabulary) -> None:
     assert ends(compiled(form, vocabulary), text) is expected
+
+
+AGE = '{"type": "object", "properties": {"age": {"$ref": "#/$defs/Age"}}, "required": ["age"], \
+"additionalProperties": false, "$defs": {"Age": {"type": "integer", "format": "int32"}}}'
+LLAMA = ROME.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        *((form, '{"age": 7}', True) for form in FORMATS),
+        *((form, '{"age": "7"}', None) for form in FORMATS),
+        *((form, "Hello", None) for form in FORMATS),
+        *((form, "", False) for form in FORMATS),
+        ("hermes", called(ROME), True),
+        ("hermes", f"\n{called(ROME)}\n{called(FREE)}", True),
+        ("hermes", called(WRONG), None),
+        ("hermes", f"{called(ROME)}{{", None),
+        ("hermes", ROME, None),
+        ("json", ROME, True),
+        ("json", f"[{ROME}, {FREE}]", True),
+        ("json", WRONG, None),
+        ("llama3", LLAMA, True),
+        ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA}", True),
+        ("mistral", f"[TOOL_CALLS][{ROME}, {NOW}]", True),
+        ("mistral", f"[{ROME}]", None),
+    ],
+)
+def test_an_answer_has_its_form_or_is_calls(
+    form: str, text: str, expected: bool | None, vocabulary: GrammarVocabulary
+) -> None:
+    assert ends(compiled(form, vocabulary, Grammar(GrammarKind.JSON_SCHEMA, AGE)), text) is expected
+
+
+def test_beside_calls_any_object_may_be_the_form(vocabulary: GrammarVocabulary) -> None:
+    grammar = compiled("hermes", vocabulary, Grammar(GrammarKind.JSON_OBJECT))
+    assert ends(grammar, '{"a": [1]}') is ends(grammar, called(NOW)) is True
+    assert ends(grammar, "[1]") is None
+
+
+THOUGHT = "\nWhat {is} [he] after? <b>\n"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("tools", [[], TOOLS])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f'{THOUGHT}</think>\n\n{{"age": 7}}', True),
+        (f'{THOUGHT}</think>{{"age": 7}}', True),
+        (f"{THOUGHT}</think>no", None),
+        (f"{THOUGHT}</think></think>", None),
+        (THOUGHT, False),
+    ],
+)
+def test_a_form_may_come_behind_reasoning(
+    begun: bool, tools: list[Tool], text: str, expected: bool | None, vocabulary: GrammarVocabulary
+) -> None:
+    start = ReasoningStart(ReasoningMarkers("<think>", "</think>"), begun)
+    wanted, ids = Grammar(GrammarKind.JSON_SCHEMA, AGE), mark_ids(vocabulary)
+    grammar = compile_grammar(form_grammar(wanted, tools, FORMATS["hermes"], start, ids), vocabulary)
+    probe(grammar)
+    assert ends(grammar, text if begun else f"<think>{text}") is expected
+    assert ends(grammar, '{"age": 7}') is (not begun), "without the marker all is thought once it has begun"
+    assert begun or ends(grammar, "hello") is None
+    if tools:
+        assert ends(grammar, f"{'' if begun else '<think>'}{THOUGHT}</think>\n{called(NOW)}") is True
+
+
+def test_a_choice_may_come_behind_reasoning(vocabulary: GrammarVocabulary) -> None:
+    start = ReasoningStart(ReasoningMarkers("<think>", "</think>"), False)
+    wanted = Grammar.of_choices(["a ::= b", "né", 'say "%llguidance"'])
+    grammar = compile_grammar(form_grammar(wanted, [], None, start, mark_ids(vocabulary)), vocabulary)
+    assert all(ends(grammar, text) for choice in wanted.choices for text in (choice, f"<think>x</think>{choice}"))
 
 
 def test_without_a_strict_tool_or_with_marks_that_are_no_text_nothing_is_held() -> None:
