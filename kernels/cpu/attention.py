@@ -7,14 +7,18 @@ from typing import Any
 from llvmlite import ir
 
 from kernels.cpu.code import I8, I16, I32, I64, Code
-from kernels.cpu.layout import ITEM, KEYS, LANES, LAYER, QUERIES, RUN, StackShape
+from kernels.cpu.layout import ITEM, KEYS, LANES, LAYER, QUERIES, RUN, TILE, StackShape
 
 _HIDDEN = -1e30
-"""The score of a key that a query does not see."""
+"""The product of a key with a query that does not see it."""
 _LEAST = -50.0
 """Powers of e below are 0: they change no sum, and processors take long for numbers as small as their products."""
 _FETCHED = 32
 """Keys that are asked of memory ahead: they lie too far from each other for processors to do it by themselves."""
+_AHEAD, _STAGES = 2, 4
+"""Tiles of keys that are laid side by side before one is multiplied, and that are kept, so that nothing waits."""
+_SCORES, _KEYS, _QUERIES = range(3)
+"""Tiles."""
 _MAX_TOTALS = 16
 """Vectors that sums of values are kept in: half of the registers."""
 
@@ -71,27 +75,55 @@ class _Attention:
         return code.plus(self.layer[name], code.times(place, 2 * shape.head_dim))
 
     def _score(self) -> None:
-        """Scores of some keys at a time; behind the last key it is taken again, and what comes of it not used."""
-        code, shape, steps = self.code, self.shape, 4
+        """Products of queries and some keys at a time, which are a tile's rows once they lie side by side. Behind the
+        last key it is taken again, and what comes of it not used."""
+        code, size = self.code, 2 * self.shape.head_dim
+        room = code.room(64 + _STAGES * KEYS * size)
+        self._configure(room)
+        with code.loop(0, code.plus(self.num_keys, _AHEAD * KEYS), KEYS) as first:
+            with code.when(code.build.icmp_signed("<", first, self.num_keys)):
+                self._lay_keys(first, self._stage(room, first))
+            before = code.plus(first, -_AHEAD * KEYS)
+            with code.when(code.build.icmp_signed(">=", before, I64(0))):
+                self._multiply(self._stage(room, before), code.plus(self.scores, code.times(before, 64)))
+        code.call("llvm.x86.tilerelease", ir.VoidType())
+
+    def _stage(self, room: Any, first: Any) -> Any:
+        """Where keys from the number `first` on are laid."""
+        place = self.code.build.and_(first, I64((_STAGES - 1) * KEYS))
+        return self.code.plus(room, 64, self.code.times(place, 2 * self.shape.head_dim))
+
+    def _lay_keys(self, first: Any, stage: Any) -> None:
+        code, size = self.code, 2 * self.shape.head_dim
         last = code.plus(self.num_keys, -1)
-        with code.loop(0, self.num_keys, KEYS) as first:
-            keys = [self._key(code.least(code.plus(first, number), last), "keys") for number in range(KEYS)]
-            for number in range(KEYS):
-                ahead = code.least(code.plus(first, number + _FETCHED), last)
-                code.fetch(self._key(ahead, "keys"), 2 * shape.head_dim)
-            totals = [code.variable(code.number(0.0)) for _ in keys]
-            with code.loop(0, shape.head_dim // 2, steps) as pair:
-                for step in range(steps):
-                    queries = code.load_vector(self.pairs, code.plus(code.times(pair, 64), 64 * step))
-                    for key, total in zip(keys, totals, strict=True):
-                        both = code.same(code.load(I32, key, code.plus(code.times(pair, 4), 4 * step)))
-                        total.set(code.add_pairs(total.get(), queries, both))
-            for number, total in enumerate(totals):
-                scaled = code.build.fmul(total.get(), code.number(shape.scale))
-                code.store(scaled, self.scores, code.times(code.plus(first, number), 64))
+        with code.loop(0, KEYS) as number:
+            key = self._key(code.least(code.plus(first, number), last), "keys")
+            for part in range(0, size, 64):
+                code.store(code.load_vector(key, part), stage, code.plus(code.times(number, size), part))
+            code.fetch(self._key(code.least(code.plus(first, number, _FETCHED), last), "keys"), size)
+
+    def _multiply(self, stage: Any, target: Any) -> None:
+        code, size, nothing = self.code, 2 * self.shape.head_dim, ir.VoidType()
+        code.call("llvm.x86.tilezero", nothing, I8(_SCORES))
+        for part in range(size // 64):
+            queries = code.plus(self.pairs, 64 * TILE * part)
+            for tile, at, stride in ((_KEYS, code.plus(stage, 64 * part), size), (_QUERIES, queries, 64)):
+                code.call("llvm.x86.tileloadd64", nothing, I8(tile), code.at(at), I64(stride))
+            code.call("llvm.x86.tdpbf16ps", nothing, I8(_SCORES), I8(_KEYS), I8(_QUERIES))
+        code.call("llvm.x86.tilestored64", nothing, I8(_SCORES), code.at(target), I64(64))
+
+    def _configure(self, room: Any) -> None:
+        """All tiles whole, from 64 bytes of `room`."""
+        code = self.code
+        code.clear(room, I64(64))
+        code.store(I8(1), room)
+        for tile in (_SCORES, _KEYS, _QUERIES):
+            code.store(I16(64), room, 16 + 2 * tile)
+            code.store(I8(TILE), room, 48 + tile)
+        code.call("llvm.x86.ldtilecfg", ir.VoidType(), code.at(room))
 
     def _hide(self) -> None:
-        """Keys that a mask hides get a score below all others."""
+        """Keys that a mask hides get a product below all others."""
         code, shape, masked = self.code, self.shape, self.queries["num_masked"]
         before = code.minus(self.num_keys, masked)
         bits = ir.VectorType(ir.IntType(1), LANES)
@@ -108,11 +140,14 @@ class _Attention:
             code.store(code.build.select(visible, code.load_vector(place), code.number(_HIDDEN)), place)
 
     def _weigh(self) -> Any:
-        """Scores become weights; returns where one over their sums is."""
+        """Products become scores, and these weights; returns where one over their sums is."""
         code = self.code
         most, sums = code.variable(code.number(_HIDDEN)), code.variable(code.number(0.0))
         with code.loop(0, self.num_keys) as key:
-            most.set(code.largest(most.get(), code.load_vector(self.scores, code.times(key, 64))))
+            place = code.plus(self.scores, code.times(key, 64))
+            score = code.build.fmul(code.load_vector(place), code.number(self.shape.scale))
+            most.set(code.largest(most.get(), score))
+            code.store(score, place)
         with code.loop(0, self.num_keys) as key:
             place = code.plus(self.scores, code.times(key, 64))
             below = code.build.fsub(code.load_vector(place), most.get())

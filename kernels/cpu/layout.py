@@ -30,7 +30,7 @@ of results as of rows, blocks of a tile, the first tile and the one behind the l
 prepared of them: sums, which weights of four bits are moved by, or codes, for weights of eight bits."""
 PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
 """Of what prepares that."""
-KEYS = 8
+KEYS = TILE
 """Keys that are multiplied with queries at once."""
 RUN = (
     "stream", "rows", "layers", "num_layers", "cos", "sin", "slots", "items", "num_items", "queries", "heads",
