@@ -14,11 +14,10 @@ from draft_service.door.servicer import DraftServicer
 from draft_service.frames import DrafterProfile
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
-from outrider.errors import ConfigError
 from outrider.host.process import EngineProcess, switch_threads_often
 from outrider.logs import get_logger
 from outrider.metrics import serve_metrics
-from outrider.models.shipped import choose_drafters
+from outrider.models.shipped import drafters_of_service
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_OK, run_service, write_ready_file
 from outrider.rpc.server import GrpcServer, check_free, door_options
 from outrider.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
@@ -43,7 +42,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
     check_free(options.address)
     if options.metrics_address:
         check_free(options.metrics_address, "--metrics-address")
-    options = _choose(options)
+    options = drafters_of_service(options)
     if warning := options.unused():
         _logger.warning("%s", warning)
     process, engine, features = await start_engine(options)
@@ -95,21 +94,6 @@ async def start_engine(
     # The engine opens no door: it needs no tokens.
     process = await EngineProcess.start(ENGINE_MODULE, replace(options, auth_token=""), engine, [features], threads)
     return process, engine, features
-
-
-def _choose(options: DraftOptions) -> DraftOptions:
-    """Drafters in the place of AUTO.
-
-    A draft model of which nobody has said what it is does not end the service: a supervisor would start it with the
-    same options again, for ever.
-    """
-    try:
-        return choose_drafters(options)
-    except ConfigError as error:
-        _logger.error(
-            "n-grams alone draft, and %s is not used: %s", options.speculative_draft_model_path, error.message
-        )
-        return replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")
 
 
 def watch(metrics: DraftMetrics, engine: RemoteDraftEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:

@@ -6,7 +6,6 @@ gone. Signals are the door's business: it starts this process with SIGINT and SI
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -24,10 +23,8 @@ from outrider.errors import ConfigError
 from outrider.host.line import listen
 from outrider.host.process import switch_threads_often
 from outrider.host.worker import BuiltEngine, Pipe, disable_automatic_collection, pin_to_cores, run_worker
-from outrider.logs import get_logger
+from outrider.models.shipped import without_model
 from outrider.protocol.speculation import LineOffer
-
-_logger = get_logger(__name__)
 
 Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]
 """Makes the drafter, and what maps verify's memory where that works, if that can be. Raises ConfigError."""
@@ -58,11 +55,7 @@ def connect(
     try:
         drafter, mapper = build(options)
     except ConfigError as error:
-        if "NGRAM" not in options.speculative_algorithm or options.speculative_algorithm == ("NGRAM",):
-            raise
-        # As where it does not fit a target: without it there would be no drafts at all.
-        _logger.error("n-grams alone draft, since the draft model cannot be loaded: %s", error.message)
-        options = dataclasses.replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")
+        options = without_model(options, error)
         drafter, mapper = build(options)
     listener = listen(options.local_line)
     line = None if listener is None else LineOffer(listener.host, listener.path)

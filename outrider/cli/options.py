@@ -11,20 +11,20 @@ import argparse
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar, cast
 
 from rich.console import Console
 
 from outrider.cli.child import LineSink
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
-from outrider.cli.placement import DRAFTING, NGRAM, PLACEMENTS, Placed, num_gpus, place_draft_model, place_drafts
-from outrider.config.base import Option, add_option, describe_options, expand, read_options
+from outrider.cli.flags import SHARED, ServiceFlag, service_flags
+from outrider.cli.placement import NGRAM, PLACEMENTS, Placed, num_gpus, place_draft_model, place_drafts
+from outrider.config.base import add_option, expand, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -37,12 +37,9 @@ from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
 from outrider.models.store_folder import CONFIG_FILE
 from outrider.rpc.server import check_free
-from outrider.rpc.tls import find_refusal, load_material
+from outrider.rpc.tls import CertificateRefusal, find_refusal, load_material
 from outrider.rpc.transport import split_host_port, unix_path
 
-SHARED = ("log_level", "drain_seconds", "lockstep")
-TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
-"""Options of a model that verify and draft have; without a service's name they are verify's."""
 PEOPLES = {
     "model": ("--model", "--served-model-name", "--device", "--dtype", "--context-length", "--deterministic"),
     "speculation": ("--speculative-algorithm", "--speculative-draft-model-path", "--draft-device", "--no-speculation"),
@@ -51,14 +48,7 @@ PEOPLES = {
     "log": ("--log-level",),
 }
 """The options that `--help` shows, by what they are about; `--help-all` shows the others, too, by their services."""
-# What the cluster decides: where services report, who talks to whom, and where a draft model runs.
-HIDDEN = (
-    {(name, "ready_file") for name in SERVICES}
-    | {(name, field) for name, field, _ in LINKS}
-    | {("verify", name) for name in DRAFTING}
-)
-
-
+_TLS_WORDS = ("ca", "cert", "name")
 MAX_TOKENS_LIMIT = 2**32 - 1
 MAX_SEED = 2**64 - 1
 NumberT = TypeVar("NumberT", int, float)
@@ -106,34 +96,6 @@ def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> 
 def given_service_flags(given: argparse.Namespace) -> list[str]:
     """The services' options that the command line holds, as the user spells them."""
     return [name.removeprefix("service") for name in vars(given) if name.startswith("service--")]
-
-
-class ServiceFlag(NamedTuple):
-    """A service's option as `outrider up` spells it."""
-
-    flag: str
-    service: str
-    option: Option
-
-
-@cache
-def service_flags() -> Sequence[ServiceFlag]:
-    """Every option of every service that a user may set, in the order of the services."""
-    names = Counter(field.name for kind in OPTION_TYPES.values() for field in fields(kind))
-    # The gateway's verify_tls_ca is not the tls_ca of verify.
-    taken = {f"{service}_{name}" for name, count in names.items() if count > 1 for service in SERVICES}
-    flags = []
-    for service in SERVICES:
-        kind = OPTION_TYPES[service]
-        for option in describe_options(kind):
-            name = option.name
-            if (service, name) in HIDDEN:
-                continue
-            own = name in (TARGETS if service == "verify" else DRAFTING)
-            plain = (names[name] == 1 and name not in taken) or name in SHARED or own
-            flag = option.flag if plain else f"--{service}-{option.flag.removeprefix('--')}"
-            flags.append(ServiceFlag(flag, service, option))
-    return flags
 
 
 def in_our_words(argv: Sequence[str]) -> list[str]:
@@ -364,6 +326,26 @@ def _check_own_door(options: GatewayOptions, arguments: argparse.Namespace) -> N
         raise ConfigError("--connect-tls-ca: the gateway has no certificate; set --gateway-tls-cert, or leave it out")
     if way is not None and options.tls_ca and not way.cert:
         raise ConfigError("--connect-tls-cert: --gateway-tls-ca asks for one; name one that is signed so, and its key")
+    try:
+        host = split_host_port(options.address, "--gateway-address")[0].strip("[]")
+        door = door_tls(options)
+        _load(lambda: door)
+    except ConfigError:  # told by the gateway's own checks
+        return
+    if door is not None and way is not None and (refusal := find_refusal(door, way, host)) is not None:
+        shown, trusted = ({word: f"--{end}-tls-{word}" for word in _TLS_WORDS} for end in ("gateway", "connect"))
+        raise _refused(refusal, ("the gateway service", shown), ("this command", trusted))
+
+
+def _refused(
+    refusal: CertificateRefusal, door: tuple[str, Mapping[str, str]], caller: tuple[str, Mapping[str, str]]
+) -> ConfigError:
+    """What is told where one end would not take the other's certificate: of each what it is called, and its flags."""
+    (who, own), (_, other) = (caller, door) if refusal.by_caller else (door, caller)
+    flag, fix = own["ca"], "name what that one is signed with"
+    if refusal.is_name:
+        flag, fix = own["name"], "name what that one is made out to"
+    return ConfigError(f"{flag}: {who} would not take the certificate of {other['cert']}: {refusal.reason}; {fix}")
 
 
 def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
@@ -410,16 +392,9 @@ def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: 
     if refusal is None:
         return
     flags = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}
-    trusted, shown = (caller, f"{peer}_tls_ca"), (peer, "tls_cert")
-    if not refusal.by_caller:
-        trusted, shown = (peer, "tls_ca"), (caller, f"{peer}_tls_cert")
-    fix = "name what that one is signed with"
-    if refusal.is_name:
-        trusted, fix = (caller, f"{peer}_tls_name"), "name what that one is made out to"
-    raise ConfigError(
-        f"{flags[trusted]}: the {trusted[0]} service would not take the certificate of {flags[shown]}: "
-        f"{refusal.reason}; {fix}"
-    )
+    shown = {word: flags.get((peer, f"tls_{word}"), "") for word in _TLS_WORDS}
+    trusted = {word: flags[caller, f"{peer}_tls_{word}"] for word in _TLS_WORDS}
+    raise _refused(refusal, (f"the {peer} service", shown), (f"the {caller} service", trusted))
 
 
 def _check_target(verify: VerifyOptions) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.cluster import is_default, num_cores
+from outrider.cli.flags import DRAFTING, service_flags
 from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions, check_drafters
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
@@ -20,8 +21,6 @@ PLACEMENTS = ("auto", "remote", "colocated")
 NGRAM = ("NGRAM",)
 ROUND_MODELS = ("EAGLE3", "EAGLE", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE", NAIVE_EAGLE)
 """What drafts inside rounds; the last one there alone."""
-DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
-"""Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
 _OTHERS = tuple(
     field.name
     for field in fields(DraftOptions)
@@ -90,8 +89,9 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
 
 
 def _of_draft_service(draft: DraftOptions) -> list[str]:
-    """Options of a draft service that were given and that verify has not."""
-    return [name for name in _OTHERS if not is_default(draft, name)]
+    """Options of a draft service that were given and that verify has not, as `outrider up` spells them."""
+    flags = {flag.option.name: flag.flag for flag in service_flags() if flag.service == "draft"}
+    return [flags.get(name, name) for name in _OTHERS if not is_default(draft, name)]
 
 
 def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool) -> Placed:

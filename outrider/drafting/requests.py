@@ -25,6 +25,7 @@ from outrider.drafting.registry import build_growth, named_drafters, takes_turns
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarNode, GrammarState, GrammarVocabulary, compile_grammar
 from outrider.logs import get_logger
+from outrider.models.config import text_fields
 from outrider.models.drafters.kinds import draft_name
 from outrider.models.fields import get_eos_token_ids, read_json
 from outrider.models.store import local_folder
@@ -188,7 +189,7 @@ class DraftGrammars:
 def _end_ids(folder: Path) -> list[int]:
     """Tokens that end an answer, as `outrider.models.config` has them."""
     names = [name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
-    return [token for name in names for token in get_eos_token_ids(read_json(folder / name), name)]
+    return [token for name in names for token in get_eos_token_ids(text_fields(read_json(folder / name)), name)]
 
 
 def find_tokenizer(options: DraftOptions, wanted: str) -> Path | None:

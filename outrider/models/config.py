@@ -125,16 +125,18 @@ class ModelConfig(ModelShape):
                 f"config.json: use_bidirectional_attention of {architecture} is not supported: tokens would see those "
                 "behind them; only causal decoders are run"
             )
+        vocab_size = get_int(fields, "vocab_size", minimum=1)
         hidden_size = get_int(fields, "hidden_size", minimum=1)
         num_heads = get_int(fields, "num_attention_heads", minimum=1)
         max_positions = get_int(fields, "max_position_embeddings", minimum=1)
-        attention_bias = not family.qkv_bias and get_bool(fields, "attention_bias", False)
+        has_choice = family.attention_bias and not family.qkv_bias
+        attention_bias = has_choice and get_bool(fields, "attention_bias", False)
         num_layers = get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
         head_dim = get_int(fields, "head_dim", _default_head_dim(fields, family, hidden_size, num_heads), minimum=2)
         rope, local_rope = read_ropes(fields, max_positions)
         config = cls(
             architecture=architecture,
-            vocab_size=get_int(fields, "vocab_size", minimum=1),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=get_int(fields, "intermediate_size", minimum=1),
             num_layers=num_layers,
@@ -144,7 +146,7 @@ class ModelConfig(ModelShape):
             max_positions=max_positions,
             rms_norm_eps=get_float(fields, "rms_norm_eps", 1e-6),
             rope=rope,
-            eos_token_ids=eos_token_ids(fields, generation),
+            eos_token_ids=eos_token_ids(fields, generation, vocab_size),
             tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
             qkv_bias=attention_bias or (family.qkv_bias and get_bool(fields, "qkv_bias", True)),
             output_bias=attention_bias,
@@ -269,9 +271,6 @@ class ModelConfig(ModelShape):
                     raise ConfigError(
                         f"config.json: longrope has {len(factors)} factors for {size // 2} pairs of a head"
                     )
-        outside = [token_id for token_id in self.eos_token_ids if token_id >= self.vocab_size]
-        if outside:
-            raise ConfigError(f"config.json: eos_token_id {outside[0]} is outside the vocabulary of {self.vocab_size}")
 
 
 def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -387,10 +386,17 @@ def _default_head_dim(fields: Mapping[str, Any], family: Family, hidden_size: in
     return hidden_size // num_heads
 
 
-def eos_token_ids(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tokens that end an answer, by generation_config.json and config.json."""
-    ids = get_eos_token_ids(generation, "generation_config.json")
-    ids = ids + get_eos_token_ids(fields, "config.json")
+def eos_token_ids(fields: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end an answer, by generation_config.json and config.json. Raises ConfigError for illegal ones."""
+    ids: list[int] = []
+    for source, given in (("generation_config.json", generation), ("config.json", fields)):
+        found = get_eos_token_ids(given, source)
+        if outside := [token_id for token_id in found if token_id >= vocab_size]:
+            raise ConfigError(
+                f"{source}: eos_token_id {outside[0]} is outside the vocabulary of {vocab_size} tokens (vocab_size of "
+                "config.json); name the token that ends an answer there"
+            )
+        ids += found
     return tuple(dict.fromkeys(ids))
 
 

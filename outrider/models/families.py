@@ -11,10 +11,10 @@ from typing import Any
 class Family:
     """What an architecture fixes and config.json leaves unsaid.
 
-    `qkv_bias`: q, k and v have biases and the output has none; otherwise attention_bias decides for all four.
-    `mlp_bias`: config.json may ask for biases in the MLP. `head_dim`: where config.json names none; None is
-    hidden_size / num_heads. `unread_prefix`: tensors of the checkpoint that are not the decoder's. `experts`: how its
-    mixtures of experts are written (see ExpertsConfig).
+    `qkv_bias`: q, k and v have biases and the output has none; otherwise attention_bias decides for all four, unless
+    `attention_bias` says that none has any, whatever config.json has. `mlp_bias`: config.json may ask for biases in
+    the MLP. `head_dim`: where config.json names none; None is hidden_size / num_heads. `unread_prefix`: tensors of the
+    checkpoint that are not the decoder's. `experts`: how its mixtures of experts are written (see ExpertsConfig).
 
     `wide_qk_norm`, `norms`, `norm_offset`, `fused`, `sinks`: see ModelConfig. `windows`: config.json may ask for
     sliding windows. `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is
@@ -24,6 +24,7 @@ class Family:
     """
 
     qkv_bias: bool = False
+    attention_bias: bool = True
     mlp_bias: bool = False
     qk_norm: bool = False
     head_dim: int | None = None
@@ -73,7 +74,7 @@ _OF_FAMILIES = frozenset(
 _OF_WINDOWS = frozenset(("use_sliding_window", "layer_types"))
 """Likewise, among families that have windows; others refuse what these ask for."""
 
-_MISTRAL = Family(windows=True, defaults={"sliding_window": 4096, "layer_types": None})
+_MISTRAL = Family(attention_bias=False, windows=True, defaults={"sliding_window": 4096, "layer_types": None})
 _QWEN2_FIELDS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 _QWEN2 = Family(qkv_bias=True, windows=True, defaults=_QWEN2_FIELDS)
 _QWEN3 = replace(_QWEN2, qkv_bias=False, qk_norm=True, head_dim=128)
@@ -162,6 +163,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, is_part=True),
     "Phi3ForCausalLM": Family(
+        attention_bias=False,
         fused=True,
         windows=True,
         defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
@@ -172,7 +174,7 @@ FAMILIES = {
     "SmolLM3ForCausalLM": Family(mlp_bias=True, windows=True, defaults=_SMOLLM_3_FIELDS),
     "Qwen2MoeForCausalLM": replace(_QWEN2, experts="qwen", window_pattern=2, defaults=_QWEN_2_MOE_FIELDS),
     "Qwen3MoeForCausalLM": replace(_QWEN3, experts="qwen", head_dim=None, defaults=_QWEN_3_MOE_FIELDS),
-    "MixtralForCausalLM": Family(experts="mixtral", windows=True, defaults=_MIXTRAL_FIELDS),
+    "MixtralForCausalLM": Family(attention_bias=False, experts="mixtral", windows=True, defaults=_MIXTRAL_FIELDS),
     "GptOssForCausalLM": Family(
         experts="gpt-oss", windows=True, window_pattern=2, sinks=True, defaults=_GPT_OSS_FIELDS
     ),

@@ -64,16 +64,17 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     fields = {**{name: fields.get(alias) for name, alias in other.items() if name not in fields}, **fields}
     num_heads = get_int(fields, "num_attention_heads", minimum=1)
     hidden_size = get_int(fields, "hidden_size", minimum=1)
+    vocab_size = get_int(fields, "vocab_size", minimum=1)
     return ModelShape(
         architecture=str(fields["architectures"][0]),
-        vocab_size=get_int(fields, "vocab_size", minimum=1),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
         head_dim=padded_head_dim(get_int(fields, "head_dim", hidden_size // num_heads, minimum=1)),
         max_positions=get_int(fields, "max_position_embeddings", minimum=1),
-        eos_token_ids=eos_token_ids(fields, generation),
+        eos_token_ids=eos_token_ids(fields, generation, vocab_size),
         tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
         dtype=stated_dtype(fields),
     )

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from outrider.config.base import expand
 from outrider.config.draft import AUTO, DraftOptions
-from outrider.errors import ConfigError
+from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError, OutriderError
 from outrider.logs import get_logger
 from outrider.models.fields import read_json
 from outrider.models.store import DEFAULT_ALIASES, DEFAULT_MODEL, DEFAULT_WHEEL
@@ -83,3 +84,30 @@ def choose_drafters(
         speculative_draft_model_path=str(head),
         target_model_path=options.target_model_path or target,
     )
+
+
+def drafters_of_service(options: DraftOptions, target: str = "") -> DraftOptions:
+    """What `choose_drafters` finds; n-grams alone for a draft model of which nobody has said what it is."""
+    try:
+        return choose_drafters(options, target)
+    except ConfigError as error:
+        return without_model(options, error)
+
+
+def can_do_without_model(options: DraftOptions | VerifyOptions) -> bool:
+    """Whether n-grams are among the drafters named, beside a model, or may be chosen."""
+    names = options.speculative_algorithm
+    return names == AUTO or ("NGRAM" in names and len(names) > 1)
+
+
+def without_model(options: DraftOptions, error: OutriderError) -> DraftOptions:
+    """The options with n-grams alone, for a draft model that cannot draft; the log says why.
+
+    Without it there are drafts all the same, and a supervisor would start the service with the same options again, for
+    ever. Raises ConfigError where there is nothing but the model.
+    """
+    if not can_do_without_model(options):
+        raise ConfigError(error.message) from error
+    name = options.speculative_draft_model_path or "the draft model"
+    _logger.error("n-grams alone draft, and %s is not used: %s", name, error.message)
+    return replace(options, speculative_algorithm=("NGRAM",), speculative_draft_model_path="")

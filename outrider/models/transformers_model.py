@@ -360,7 +360,7 @@ def _survey(folder: Path) -> _Survey:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_positions=max_positions,
-        eos_token_ids=eos_token_ids(fields, generation),
+        eos_token_ids=eos_token_ids(fields, generation, logits.shape[-1]),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         dtype=stated_dtype(fields),
         num_parameters=num_parameters,

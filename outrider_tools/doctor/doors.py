@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from outrider.cli.cluster import MODULES
-from outrider.cli.options import service_flags
+from outrider.cli.flags import service_flags
 from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions

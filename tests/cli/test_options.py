@@ -15,16 +15,15 @@ import trustme
 
 import outrider.cli.options as options_module
 from outrider.cli.cluster import bind_again, link, place
+from outrider.cli.flags import SHARED, service_flags
 from outrider.cli.main import COMMANDS, main, make_parser
 from outrider.cli.options import (
     PEOPLES,
-    SHARED,
     door_checks,
     find_faults,
     in_our_words,
     make_cluster,
     parse_service_options,
-    service_flags,
 )
 from outrider.cli.placement import place_draft_model
 from outrider.cli.terminal import make_console
@@ -377,11 +376,20 @@ def test_a_command_does_not_start_a_gateway_that_it_could_not_speak_to(
 ) -> None:
     files = issued_by(tmp_path)
     tls = [f"--gateway-tls-{word}={files[word]}" for word in ("cert", "key")]
-    trusted = f"--connect-tls-ca={files['ca']}"
+    others = issued_by(tmp_path / "others")
+    trusted, strange = (f"--connect-tls-ca={issued['ca']}" for issued in (files, others))
+    named, foreign = (
+        "--connect-tls-name=localhost",
+        [f"--connect-tls-{word}={others[word]}" for word in ("cert", "key")],
+    )
     for words, said in (
         (tls, "--connect-tls-ca: --gateway-tls-cert is set; name the"),
         ([trusted], "--connect-tls-ca: the gateway has no certificate"),
         ([*tls, trusted, f"--gateway-tls-ca={files['ca']}"], "--connect-tls-cert: --gateway-tls-ca asks for one"),
+        ([*tls, trusted], "--connect-tls-name: this command would not take the certificate of --gateway-tls-cert: "),
+        ([*tls, strange], "--connect-tls-ca: this command would not take the certificate of --gateway-tls-cert: "),
+        ([*tls, trusted, named, f"--gateway-tls-ca={files['ca']}", *foreign], "--gateway-tls-ca: the gateway service"),
+        ([*tls, "--connect-tls-ca=none"], "--connect-tls-ca: none cannot be read"),
     ):
         assert main([command, f"--model={model_path}", "--device=cpu", *words]) == 2
         assert said in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from outrider.cli.cluster import OPTION_TYPES
-from outrider.cli.options import service_flags
+from outrider.cli.flags import service_flags
 from outrider.config.base import options_to_argv, options_to_env
 from outrider.config.service import read_secret
 from outrider.errors import ConfigError

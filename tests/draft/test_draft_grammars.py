@@ -78,6 +78,12 @@ def test_only_what_the_grammar_allows_is_sent(folder: Path) -> None:
     assert held == {"yes", "yes.", "yes,", "yes, ", "n", "no", "no.", "ab", "abb", "abba", "a"}
 
 
+def test_the_end_of_a_model_that_is_part_of_a_larger_one_is_known(folder: Path, tmp_path: Path) -> None:
+    tiny_vocabulary(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": END}}))
+    assert Service(tmp_path).held() == Service(folder).held()
+
+
 def test_nothing_is_sent_behind_an_end(folder: Path) -> None:
     service = Service(folder)
     service.held()

@@ -15,11 +15,12 @@ from draft_fakes import SignallingDrafter, open_message
 from msgspec.structs import replace
 
 from draft_service.engine.worker import describe
-from draft_service.main import _choose, start_engine
+from draft_service.main import start_engine
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import CombinedDrafter, Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.errors import ConfigError
+from outrider.models.shipped import drafters_of_service
 from outrider.protocol.speculation import Close, Grow, Hello
 from outrider.rpc.status import error_from_rpc
 
@@ -123,7 +124,7 @@ async def test_n_grams_draft_alone_where_the_model_beside_them_cannot_be_loaded(
         finally:
             await process.close()
     said = capfd.readouterr().err
-    assert "n-grams alone draft, since the draft model cannot be loaded: " in said and f"{tmp_path}/none" in said
+    assert f"n-grams alone draft, and {tmp_path}/none is not used: " in said
 
 
 def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:
@@ -136,8 +137,8 @@ def test_only_drafters_of_which_some_take_no_features_can_do_without() -> None:
 
 def test_a_draft_model_of_which_nobody_said_what_it_is_ends_no_service(caplog: pytest.LogCaptureFixture) -> None:
     """A container would be started again with the same options, for ever."""
-    with caplog.at_level(logging.ERROR, "draft_service"):
-        chosen = _choose(DraftOptions(speculative_draft_model_path="/models/head"))
+    with caplog.at_level(logging.ERROR, "outrider"):
+        chosen = drafters_of_service(DraftOptions(speculative_draft_model_path="/models/head"))
     assert (chosen.speculative_algorithm, chosen.speculative_draft_model_path) == (("NGRAM",), "")
     (record,) = caplog.records
     assert all(word in record.getMessage() for word in ("/models/head", "--speculative-algorithm", "n-grams alone"))

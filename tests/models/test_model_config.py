@@ -195,6 +195,15 @@ def test_damaged_generation_config_is_named(tmp_path: Path) -> None:
         ModelConfig.from_folder(tmp_path)
 
 
+def test_an_end_outside_the_vocabulary_is_told_with_its_file() -> None:
+    for source, fields, generation in (
+        ("generation_config.json", {}, {"eos_token_id": [2, 100]}),
+        ("config.json", {"eos_token_id": 100}, {"eos_token_id": 2}),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{source}: eos_token_id 100 .* vocabulary of 100 "):
+            ModelConfig.from_fields({**VALID, **fields}, generation)
+
+
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         ModelConfig.from_folder(tmp_path / "nowhere")

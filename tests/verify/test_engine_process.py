@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from service_process import engine_of, is_gone, start_door, wait_until
 from tokenizers import Tokenizer, models
 
 from outrider.config.verify import VerifyOptions
-from outrider.errors import InternalError
+from outrider.errors import ConfigError, InternalError
 from outrider.host.process import KERNEL_CACHES
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
 from outrider.sampling.params import SamplingParams
@@ -63,6 +64,35 @@ async def test_an_engine_serves_until_it_is_stopped(folder: Path) -> None:
     finally:
         await process.close()
     assert process._process.returncode == 0
+
+
+async def test_n_grams_draft_alone_where_the_model_beside_them_cannot(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process as in a draft service: for a model that is not there, and one of another tokenizer."""
+    tiny_model(tmp_path)
+    words = {f"other{number}": number for number in range(61)}
+    Tokenizer(models.WordLevel(words, unk_token="other0")).save(str(tmp_path / "tokenizer.json"))
+    for names, path, works in (
+        (("STANDALONE", "NGRAM"), tmp_path / "none", True),
+        (("STANDALONE", "NGRAM"), tmp_path, True),
+        (("STANDALONE",), tmp_path / "none", False),
+        (("AUTO",), tmp_path, True),
+    ):
+        options = options_for(folder, device="cpu", speculative_draft_model_path=str(path))
+        process, _ = await main.start_engine(replace(options, speculative_algorithm=names), lambda report: None)
+        try:
+            if works:
+                assert await process.ready(asyncio.Event()) is not None
+                await process.stop()
+            else:
+                with pytest.raises(ConfigError, match="none"):
+                    await process.ready(asyncio.Event())
+        finally:
+            await process.close()
+        said = capfd.readouterr().err
+        assert (f"n-grams alone draft, and {path} is not used: " in said) == works
+        assert ("NGRAM draft in this process" in said) == works
 
 
 async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

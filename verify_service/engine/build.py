@@ -30,7 +30,7 @@ from outrider.models.capacity import SCRATCH_BYTES, cpu_tokens
 from outrider.models.cuts import check_plain_attention
 from outrider.models.decoder import CausalLM
 from outrider.models.progress import ConsoleProgress
-from outrider.models.shipped import choose_drafters
+from outrider.models.shipped import drafters_of_service, without_model
 from outrider.models.store import served_name
 from outrider.models.store_folder import hash_tokenizer
 from outrider.protocol.generation import VerifyInfo
@@ -117,10 +117,13 @@ def _colocated_draft(
     served: TargetProfile,
     vocabulary: GrammarVocabulary | None,
 ) -> ColocatedDraft | None:
-    """What drafts on the engine's thread, if the options name it. Raises ConfigError."""
+    """What drafts on the engine's thread, if the options name it: n-grams alone where the model beside them cannot.
+
+    Raises ConfigError.
+    """
     if not options.speculative_algorithm or options.no_speculation:
         return None
-    told = choose_drafters(options.draft_model(str(path)), options.model)
+    told = drafters_of_service(options.draft_model(str(path)), options.model)
     if warning := told.unused():
         log.warning("%s", warning)
     told = replace(
@@ -132,11 +135,13 @@ def _colocated_draft(
         dtype=str(model.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
     )
-    drafter = build_drafter(told)
     try:
+        drafter = build_drafter(told)
         terms = agree(served.hello(), introduce(drafter, told))
-    except HandshakeError as error:
-        raise ConfigError(f"--speculative-algorithm: {error.message}") from None
+    except (ConfigError, HandshakeError) as error:
+        told = without_model(told, error)
+        drafter = build_drafter(told)
+        terms = agree(served.hello(), introduce(drafter, told))
     log.info("%s draft in this process", ", ".join(told.speculative_algorithm))
     return ColocatedDraft(drafter, told, terms, served.info.tokenizer_hash, vocabulary)
 

@@ -29,7 +29,7 @@ from outrider.models.drafters.loader import is_cut, load_draft_model
 from outrider.models.elements import model_elements
 from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
-from outrider.models.shipped import choose_drafters
+from outrider.models.shipped import can_do_without_model, drafters_of_service, without_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import TOKENIZER_FILE, hash_tokenizer
 from outrider.models.transformers_model import TransformersConfig
@@ -74,7 +74,7 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
         config = part = cut(config, memory.world)
     options.check_lengths(config.max_positions)
     count_tokens(path)
-    if (told := named_draft(options, path)) is not None:
+    if _needs_draft(options) and (told := named_draft(options, path)) is not None:
         check_drafter(told, path)
     dtype = choose_dtype(options.dtype, device, config.dtype)
     fp8_kv = options.kv_cache_dtype == "fp8_e4m3"
@@ -141,11 +141,27 @@ def count_tokens(folder: Path) -> int:
 def load_draft(options: VerifyOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
     """The draft model that drafts inside rounds on a GPU, or a rank's part of it, if the options name one.
 
-    Of a model that is not cut rank 0 has all, and the others have nothing. Raises ConfigError.
+    None, too, for one that cannot draft and that n-grams are named beside. Of a model that is not cut rank 0 has all,
+    and the others have nothing. Raises ConfigError.
     """
     told = named_draft(options, path)
     if told is None or target.device.type != "cuda":
         return None
+    try:
+        return _load_named(options, told, path, target)
+    except ConfigError as error:
+        if _needs_draft(options):
+            raise
+        without_model(options.draft_model(str(path)), error)
+        return None
+
+
+def _needs_draft(options: VerifyOptions) -> bool:
+    """Whether a draft model that cannot draft ends the service. Ranks could not tell whether the others went on."""
+    return options.tensor_parallel_size > 1 or not can_do_without_model(options)
+
+
+def _load_named(options: VerifyOptions, told: DraftOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
     is_chain = told.speculative_algorithm == (NAIVE_EAGLE,)
     told = named_head(told)
     exchange = target.exchange if isinstance(target, CausalLM) else None
@@ -176,7 +192,7 @@ def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
     """What is said of a draft model inside rounds, n-grams left to draft services; None if there is to be none."""
     if not options.speculative_algorithm or options.no_speculation:
         return None
-    told = choose_drafters(options.draft_model(str(path)), options.model)
+    told = drafters_of_service(options.draft_model(str(path)), options.model)
     names = tuple(name for name in told.speculative_algorithm if name != "NGRAM")
     return replace(told, speculative_algorithm=names) if names else None
 
