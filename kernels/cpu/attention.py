@@ -79,7 +79,7 @@ class _Attention:
         last key it is taken again, and what comes of it not used."""
         code, size = self.code, 2 * self.shape.head_dim
         room = code.room(64 + _STAGES * KEYS * size)
-        self._configure(room)
+        code.configure_tiles(room, [(tile, 64, I8(TILE)) for tile in (_SCORES, _KEYS, _QUERIES)])
         with code.loop(0, code.plus(self.num_keys, _AHEAD * KEYS), KEYS) as first:
             with code.when(code.build.icmp_signed("<", first, self.num_keys)):
                 self._lay_keys(first, self._stage(room, first))
@@ -111,16 +111,6 @@ class _Attention:
                 code.call("llvm.x86.tileloadd64", nothing, I8(tile), code.at(at), I64(stride))
             code.call("llvm.x86.tdpbf16ps", nothing, I8(_SCORES), I8(_KEYS), I8(_QUERIES))
         code.call("llvm.x86.tilestored64", nothing, I8(_SCORES), code.at(target), I64(64))
-
-    def _configure(self, room: Any) -> None:
-        """All tiles whole, from 64 bytes of `room`."""
-        code = self.code
-        code.clear(room, I64(64))
-        code.store(I8(1), room)
-        for tile in (_SCORES, _KEYS, _QUERIES):
-            code.store(I16(64), room, 16 + 2 * tile)
-            code.store(I8(TILE), room, 48 + tile)
-        code.call("llvm.x86.ldtilecfg", ir.VoidType(), code.at(room))
 
     def _hide(self) -> None:
         """Keys that a mask hides get a product below all others."""

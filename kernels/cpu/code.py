@@ -30,8 +30,6 @@ class _BFloat16(ir.Type):  # type: ignore[misc]
 
 
 _HALVES = ir.VectorType(_BFloat16(), LANES)
-PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
-"""Of 32 bfloat16 numbers, two for each lane."""
 
 
 class Variable:
@@ -199,11 +197,6 @@ class Code:
         """The larger number in each lane."""
         return self.call("llvm.maxnum.v16f32", VECTOR, first, second)
 
-    def add_pairs(self, total: Any, first: Any, second: Any) -> Any:
-        """total + both products of the two bfloat16 numbers in each lane of vectors of 32 bits."""
-        pairs = (self.build.bitcast(value, PAIRS) for value in (first, second))
-        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, total, *pairs)
-
     def inverse_root(self, value: Any) -> Any:
         """1 / sqrt(value), float32."""
         return self.build.fdiv(F32(1.0), self.call("llvm.sqrt.f32", F32, value))
@@ -299,6 +292,15 @@ class Code:
     def clear(self, address: Any, size: Any) -> None:
         """Zeros, so many bytes."""
         self.call("llvm.memset.p0.i64", ir.VoidType(), self.at(address), I8(0), size, ir.IntType(1)(0))
+
+    def configure_tiles(self, room: Any, tiles: Sequence[tuple[int, int, Any]]) -> None:
+        """Tell AMX, by 64 bytes at `room`, of tiles: number, bytes of a row, and rows, int8."""
+        self.clear(room, I64(64))
+        self.store(I8(1), room)
+        for tile, width, rows in tiles:
+            self.store(I16(width), room, 16 + 2 * tile)
+            self.store(rows, room, 48 + tile)
+        self.call("llvm.x86.ldtilecfg", ir.VoidType(), self.at(room))
 
     @contextmanager
     def chunks(self, count: Any, counters: Any, prepare: Any = None, ahead: Any = None) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import F32, I8, I16, I32, I64, VECTOR, Code
+from kernels.cpu.code import F32, I8, I32, I64, VECTOR, Code
 from kernels.cpu.layout import BLOCKS, CODES, CODES_ROWS, GROUP, LANES, PREPARE, TILE, TILES
 from kernels.cpu.tiles import call_variants
 
@@ -28,7 +28,7 @@ _LEAST = 2.0**-90
 """Groups whose largest number is less count as zeros: its inverse could not be told in float32."""
 _WORDS, _BYTES = (ir.VectorType(kind, LANES) for kind in (I32, I8))
 _PRODUCT, _X, _W = 0, 4, 6
-_CONFIG, _PRODUCTS = 0, 64
+_PRODUCTS = 64
 _BEHIND = 2
 _SLOTS = 4
 """Products that are kept: none of them is waited for when the next is written."""
@@ -120,12 +120,8 @@ def _write_some(code: Code, rows: int, wide: bool) -> None:
 
 def _configure(code: Code, stack: Any) -> None:
     """Two rows of products and of codes for each row that there is; eight of weights, four columns in each."""
-    code.store(I8(1), stack, _CONFIG)
     height = code.build.trunc(code.times(code.args["count"], 2), I8)
-    for tile, width, rows in ((_PRODUCT, 64, height), (_X, GROUP, height), (_W, 64, I8(GROUP // 4))):
-        code.store(I16(width), stack, _CONFIG + 16 + 2 * tile)
-        code.store(rows, stack, _CONFIG + 48 + tile)
-    code.call("llvm.x86.ldtilecfg", ir.VoidType(), code.at(stack))
+    code.configure_tiles(stack, [(_PRODUCT, 64, height), (_X, GROUP, height), (_W, 64, I8(GROUP // 4))])
 
 
 def _multiply(code: Code, codes: Any, block: Any, slot: Any) -> None:

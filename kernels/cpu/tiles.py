@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I8, I16, I64, Code
+from kernels.cpu.code import I8, I64, Code
 from kernels.cpu.layout import BLOCKS, TILE, TILES
 
 _BLOCK = BLOCKS["half"]
@@ -16,7 +16,7 @@ _FETCHED = 8
 _ROWS = TILE
 _X, _W = 4, 6
 """Tiles: 0 to 3 are totals of two tiles of weights for each of two groups of rows, then come those rows and weights."""
-_CONFIG, _PRODUCTS, _STACK = 0, 64, 64 + 4 * 1024
+_PRODUCTS, _STACK = 64, 64 + 4 * 1024
 
 
 def write_tiles(module: Any, name: str, wide: bool = False) -> None:
@@ -90,18 +90,11 @@ class _Tiles:
 
     def _configure(self) -> None:
         """Tiles of 64 bytes: as many rows of totals and rows as there are, 16 of weights."""
-        code = self.code
-        for offset in range(0, 64, 8):
-            code.store(I64(1 if offset == 0 else 0), self.stack, offset)
+        code, tiles = self.code, [(tile, 64, I8(_ROWS)) for tile in (_W, _W + 1)]
         for group in range(self.groups):
             rows = code.build.trunc(self._rows(group, I64(0)), I8)
-            for tile in (2 * group, 2 * group + 1, _X + group):
-                code.store(I16(64), self.stack, 16 + 2 * tile)
-                code.store(rows, self.stack, 48 + tile)
-        for tile in (_W, _W + 1):
-            code.store(I16(64), self.stack, 16 + 2 * tile)
-            code.store(I8(_ROWS), self.stack, 48 + tile)
-        code.call("llvm.x86.ldtilecfg", ir.VoidType(), code.at(self.stack))
+            tiles += [(tile, 64, rows) for tile in (2 * group, 2 * group + 1, _X + group)]
+        code.configure_tiles(self.stack, tiles)
 
     def _rows(self, group: int, first: Any) -> Any:
         """Rows of a group of those from `first` on."""
