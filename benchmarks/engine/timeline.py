@@ -135,13 +135,14 @@ class ProfiledRounds:
             for request in self.requests:
                 self._memory.reserve(request, request.cached_len + 1)
             taken = self._growth.take(entries)
-            results = self._executor.launch(entries, self._growth.plan(entries)).wait()
+            pending = self._executor.launch(entries, self._growth.plan(entries))
+            results = pending.wait()
             for entry, result in zip(entries, results, strict=True):
                 entry.request.cached_len += len(result.token_ids)
                 entry.request.tokens.extend(result.token_ids)
                 self.num_committed += len(result.token_ids)
             if taken is not None:
-                self._growth.learn(taken, entries, results)
+                self._growth.learn(taken, entries, results, pending.drafting_seconds)
 
     def end(self) -> None:
         """Free rows and pages."""
