@@ -32,8 +32,6 @@ _INSTRUCTIONS = """You may call functions. Each is described by a JSON object:
 {tools}
 To call one, answer with a JSON object and nothing else: {{"name": its name, "arguments": an object of arguments}}"""
 
-_BEHIND_REASONING = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE)
-"""Forms that can be put into a grammar of the whole answer."""
 _WIDE_SPACE = "\N{EM SPACE}"
 """What no template writes behind a message, and each takes away that strips messages."""
 
@@ -62,8 +60,6 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
     is_forced = calls is not None and calls.forced
     splits = request.separate_reasoning and request.chat is not None and not is_forced
     reasoning = ReasoningStart.of(model.reasoning, text) if splits else None
-    if request.grammar is not None and request.grammar.kind not in _BEHIND_REASONING:
-        reasoning = None  # it holds from the first token on
     grammar = _grammar(request, model, calls, reasoning)
     marks = {model.reasoning.begin, model.reasoning.end} if model.reasoning else set()
     shown_tokens = (calls.form.shown_tokens if calls else frozenset()) | marks
@@ -101,7 +97,8 @@ def _about_grammar(
     fix = "leave out what is not supported, or split the schema"
     if request.grammar is None or is_forced:
         return {"grammar_field": names.get("chat.tools", "chat.tools"), "grammar_fix": fix}
-    return {"grammar_field": names.get("grammar", request.grammar.field), "grammar_fix": fix}
+    is_json = request.grammar.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
+    return {"grammar_field": names.get("grammar", request.grammar.field), "grammar_fix": fix if is_json else ""}
 
 
 def _tool_calls(request: ClientRequest, model: GatewayModel) -> ToolCalls | None:

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar, drop_annotations
+from outrider.grammar.spec import FORM_BELOW, MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar, drop_annotations
 
 _FIELD = "chat.tools"
 """Which refusals name."""
@@ -57,12 +59,12 @@ def form_grammar(
     start: ReasoningStart | None,
     mark_ids: Mapping[str, int],
 ) -> Grammar:
-    """What an answer is that has a form, of JSON or a choice, or that is calls of these tools and nothing more.
+    """What an answer is that has a form, or that is calls of these tools and nothing more.
 
     It may come behind reasoning, where `start` says how that begins. Calls fit the schemas of tools that are strict.
     `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
     """
-    rules = [f"form: {_form(wanted)}", f"WS: /{_SPACE}/"]
+    rules = [f"WS: /{_SPACE}/"]
     answer = "form"
     if form is not None and tools:
         answer = "(form | WS? calls)"
@@ -71,15 +73,26 @@ def form_grammar(
         thought = "thought WS?" if start.begun else "(WS? begin thought WS?)?"
         answer = f"{thought} {answer}"
         rules += _thought_rules(start, mark_ids)
-    grammar = Grammar(GrammarKind.EBNF, "\n".join((f"start: {answer}", *rules)))
+    form_rule = _form_rule(wanted, start)
+    grammar = Grammar(GrammarKind.EBNF, "\n".join((f"start: {answer}", *rules, form_rule)))
     check_grammar(grammar, "grammar")
     return grammar
 
 
-def _form(wanted: Grammar) -> str:
-    if wanted.kind is GrammarKind.CHOICE:
-        return " | ".join(_masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
-    return _embedded(json.loads(wanted.source) if wanted.source else {"type": "object"})
+def _form_rule(wanted: Grammar, start: ReasoningStart | None) -> str:
+    """The rule `form`, which comes last."""
+    match wanted.kind:
+        case GrammarKind.CHOICE:
+            choices = (_masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
+            return f"form: {' | '.join(choices)}"
+        case GrammarKind.REGEX:
+            # Else an expression that the marker fits, too, would hold for the reasoning behind it.
+            begin = "" if start is None else f" & ~/[ \\n\\r\\t]*{_in_regex(start.markers.begin)}(.|\\n)*/"
+            return f"form: FORM\nFORM: /{_masked(regex_to_lark(wanted.source, use_ascii='dw'))}/{begin}"
+        case GrammarKind.EBNF:
+            return f"{FORM_BELOW}\n{wanted.source}"
+        case _:
+            return f"form: {_embedded(json.loads(wanted.source) if wanted.source else {'type': 'object'})}"
 
 
 def _call_rules(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> list[str]:
@@ -99,7 +112,7 @@ def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[s
     end = start.markers.end
     within = " | ".join(f"<[{token_id}]>" for mark, token_id in mark_ids.items() if mark != end)
     marked = f"(TEXT ({within}))*" if within else ""
-    written = re.escape(end).replace("/", r"\/")
+    written = _in_regex(end)
     token = f" | {marked} TEXT <[{mark_ids[end]}]>" if end in mark_ids else ""
     return [
         f"begin: {_mark(start.markers.begin, mark_ids)}",
@@ -107,6 +120,10 @@ def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[s
         rf"written[lazy]: /(.|\n)*{written}/",
         r"TEXT: /(.|\n)*/",
     ]
+
+
+def _in_regex(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def _calls(form: ToolFormat) -> str:

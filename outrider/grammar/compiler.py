@@ -30,7 +30,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
-from outrider.grammar.spec import Grammar, GrammarKind, drop_annotations
+from outrider.grammar.spec import FORM_BELOW, Grammar, GrammarKind, drop_annotations
 
 LENGTH = struct.Struct("<I")
 """In front of each frame."""
@@ -174,8 +174,12 @@ def source_of(grammar: Grammar) -> str:
 
 
 def _lark_of(grammar: Grammar) -> str:
+    rules, below, form = grammar.source.partition(f"\n{FORM_BELOW}\n")
     try:
-        return any_to_lark(grammar.source)
+        if not below:
+            return any_to_lark(rules)
+        # What was GBNF begins with an order to the library, which has no place within other rules.
+        return f"{rules}\nform: %lark {{ {any_to_lark(form).removeprefix('%llguidance {}')}\n}}"
     except Exception as error:  # of no class of its own where a rule is missing, or stands there twice
         raise refusal(grammar, str(error)) from None
 

@@ -26,7 +26,8 @@ class GrammarKind(Enum):
     CHOICE = "choice"
     """The source is a JSON list of texts, of which the answer is one."""
     EBNF = "ebnf"
-    """The source is a context-free grammar in llguidance's dialect of Lark, or in GBNF."""
+    """The source is a context-free grammar in llguidance's dialect of Lark, or in GBNF; or rules in Lark, the line
+    `FORM_BELOW`, and below it a grammar of its own, in either language, which those rules call `form`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Grammar:
         return f"grammar.{self.kind.value}"
 
 
+FORM_BELOW = "%form"
+"""The line between the rules of an EBNF and the grammar that they are for."""
 MAX_SOURCE_BYTES = 65536
 """Of a JSON schema."""
 MAX_REGEX_BYTES = 4096

@@ -198,6 +198,30 @@ def test_a_choice_may_come_behind_reasoning(vocabulary: GrammarVocabulary) -> No
     assert all(ends(grammar, text) for choice in wanted.choices for text in (choice, f"<think>x</think>{choice}"))
 
 
+BEHIND: list[tuple[Grammar, list[str], list[str]]] = [
+    (Grammar(GrammarKind.REGEX, r"[a-c]+/\d\n::=%llguidance"), ["ab/7\n::=%llguidance"], ["ab/x", "ab/7 "]),
+    # It fits the marker, too, and yet reasoning is free where it begins with that.
+    (Grammar(GrammarKind.REGEX, ".*"), ["", "one line", "a <b>"], ["two\nlines"]),
+    (Grammar(GrammarKind.EBNF, 'start: "a" thought "}" // }\nthought: form+\nform: "b"'), ["ab}", "abb}"], ["a}", "b"]),
+    (Grammar(GrammarKind.EBNF, '%ignore " "\nstart: "a" "::="'), ["a::=", "a  ::="], ["a:"]),
+    (Grammar(GrammarKind.EBNF, 'root ::= "a" | end # }\nend ::= [0-9]+ "}"'), ["a", "12}"], ["12", "aa"]),
+]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize(("wanted", "right", "wrong"), BEHIND)
+def test_expressions_and_context_free_grammars_may_come_behind_reasoning(
+    begun: bool, wanted: Grammar, right: list[str], wrong: list[str], vocabulary: GrammarVocabulary
+) -> None:
+    start = ReasoningStart(ReasoningMarkers("<think>", "</think>"), begun)
+    grammar = compile_grammar(form_grammar(wanted, [], None, start, mark_ids(vocabulary)), vocabulary)
+    probe(grammar)
+    thought = f"{'' if begun else '<think>'}{THOUGHT}</think>"
+    assert all(ends(grammar, f"{thought}{space}{text}") for text in right for space in ("", "\n\n"))
+    assert not any(ends(grammar, f"{thought}{text}") for text in wrong)
+    assert begun or all(ends(grammar, text) for text in right)
+
+
 def test_without_a_strict_tool_or_with_marks_that_are_no_text_nothing_is_held() -> None:
     assert strict_grammar([TOOLS[2]], FORMATS["hermes"]) is None
     assert all(strict_grammar(TOOLS, FORMATS[form]) is None for form in ("llama3", "mistral"))
