@@ -14,7 +14,15 @@ from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import FORM_BELOW, MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar, drop_annotations
+from outrider.grammar.spec import (
+    EXACT_ONE_OF,
+    FORM_BELOW,
+    MAX_SOURCE_BYTES,
+    Grammar,
+    GrammarKind,
+    check_grammar,
+    prepare_schema,
+)
 
 _FIELD = "chat.tools"
 """Which refusals name."""
@@ -26,7 +34,8 @@ def forced_grammar(tools: Sequence[Tool], form: ToolFormat) -> Grammar:
     schema = _call_schema(tools, form)
     if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"$defs": definitions}, ensure_ascii=False))
+    schema |= {"$defs": definitions} | _exactness(tools)
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
     check_grammar(grammar, _FIELD)
     return grammar
 
@@ -97,7 +106,7 @@ def _form_rule(wanted: Grammar, start: ReasoningStart | None) -> str:
 
 def _call_rules(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> list[str]:
     call = _call_schema(tools, form)
-    definitions = {"$defs": _definitions(tools)}
+    definitions = _definitions(tools)
     return [
         f"calls: {_calls(form)}",
         f"call: {_embedded(call | definitions)}",
@@ -161,7 +170,7 @@ _MAY_SPACE = r"[ \n\r\t]{0,40}"
 
 def _marked_rules(tools: Sequence[Tool], form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
     """Text with any number of calls: behind the opener the model can only write one, and the closer."""
-    call = _embedded(_call_schema(tools, form) | {"$defs": _definitions(tools)})
+    call = _embedded(_call_schema(tools, form) | _definitions(tools))
     opened, closed = "written", "CLOSER"
     if opener is not None:
         opened = f"(written | text <[{opener}]>)"
@@ -184,21 +193,22 @@ def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
     rules = [f"start: {ways['only']} | ({ways['first']}) ({ways['next']})* LAST | text"]
     for index, tool in held.items():
         head = rf'\{{{_MAY_SPACE}"name"{_MAY_SPACE}:{_MAY_SPACE}"{re.escape(tool.name)}"'
+        arguments = _held_schema(tool, "") | EXACT_ONE_OF
         rules += [
             f"only{index}[lazy]: /{_MAY_SPACE}{head}/",
             rf"first{index}[lazy]: /{_MAY_SPACE}\[{_MAY_SPACE}{head}/",
             f"next{index}[lazy]: /{_MAY_SPACE},{_MAY_SPACE}{head}/",
-            f"args{index}: {_embedded(_held_schema(tool, ''))}",
+            f"args{index}: {_embedded(arguments)}",
         ]
-    arguments = rf'ARGUMENTS: /{_MAY_SPACE},{_MAY_SPACE}"{form.arguments_key}"{_MAY_SPACE}:/'
-    return [*rules, arguments, rf"END: /{_MAY_SPACE}\}}/", rf"LAST: /{_MAY_SPACE}\]/"]
+    key = rf'ARGUMENTS: /{_MAY_SPACE},{_MAY_SPACE}"{form.arguments_key}"{_MAY_SPACE}:/'
+    return [*rules, key, rf"END: /{_MAY_SPACE}\}}/", rf"LAST: /{_MAY_SPACE}\]/"]
 
 
 def _embedded(schema: dict[str, Any]) -> str:
     """A JSON schema within a grammar in Lark. White space is bounded: a small model may go on with it for ever."""
-    drop_annotations(schema)
-    source = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}} | schema, ensure_ascii=False)
-    return "%json " + _masked(source)
+    prepare_schema(schema)
+    options = {"whitespace_pattern": _SPACE, "lenient": False, "coerce_one_of": True} | schema.get("x-guidance", {})
+    return "%json " + _masked(json.dumps(schema | {"x-guidance": options}, ensure_ascii=False))
 
 
 def _masked(source: str) -> str:
@@ -221,11 +231,21 @@ def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
 
 
 def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The schemas of the tools' arguments by their names under `$defs`; of those that are not strict any object."""
-    return {
+    """The keyword `$defs` with the schemas of the tools' arguments; of those that are not strict any object."""
+    schemas = {
         f"tool{index}": _held_schema(tool, f"tool{index}") if tool.strict else {"type": "object"}
         for index, tool in enumerate(tools)
     }
+    return {"$defs": schemas} | _exactness(tools)
+
+
+def _exactness(tools: Sequence[Tool]) -> dict[str, Any]:
+    """What a schema of calls says of its `oneOf`: one that is strict holds as such."""
+    return EXACT_ONE_OF if any(tool.strict for tool in tools) else {}
+
+
+_OPEN_KEYS = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref"}
+"""Keywords of a schema beside which keys are not limited to its `properties`."""
 
 
 def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
@@ -234,7 +254,7 @@ def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
     schema = dict(tool.arguments_schema) | {"type": "object"}
     for key in ("$schema", "$id"):
         schema.pop(key, None)
-    if not schema.keys() & {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"}:
+    if not schema.keys() & _OPEN_KEYS:
         schema["additionalProperties"] = False
     moved: dict[str, Any] = _moved(schema, f"#/$defs/{place}" if place else "#")
     return moved

@@ -13,9 +13,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gateway.core.reasoning import ReasoningMarkers, ReasoningStart
 from gateway.core.request import Tool
-from gateway.core.tool_grammar import form_grammar, strict_grammar
+from gateway.core.tool_grammar import forced_grammar, form_grammar, strict_grammar
 from gateway.core.tool_parser import FORMATS
-from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, probe
+from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, judge, probe
 from outrider.grammar.spec import Grammar, GrammarKind
 
 PLACE: dict[str, Any] = {
@@ -196,6 +196,19 @@ def test_a_choice_may_come_behind_reasoning(vocabulary: GrammarVocabulary) -> No
     wanted = Grammar.of_choices(["a ::= b", "né", 'say "%llguidance"'])
     grammar = compile_grammar(form_grammar(wanted, [], None, start, mark_ids(vocabulary)), vocabulary)
     assert all(ends(grammar, text) for choice in wanted.choices for text in (choice, f"<think>x</think>{choice}"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_of_of_a_strict_tool_is_held_to(form: str, vocabulary: GrammarVocabulary) -> None:
+    cases = [{"properties": {"a": {"type": kind}}} for kind in ("integer", "number")]
+    for strict in (True, False):
+        tools = [Tool(name="now", strict=strict, parameters={"type": "object", "oneOf": cases})]
+        made = [forced_grammar(tools, FORMATS[form])]
+        if strict:
+            made.append(form_grammar(Grammar(GrammarKind.JSON_OBJECT), tools, FORMATS[form], None, {}))
+            made += [grammar] if (grammar := strict_grammar(tools, FORMATS[form])) else []
+        for grammar in made:
+            assert ("told apart" in judge(grammar, vocabulary).problem) is strict
 
 
 BEHIND: list[tuple[Grammar, list[str], list[str]]] = [
