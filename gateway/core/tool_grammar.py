@@ -28,14 +28,27 @@ _FIELD = "chat.tools"
 """Which refusals name."""
 
 
-def forced_grammar(tools: Sequence[Tool], form: ToolFormat) -> Grammar:
-    """What an answer is that must be a call of one of these tools. Raises InvalidRequestError."""
-    definitions = {f"tool{index}": _held_schema(tool, f"tool{index}") for index, tool in enumerate(tools)}
+def forced_grammars(tools: Sequence[Tool], form: ToolFormat) -> tuple[Grammar, Grammar | None]:
+    """What an answer is that must be a call of one of these tools, and what it is if verify cannot compile that.
+
+    In the second, None where it would be the same, arguments of tools that are not strict are any object, as they are
+    in the first where their schemas cannot be held to. Raises InvalidRequestError.
+    """
+    loose = _forced(tools, form, _definitions(tools))
+    if all(tool.strict for tool in tools):
+        return loose, None
+    try:
+        check_sizes(tools)
+        return _forced(tools, form, _definitions(tools, all_held=True)), loose
+    except InvalidRequestError:
+        return loose, None
+
+
+def _forced(tools: Sequence[Tool], form: ToolFormat, definitions: dict[str, Any]) -> Grammar:
     schema = _call_schema(tools, form)
     if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    schema |= {"$defs": definitions} | _exactness(tools)
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | definitions, ensure_ascii=False))
     check_grammar(grammar, _FIELD)
     return grammar
 
@@ -149,12 +162,9 @@ def _mark(mark: str, ids: Mapping[str, int]) -> str:
     return json.dumps(mark) + (f" | <[{ids[mark]}]>" if mark in ids else "")
 
 
-def check_sizes(tools: Sequence[Tool], *, forced: bool) -> None:
-    """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them.
-
-    `forced`: calls are held to those of all tools, not of strict ones alone.
-    """
-    held = [tool for tool in tools if forced or tool.strict]
+def check_sizes(held: Sequence[Tool]) -> None:
+    """Raises InvalidRequestError as soon as the schemas of tools that calls are held to are too much for one grammar,
+    before one is made of them."""
     sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in held)
     if any(size > MAX_SOURCE_BYTES for size in sizes):
         raise InvalidRequestError(
@@ -230,13 +240,26 @@ def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
-def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The keyword `$defs` with the schemas of the tools' arguments; of those that are not strict any object."""
+def _definitions(tools: Sequence[Tool], *, all_held: bool = False) -> dict[str, Any]:
+    """The keyword `$defs` with the schemas of the tools' arguments.
+
+    Of those that are not strict any object, or with `all_held` their own schema where that can be held to.
+    """
     schemas = {
-        f"tool{index}": _held_schema(tool, f"tool{index}") if tool.strict else {"type": "object"}
+        f"tool{index}": _held_schema(tool, f"tool{index}")
+        if tool.strict or (all_held and _can_be_held(tool))
+        else {"type": "object"}
         for index, tool in enumerate(tools)
     }
     return {"$defs": schemas} | _exactness(tools)
+
+
+def _can_be_held(tool: Tool) -> bool:
+    try:
+        _check_schema(tool, _FIELD)
+    except InvalidRequestError:
+        return False
+    return True
 
 
 def _exactness(tools: Sequence[Tool]) -> dict[str, Any]:
@@ -295,14 +318,15 @@ def check_tools(
     if is_forced and not tools:
         raise InvalidRequestError(place.partition("[")[0], "missing", "send tools, or set tool_choice to auto")
     for index, tool in enumerate(tools):
-        if is_forced or (tool.strict and choice != "none"):
-            _check_tool(tool, f"{place.format(index)}.parameters")
+        field = f"{place.format(index)}.parameters"
+        is_strict = tool.strict and choice != "none"
+        if is_strict:
+            _check_schema(tool, field)
+        if (is_forced or is_strict) and tool.arguments_schema.get("type", "object") != "object":
+            raise InvalidRequestError(f"{field}.type", "arguments are an object", 'send "object"')
 
 
-def _check_tool(tool: Tool, field: str) -> None:
+def _check_schema(tool: Tool, field: str) -> None:
     """Raises InvalidRequestError about `field` for parameters that no grammar can hold arguments to."""
-    schema = tool.arguments_schema
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(tool.arguments_schema, ensure_ascii=False))
     check_grammar(grammar, field, strict=bool(tool.strict))
-    if schema.get("type", "object") != "object":
-        raise InvalidRequestError(f"{field}.type", "arguments are an object", 'send "object"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gateway.core.reasoning import ReasoningMarkers, ReasoningStart
 from gateway.core.request import Tool
-from gateway.core.tool_grammar import forced_grammar, form_grammar, strict_grammar
+from gateway.core.tool_grammar import forced_grammars, form_grammar, strict_grammar
 from gateway.core.tool_parser import FORMATS
 from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, judge, probe
 from outrider.grammar.spec import Grammar, GrammarKind
@@ -203,12 +204,20 @@ def test_one_of_of_a_strict_tool_is_held_to(form: str, vocabulary: GrammarVocabu
     cases = [{"properties": {"a": {"type": kind}}} for kind in ("integer", "number")]
     for strict in (True, False):
         tools = [Tool(name="now", strict=strict, parameters={"type": "object", "oneOf": cases})]
-        made = [forced_grammar(tools, FORMATS[form])]
+        made = [forced_grammars(tools, FORMATS[form])[0]]
         if strict:
             made.append(form_grammar(Grammar(GrammarKind.JSON_OBJECT), tools, FORMATS[form], None, {}))
             made += [grammar] if (grammar := strict_grammar(tools, FORMATS[form])) else []
         for grammar in made:
             assert ("told apart" in judge(grammar, vocabulary).problem) is strict
+
+
+def test_schemas_that_are_too_much_for_one_grammar_are_not_held_to_unless_they_are_strict() -> None:
+    large = {"type": "object", "description": "x" * 40_000}
+    tools = [Tool(name=name, parameters=large) for name in ("a", "b")]
+    grammar, loose = forced_grammars([*tools, Tool(name="c", parameters=PLACE, strict=True)], FORMATS["json"])
+    held = json.loads(grammar.source)["$defs"]
+    assert loose is None and held["tool0"] == held["tool1"] == {"type": "object"} and "City" in held["tool2"]["$defs"]
 
 
 BEHIND: list[tuple[Grammar, list[str], list[str]]] = [
