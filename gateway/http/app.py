@@ -25,7 +25,8 @@ from gateway.http.responses import DOOR, HttpError, error_response, internal_err
 from gateway.openai.chat import ChatBuilder, ChatCompletionRequest
 from gateway.openai.completions import CompletionBuilder, CompletionRequest
 from gateway.openai.generation import GenerationRoute
-from gateway.openai.responses import ResponsesBuilder, ResponsesRequest
+from gateway.openai.responses import ResponsesBuilder
+from gateway.openai.responses_request import ResponsesRequest
 from gateway.sglang.generate import GenerateBody, GenerateBuilder
 from outrider import logs
 from outrider.config.gateway import GatewayOptions
