@@ -153,18 +153,12 @@ class GenerateBody(ServingFields, GenerationBody):
                 raise InvalidRequestError(name, problem, "send one for each prompt, or one for all")
         return self
 
-    def _sampling(self) -> list[tuple[str, GenerateSampling]]:
-        """What stands before the names of fields, and these: one for all prompts, or one for each."""
-        params = self.sampling_params or GenerateSampling()
-        if isinstance(params, list):
-            return [(f"sampling_params[{index}].", one) for index, one in enumerate(params)]
-        return [("sampling_params.", params)]
-
     @property
     def is_batch(self) -> bool:
         """Whether a list is answered with a list, as is a prompt with several answers."""
         prompts = self.text if self.input_ids is None else self.input_ids[0]
-        return isinstance(prompts, list) or any(params.n and params.n > 1 for _, params in self._sampling())
+        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]
+        return isinstance(prompts, list) or any(params and params.n and params.n > 1 for params in each)
 
     def logprob_start(self, index: int) -> int | None:
         """First position of a prompt whose log-probability is sent; None for none of it."""
@@ -179,8 +173,8 @@ class GenerateBody(ServingFields, GenerationBody):
 
     def _fields(self, index: int) -> tuple[dict[str, Any], dict[str, str]]:
         """Fields of a ClientRequest but the prompt, which has this index, and what the body calls them."""
-        known = self._sampling()
-        place, params = known[index % len(known)]
+        place = f"sampling_params[{index}]." if isinstance(self.sampling_params, list) else "sampling_params."
+        params = _of(self.sampling_params, index) or GenerateSampling()
         sampling = {name: getattr(params, name) for name in SamplingFields.model_fields}
         if params.sampling_seed is not None:
             sampling["seed"] = params.sampling_seed
