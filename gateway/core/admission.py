@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from gateway.core.catalogue import GatewayModel
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Chat, ClientRequest, Job, RequestMessage, RequestSampling, Tool, ToolCall
-from gateway.core.tool_grammar import check_sizes, forced_grammar, form_grammar, strict_grammar
+from gateway.core.tool_grammar import check_sizes, forced_grammars, form_grammar, strict_grammar
 from gateway.core.tool_parser import ToolCalls, read_json
 from gateway.core.validation import FieldNames, renamed
 from outrider.chat_template import ChatTemplate, ChatTemplateError
@@ -32,8 +32,6 @@ _INSTRUCTIONS = """You may call functions. Each is described by a JSON object:
 {tools}
 To call one, answer with a JSON object and nothing else: {{"name": its name, "arguments": an object of arguments}}"""
 
-_BEHIND_REASONING = (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE)
-"""Forms that can be put into a grammar of the whole answer."""
 _WIDE_SPACE = "\N{EM SPACE}"
 """What no template writes behind a message, and each takes away that strips messages."""
 
@@ -62,9 +60,7 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
     is_forced = calls is not None and calls.forced
     splits = request.separate_reasoning and request.chat is not None and not is_forced
     reasoning = ReasoningStart.of(model.reasoning, text) if splits else None
-    if request.grammar is not None and request.grammar.kind not in _BEHIND_REASONING:
-        reasoning = None  # it holds from the first token on
-    grammar = _grammar(request, model, calls, reasoning)
+    grammar, loose_grammar = _grammars(request, model, calls, reasoning)
     marks = {model.reasoning.begin, model.reasoning.end} if model.reasoning else set()
     shown_tokens = (calls.form.shown_tokens if calls else frozenset()) | marks
     known = _given(GenerationRequest, request) | {
@@ -85,6 +81,7 @@ async def _admit(request: ClientRequest, model: GatewayModel, request_id: str, n
         shown_tokens=shown_tokens,
         skips_special=request.skip_special_tokens is not False,
         **_about_grammar(request, grammar, is_forced, names),
+        loose_grammar=loose_grammar,
         prompt_only=request.prompt_only,
         reasoning=reasoning,
         tool_calls=calls,
@@ -101,7 +98,8 @@ def _about_grammar(
     fix = "leave out what is not supported, or split the schema"
     if request.grammar is None or is_forced:
         return {"grammar_field": names.get("chat.tools", "chat.tools"), "grammar_fix": fix}
-    return {"grammar_field": names.get("grammar", request.grammar.field), "grammar_fix": fix}
+    is_json = request.grammar.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
+    return {"grammar_field": names.get("grammar", request.grammar.field), "grammar_fix": fix if is_json else ""}
 
 
 def _tool_calls(request: ClientRequest, model: GatewayModel) -> ToolCalls | None:
@@ -117,26 +115,26 @@ def _tool_calls(request: ClientRequest, model: GatewayModel) -> ToolCalls | None
                 "send auto, and read them in the text",
             )
         return None
-    check_sizes(chat.offered, forced=chat.is_forced)
+    check_sizes([tool for tool in chat.offered if tool.strict])
     return ToolCalls(form, frozenset(tool.name for tool in chat.offered), chat.parallel_tool_calls, chat.is_forced)
 
 
-def _grammar(
+def _grammars(
     request: ClientRequest, model: GatewayModel, calls: ToolCalls | None, reasoning: ReasoningStart | None
-) -> Grammar | None:
-    """What the answers must be. Raises InvalidRequestError."""
+) -> tuple[Grammar | None, Grammar | None]:
+    """What the answers must be, and what they must be where verify refuses that. Raises InvalidRequestError."""
     tools = request.chat.offered if calls is not None and request.chat is not None else []
     form = None if calls is None else calls.form
     if form is not None and calls is not None and calls.forced:
-        return forced_grammar(tools, form)
+        return forced_grammars(tools, form)
     marks = [] if form is None else [form.opener, form.closer]
     marks += [model.reasoning.begin, model.reasoning.end] if model.reasoning else []
     ids = {mark: token_id for mark in marks if (token_id := model.tokenizer.added_id(mark)) is not None}
     if request.grammar is None:
-        return None if form is None else strict_grammar(tools, form, ids)
+        return None if form is None else strict_grammar(tools, form, ids), None
     if form is None and reasoning is None:
-        return request.grammar
-    return form_grammar(request.grammar, tools, form, reasoning, ids)
+        return request.grammar, None
+    return form_grammar(request.grammar, tools, form, reasoning, ids), None
 
 
 def _given(struct: type[msgspec.Struct], model: BaseModel) -> dict[str, Any]:

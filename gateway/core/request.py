@@ -275,7 +275,7 @@ class Tool(StrictModel):
     strict: bool | None = Field(
         None,
         description="Hold calls that the model chooses to make to the schema, too, in the formats hermes and json; "
-        "forced calls are held to it in any case.",
+        "forced calls are held to it without, where that is possible.",
     )
 
     @property
@@ -423,6 +423,8 @@ class Job:
     """What the door calls the field with the grammar; empty where that is as verify calls it."""
     grammar_fix: str = ""
     """What the client can do where the grammar was made of what it sent; empty where it sent the grammar."""
+    loose_grammar: Grammar | None = None
+    """What verify is asked for in place of a grammar that it cannot compile; None where that is the client's fault."""
     keeps_stop: bool = False
     """The text ends with the stop string that ended it."""
     skips_special: bool = True

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
-import msgspec
+from msgspec.structs import replace
 
 from gateway.core.answer import Answer, Delta
 from gateway.core.catalogue import Catalogue, GatewayModel
@@ -15,7 +15,7 @@ from gateway.core.metrics import AnswerMeter, GatewayMetrics
 from gateway.core.request import Job
 from gateway.core.router import Router
 from outrider.errors import InvalidRequestError, OutriderError, UnavailableError
-from outrider.protocol.generation import Usage
+from outrider.protocol.generation import GenerationUpdate, Usage
 
 _QUEUED_DELTAS = 64
 """Deltas of a slow client that wait here before its calls to verify are held up."""
@@ -92,7 +92,7 @@ class Gateway:
         async with aclosing(merged) as deltas:
             async for delta in deltas:
                 unfinished -= delta.finish_reason is not None
-                yield delta if unfinished else msgspec.structs.replace(delta, usage=_usage(jobs, answers))
+                yield delta if unfinished else replace(delta, usage=_usage(jobs, answers))
 
     async def _merge(self, answers: Sequence[Answer], model: GatewayModel) -> AsyncGenerator[Delta, None]:
         queue: _Queue = asyncio.Queue(_QUEUED_DELTAS)
@@ -126,7 +126,7 @@ class Gateway:
         meter = AnswerMeter(self.metrics, model.name, answer)
         outcome, last = "error", None
         try:
-            async with aclosing(self.router.generate(answer.request)) as chunks:
+            async with aclosing(self._updates(answer)) as chunks:
                 async for chunk in chunks:
                     delta = answer.feed(chunk)
                     meter.chunk(chunk, delta)
@@ -143,6 +143,23 @@ class Gateway:
             raise _renamed(error, answer.job) from None
         finally:
             meter.finish(outcome)
+
+    async def _updates(self, answer: Answer) -> AsyncGenerator[GenerationUpdate, None]:
+        """What verify sends; asked anew with the job's looser grammar where it cannot compile the first one."""
+        request, loose = answer.request, answer.job.loose_grammar
+        while True:
+            started = False
+            try:
+                async with aclosing(self.router.generate(request)) as chunks:
+                    async for chunk in chunks:
+                        started = True
+                        yield chunk
+                return
+            except InvalidRequestError as error:
+                if loose is None or started or error.code != "invalid_grammar":
+                    raise
+            request = replace(request, sampling=replace(request.sampling, grammar=loose))
+            loose = None
 
 
 def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:

@@ -8,23 +8,47 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
 from outrider.errors import InvalidRequestError
-from outrider.grammar.spec import MAX_SOURCE_BYTES, Grammar, GrammarKind, check_grammar, drop_annotations
+from outrider.grammar.spec import (
+    EXACT_ONE_OF,
+    FORM_BELOW,
+    MAX_SOURCE_BYTES,
+    Grammar,
+    GrammarKind,
+    check_grammar,
+    prepare_schema,
+)
 
 _FIELD = "chat.tools"
 """Which refusals name."""
 
 
-def forced_grammar(tools: Sequence[Tool], form: ToolFormat) -> Grammar:
-    """What an answer is that must be a call of one of these tools. Raises InvalidRequestError."""
-    definitions = {f"tool{index}": _held_schema(tool, f"tool{index}") for index, tool in enumerate(tools)}
+def forced_grammars(tools: Sequence[Tool], form: ToolFormat) -> tuple[Grammar, Grammar | None]:
+    """What an answer is that must be a call of one of these tools, and what it is if verify cannot compile that.
+
+    In the second, None where it would be the same, arguments of tools that are not strict are any object, as they are
+    in the first where their schemas cannot be held to. Raises InvalidRequestError.
+    """
+    loose = _forced(tools, form, _definitions(tools))
+    if all(tool.strict for tool in tools):
+        return loose, None
+    try:
+        check_sizes(tools)
+        return _forced(tools, form, _definitions(tools, all_held=True)), loose
+    except InvalidRequestError:
+        return loose, None
+
+
+def _forced(tools: Sequence[Tool], form: ToolFormat, definitions: dict[str, Any]) -> Grammar:
     schema = _call_schema(tools, form)
     if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"$defs": definitions}, ensure_ascii=False))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | definitions, ensure_ascii=False))
     check_grammar(grammar, _FIELD)
     return grammar
 
@@ -57,12 +81,12 @@ def form_grammar(
     start: ReasoningStart | None,
     mark_ids: Mapping[str, int],
 ) -> Grammar:
-    """What an answer is that has a form, of JSON or a choice, or that is calls of these tools and nothing more.
+    """What an answer is that has a form, or that is calls of these tools and nothing more.
 
     It may come behind reasoning, where `start` says how that begins. Calls fit the schemas of tools that are strict.
     `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
     """
-    rules = [f"form: {_form(wanted)}", f"WS: /{_SPACE}/"]
+    rules = [f"WS: /{_SPACE}/"]
     answer = "form"
     if form is not None and tools:
         answer = "(form | WS? calls)"
@@ -71,20 +95,31 @@ def form_grammar(
         thought = "thought WS?" if start.begun else "(WS? begin thought WS?)?"
         answer = f"{thought} {answer}"
         rules += _thought_rules(start, mark_ids)
-    grammar = Grammar(GrammarKind.EBNF, "\n".join((f"start: {answer}", *rules)))
+    form_rule = _form_rule(wanted, start)
+    grammar = Grammar(GrammarKind.EBNF, "\n".join((f"start: {answer}", *rules, form_rule)))
     check_grammar(grammar, "grammar")
     return grammar
 
 
-def _form(wanted: Grammar) -> str:
-    if wanted.kind is GrammarKind.CHOICE:
-        return " | ".join(_masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
-    return _embedded(json.loads(wanted.source) if wanted.source else {"type": "object"})
+def _form_rule(wanted: Grammar, start: ReasoningStart | None) -> str:
+    """The rule `form`, which comes last."""
+    match wanted.kind:
+        case GrammarKind.CHOICE:
+            choices = (_masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
+            return f"form: {' | '.join(choices)}"
+        case GrammarKind.REGEX:
+            # Else an expression that the marker fits, too, would hold for the reasoning behind it.
+            begin = "" if start is None else f" & ~/[ \\n\\r\\t]*{_in_regex(start.markers.begin)}(.|\\n)*/"
+            return f"form: FORM\nFORM: /{_masked(regex_to_lark(wanted.source, use_ascii='dw'))}/{begin}"
+        case GrammarKind.EBNF:
+            return f"{FORM_BELOW}\n{wanted.source}"
+        case _:
+            return f"form: {_embedded(json.loads(wanted.source) if wanted.source else {'type': 'object'})}"
 
 
 def _call_rules(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> list[str]:
     call = _call_schema(tools, form)
-    definitions = {"$defs": _definitions(tools)}
+    definitions = _definitions(tools)
     return [
         f"calls: {_calls(form)}",
         f"call: {_embedded(call | definitions)}",
@@ -99,7 +134,7 @@ def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[s
     end = start.markers.end
     within = " | ".join(f"<[{token_id}]>" for mark, token_id in mark_ids.items() if mark != end)
     marked = f"(TEXT ({within}))*" if within else ""
-    written = re.escape(end).replace("/", r"\/")
+    written = _in_regex(end)
     token = f" | {marked} TEXT <[{mark_ids[end]}]>" if end in mark_ids else ""
     return [
         f"begin: {_mark(start.markers.begin, mark_ids)}",
@@ -107,6 +142,10 @@ def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[s
         rf"written[lazy]: /(.|\n)*{written}/",
         r"TEXT: /(.|\n)*/",
     ]
+
+
+def _in_regex(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
 
 
 def _calls(form: ToolFormat) -> str:
@@ -123,12 +162,9 @@ def _mark(mark: str, ids: Mapping[str, int]) -> str:
     return json.dumps(mark) + (f" | <[{ids[mark]}]>" if mark in ids else "")
 
 
-def check_sizes(tools: Sequence[Tool], *, forced: bool) -> None:
-    """Raises InvalidRequestError as soon as the schemas are too much for one grammar, before one is made of them.
-
-    `forced`: calls are held to those of all tools, not of strict ones alone.
-    """
-    held = [tool for tool in tools if forced or tool.strict]
+def check_sizes(held: Sequence[Tool]) -> None:
+    """Raises InvalidRequestError as soon as the schemas of tools that calls are held to are too much for one grammar,
+    before one is made of them."""
     sizes = accumulate(len(json.dumps(tool.arguments_schema, ensure_ascii=False)) for tool in held)
     if any(size > MAX_SOURCE_BYTES for size in sizes):
         raise InvalidRequestError(
@@ -144,7 +180,7 @@ _MAY_SPACE = r"[ \n\r\t]{0,40}"
 
 def _marked_rules(tools: Sequence[Tool], form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
     """Text with any number of calls: behind the opener the model can only write one, and the closer."""
-    call = _embedded(_call_schema(tools, form) | {"$defs": _definitions(tools)})
+    call = _embedded(_call_schema(tools, form) | _definitions(tools))
     opened, closed = "written", "CLOSER"
     if opener is not None:
         opened = f"(written | text <[{opener}]>)"
@@ -167,21 +203,22 @@ def _bare_rules(tools: Sequence[Tool], form: ToolFormat) -> list[str]:
     rules = [f"start: {ways['only']} | ({ways['first']}) ({ways['next']})* LAST | text"]
     for index, tool in held.items():
         head = rf'\{{{_MAY_SPACE}"name"{_MAY_SPACE}:{_MAY_SPACE}"{re.escape(tool.name)}"'
+        arguments = _held_schema(tool, "") | EXACT_ONE_OF
         rules += [
             f"only{index}[lazy]: /{_MAY_SPACE}{head}/",
             rf"first{index}[lazy]: /{_MAY_SPACE}\[{_MAY_SPACE}{head}/",
             f"next{index}[lazy]: /{_MAY_SPACE},{_MAY_SPACE}{head}/",
-            f"args{index}: {_embedded(_held_schema(tool, ''))}",
+            f"args{index}: {_embedded(arguments)}",
         ]
-    arguments = rf'ARGUMENTS: /{_MAY_SPACE},{_MAY_SPACE}"{form.arguments_key}"{_MAY_SPACE}:/'
-    return [*rules, arguments, rf"END: /{_MAY_SPACE}\}}/", rf"LAST: /{_MAY_SPACE}\]/"]
+    key = rf'ARGUMENTS: /{_MAY_SPACE},{_MAY_SPACE}"{form.arguments_key}"{_MAY_SPACE}:/'
+    return [*rules, key, rf"END: /{_MAY_SPACE}\}}/", rf"LAST: /{_MAY_SPACE}\]/"]
 
 
 def _embedded(schema: dict[str, Any]) -> str:
     """A JSON schema within a grammar in Lark. White space is bounded: a small model may go on with it for ever."""
-    drop_annotations(schema)
-    source = json.dumps({"x-guidance": {"whitespace_pattern": _SPACE, "lenient": False}} | schema, ensure_ascii=False)
-    return "%json " + _masked(source)
+    prepare_schema(schema)
+    options = {"whitespace_pattern": _SPACE, "lenient": False, "coerce_one_of": True} | schema.get("x-guidance", {})
+    return "%json " + _masked(json.dumps(schema | {"x-guidance": options}, ensure_ascii=False))
 
 
 def _masked(source: str) -> str:
@@ -203,12 +240,35 @@ def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
-def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The schemas of the tools' arguments by their names under `$defs`; of those that are not strict any object."""
-    return {
-        f"tool{index}": _held_schema(tool, f"tool{index}") if tool.strict else {"type": "object"}
+def _definitions(tools: Sequence[Tool], *, all_held: bool = False) -> dict[str, Any]:
+    """The keyword `$defs` with the schemas of the tools' arguments.
+
+    Of those that are not strict any object, or with `all_held` their own schema where that can be held to.
+    """
+    schemas = {
+        f"tool{index}": _held_schema(tool, f"tool{index}")
+        if tool.strict or (all_held and _can_be_held(tool))
+        else {"type": "object"}
         for index, tool in enumerate(tools)
     }
+    return {"$defs": schemas} | _exactness(tools)
+
+
+def _can_be_held(tool: Tool) -> bool:
+    try:
+        _check_schema(tool, _FIELD)
+    except InvalidRequestError:
+        return False
+    return True
+
+
+def _exactness(tools: Sequence[Tool]) -> dict[str, Any]:
+    """What a schema of calls says of its `oneOf`: one that is strict holds as such."""
+    return EXACT_ONE_OF if any(tool.strict for tool in tools) else {}
+
+
+_OPEN_KEYS = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref"}
+"""Keywords of a schema beside which keys are not limited to its `properties`."""
 
 
 def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
@@ -217,7 +277,7 @@ def _held_schema(tool: Tool, place: str) -> dict[str, Any]:
     schema = dict(tool.arguments_schema) | {"type": "object"}
     for key in ("$schema", "$id"):
         schema.pop(key, None)
-    if not schema.keys() & {"additionalProperties", "patternProperties", "anyOf", "oneOf", "allOf", "$ref"}:
+    if not schema.keys() & _OPEN_KEYS:
         schema["additionalProperties"] = False
     moved: dict[str, Any] = _moved(schema, f"#/$defs/{place}" if place else "#")
     return moved
@@ -258,14 +318,15 @@ def check_tools(
     if is_forced and not tools:
         raise InvalidRequestError(place.partition("[")[0], "missing", "send tools, or set tool_choice to auto")
     for index, tool in enumerate(tools):
-        if is_forced or (tool.strict and choice != "none"):
-            _check_tool(tool, f"{place.format(index)}.parameters")
+        field = f"{place.format(index)}.parameters"
+        is_strict = tool.strict and choice != "none"
+        if is_strict:
+            _check_schema(tool, field)
+        if (is_forced or is_strict) and tool.arguments_schema.get("type", "object") != "object":
+            raise InvalidRequestError(f"{field}.type", "arguments are an object", 'send "object"')
 
 
-def _check_tool(tool: Tool, field: str) -> None:
+def _check_schema(tool: Tool, field: str) -> None:
     """Raises InvalidRequestError about `field` for parameters that no grammar can hold arguments to."""
-    schema = tool.arguments_schema
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(tool.arguments_schema, ensure_ascii=False))
     check_grammar(grammar, field, strict=bool(tool.strict))
-    if schema.get("type", "object") != "object":
-        raise InvalidRequestError(f"{field}.type", "arguments are an object", 'send "object"')

@@ -207,8 +207,9 @@ def _read_nested(character: str, take: Callable[[str], None] | None = None) -> _
 class ToolCallParser:
     """Splits an answer's text in what is said and what is called; any cut into pieces gives the same.
 
-    Whitespace around calls belongs to nobody. What only looked like a call is text. Models get stuck in whitespace: a
-    run of it is kept in pieces, and none is looked at again before something else comes.
+    The text is what was written outside of calls, without whitespace between a call and its beginning or end: that
+    belongs to nobody. What only looked like a call is text. Models get stuck in whitespace: a run of it is kept in
+    pieces, and none is looked at again before something else comes.
     """
 
     def __init__(self, calls: ToolCalls) -> None:
@@ -233,6 +234,10 @@ class ToolCallParser:
         """Whether a call has ended since the last text."""
         self._spoke = False
         """Whether text was let through since the last call."""
+        self._has_text = False
+        """Whether any was."""
+        self._in_list = False
+        """Whether the calls stand in a list that is open."""
         self._text: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self.num_calls = 0
@@ -276,7 +281,6 @@ class ToolCallParser:
         opener = self._form.opener
         if opener and self._held == opener:
             self._await_call([opener])
-            self._spaces.clear()
             self._held, self._any_name, self._called = "", True, False
         else:
             self._let_through(len(self._held) - overlap_length(self._held, opener))
@@ -286,18 +290,27 @@ class ToolCallParser:
         held, self._held = self._held[:length], self._held[length:]
         text = held.rstrip()
         if text:
-            self._text += [text.lstrip()] if self.num_calls and not self._spoke else [*self._spaces, text]
+            is_first = self.num_calls and not self._has_text
+            self._text += [text.lstrip()] if is_first else [*self._spaces, text]
             self._spaces.clear()
-            self._spoke, self._bare = True, False
+            self._spoke, self._has_text, self._bare = True, True, False
         self._spaces += held[len(text) :]
 
     def _await_call(self, raw: list[str]) -> None:
         """Calls and what stands between them come next; `raw` was read of it."""
         self._raw, self._tail, self._step = raw, "", self._read_between
 
+    def _read_separator(self, character: str) -> None:
+        if character == "[":
+            self._in_list = True
+        elif character == "]" and self._in_list and self._called:
+            self._in_list = False
+            self._raw.clear()  # no text, whatever follows
+
     def _read_between(self, character: str) -> None:
         self._raw.append(character)
         if not self._tail and character in _SEPARATORS:
+            self._read_separator(character)
             return
         self._tail = tail = self._tail + character
         closer, opener = self._form.closer, self._form.opener
@@ -384,8 +397,7 @@ class ToolCallParser:
 
     def _give_up(self) -> None:
         """What was taken for the beginning of a call is text."""
-        raw = "".join(self._raw)
-        self._held = raw.lstrip(_SEPARATORS) if self._called else raw
-        self._raw, self._name, self._called = [], "", False
+        self._held = "".join(self._raw)
+        self._raw, self._name, self._called, self._in_list = [], "", False, False
         self._step, self._bare = self._read_text, False
         self._let_through(len(self._held) - overlap_length(self._held, self._form.opener))

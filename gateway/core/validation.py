@@ -45,8 +45,21 @@ _EITHER: Mapping[tuple[int | str, ...], str] = {
 """What fields of several types take, by the end of a place: the field, or a tag for what is of none of the types."""
 
 _OWN_PARTS = frozenset(
-    {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@word", "@named"}
-    | {"@part", "@refusal", "@allowed", "@params", "@each"}
+    {
+        "[key]",
+        "@text",
+        "@texts",
+        "@ids",
+        "@lists",
+        "@list",
+        "@object",
+        "@message",
+        "@reasoning",
+        "@call",
+        "@word",
+        "@named",
+    }
+    | {"@part", "@refusal", "@output", "@allowed", "@params", "@one", "@each"}
 )
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 
@@ -82,7 +95,7 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     field = field_path(error["loc"])
     if "within" in context:  # found by a look at the whole object
-        field += f".{context['within']}"
+        field = f"{field}.{context['within']}".removeprefix(".")
     if kind == "extra_forbidden":
         field = field or str(error["loc"][-1])  # named like a part of pydantic's own
         return InvalidRequestError(field, "unknown field", _suggestion(field, model), code="unknown_parameter")
@@ -110,6 +123,8 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
         return InvalidRequestError(field, f"{_short(value)} is not supported", f"send {context['expected']}")
     if kind == "unsupported":
         return InvalidRequestError(field, context["problem"], context["fix"], code="unsupported_parameter")
+    if kind == "form":
+        return InvalidRequestError(field, context["problem"], context["fix"])
     problem, _, fix = error["msg"].partition("; ")
     return InvalidRequestError(field, problem, fix)
 

@@ -25,7 +25,8 @@ from gateway.http.responses import DOOR, HttpError, error_response, internal_err
 from gateway.openai.chat import ChatBuilder, ChatCompletionRequest
 from gateway.openai.completions import CompletionBuilder, CompletionRequest
 from gateway.openai.generation import GenerationRoute
-from gateway.openai.responses import ResponsesBuilder, ResponsesRequest
+from gateway.openai.responses import ResponsesBuilder
+from gateway.openai.responses_request import ResponsesRequest
 from gateway.sglang.generate import GenerateBody, GenerateBuilder
 from outrider import logs
 from outrider.config.gateway import GatewayOptions
@@ -103,8 +104,7 @@ class RestApp:
         except Exception as error:
             if begun:
                 raise
-            if scope["method"] == "OPTIONS" and isinstance(error, HTTPException) and error.status_code == 405:
-                allowed = (error.headers or {}).get("Allow", "")
+            if scope["method"] == "OPTIONS" and (allowed := _allowed(error, scope["path"])):
                 await Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})(scope, receive, send_tagged)
                 return
             await error_response(_client_error(error, scope))(scope, receive, send_tagged)
@@ -141,6 +141,13 @@ def _check_framing(headers: Headers) -> None:
     if "content-length" in headers and "transfer-encoding" in headers:
         problem = "content-length and transfer-encoding are both there; send one of them"
         raise HttpError(400, problem, "invalid_http", {"connection": "close"})
+
+
+def _allowed(error: Exception, path: str) -> str:
+    """The methods that OPTIONS names where the router knows no such route; of `*` the door's (RFC 9110, 9.3.7)."""
+    if not isinstance(error, HTTPException):
+        return ""
+    return "GET, HEAD, POST" if path == "*" else (error.headers or {}).get("Allow", "")
 
 
 def _client_error(error: Exception, scope: Scope) -> OutriderError:

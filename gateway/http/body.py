@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -105,6 +106,7 @@ class BodyReader:
 
 
 def _parse_object(data: bytes) -> dict[str, Any]:
+    data = data.removeprefix(BOM_UTF8)  # RFC 8259, 8.1: some clients send one
     if len(data) > _LARGE_BYTES:
         check_json_size(data)
     try:

@@ -27,7 +27,8 @@ from gateway.http.info import (
 from gateway.http.responses import ErrorBody
 from gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionRequest
 from gateway.openai.completions import Completion, CompletionRequest
-from gateway.openai.responses import ResponseBody, ResponseEvent, ResponsesRequest
+from gateway.openai.responses import ResponseBody, ResponseEvent
+from gateway.openai.responses_request import ResponsesRequest
 from gateway.sglang.generate import GenerateAnswer, GenerateAnswers, GenerateBody
 from outrider import __version__
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, with the tools that may be called there, and calls of them."""
+"""POST /v1/chat/completions, and calls of tools in its messages and answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from gateway.core.request import (
     Role,
     StrictModel,
     Text,
-    Tool,
     ToolCall,
     check_role,
 )
@@ -40,43 +39,10 @@ from gateway.openai.fields import (
 )
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, TraceBody, chat_logprobs
+from gateway.openai.tools import ToolBody, ToolChoice, tool_fields
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason
 from outrider.sampling.params import MAX_LOGPROBS
-
-
-class ToolBody(StrictModel):
-    """A function that the answer may call."""
-
-    type: Literal["function"]
-    function: Tool
-
-
-class NamedFunction(StrictModel):
-    """One of the functions."""
-
-    name: Text
-
-
-class NamedChoice(StrictModel):
-    """The function that the answer must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
-class AllowedTools(StrictModel):
-    """Some of the functions, and whether the answer may or must call one of them."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-
-
-class AllowedChoice(StrictModel):
-    """The functions that the answer may call; of the others the model is not told."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
 
 
 class CalledFunction(StrictModel):
@@ -97,39 +63,6 @@ class CallBody(StrictModel):
     def plain(self) -> ToolCall:
         """The call as the gateway's own request has it."""
         return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
-
-
-def _choice_kind(value: Any) -> str:
-    if isinstance(value, AllowedChoice) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
-        return "@allowed"
-    return "@named" if isinstance(value, dict | NamedChoice) else "@word"
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("@word")]
-    | Annotated[NamedChoice, Tag("@named")]
-    | Annotated[AllowedChoice, Tag("@allowed")],
-    Discriminator(_choice_kind),
-]
-
-
-def tool_fields(
-    tools: Sequence[ToolBody], choice: str | NamedChoice | AllowedChoice | None, parallel: bool | None
-) -> dict[str, Any]:
-    """Fields of a `Chat`, without the messages. Raises InvalidRequestError."""
-    functions = [tool.function for tool in tools]
-    fields: dict[str, Any] = {"tools": functions, "parallel_tool_calls": parallel is not False}
-    if isinstance(choice, NamedChoice):
-        return fields | {"tool_choice": "required", "tool_name": choice.function.name}
-    if isinstance(choice, AllowedChoice):
-        allowed = [one.function.name for one in choice.allowed_tools.tools]
-        known = {tool.name for tool in functions}
-        if (index := next((index for index, name in enumerate(allowed) if name not in known), None)) is not None:
-            field = f"tool_choice.allowed_tools.tools[{index}].function.name"
-            raise InvalidRequestError(field, f"{allowed[index][:64]!r} is none of the tools", "send the name of one")
-        fields["tools"] = [tool for tool in functions if tool.name in allowed]
-        return fields | {"tool_choice": choice.allowed_tools.mode}
-    return fields | {"tool_choice": choice or "auto"}
 
 
 class FunctionMade(Body):
@@ -288,11 +221,14 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ChatCompletionRequest:
-        fields = tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
-        place, named = "tools[{}].function", "tool_choice.function.name"
+        fields, place, named = self._tool_fields(), "tools[{}].function", "tool_choice.function.name"
         tools = [tool.function for tool in self.tools or []]
         check_tools(tools, fields["tool_choice"], fields.get("tool_name"), place, named)
         return self
+
+    def _tool_fields(self) -> dict[str, Any]:
+        tools = [tool.function for tool in self.tools or []]
+        return tool_fields(tools, self.tool_choice, self.parallel_tool_calls)
 
     def requests(self, max_prompts: int) -> NamedRequests:
         """The gateway's own request."""
@@ -303,7 +239,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
             "template_values": self.template_values(),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
-        } | tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        } | self._tool_fields()
         names = {"chat.messages": "messages", "chat.tools": "tools", "chat.tool_choice": "tool_choice"}
         names |= self.field_names
         return [(validate(ClientRequest, fields, names=names), names)]

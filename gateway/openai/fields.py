@@ -200,16 +200,16 @@ class FormBody(StrictModel):
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
-        self.check_form()
+        try:
+            if len(self.forms) > 1:
+                first, second = (field.partition(".")[0] for field, _ in self.forms[:2])
+                raise InvalidRequestError(second, f"does not go with {first}", "send one of them")
+            for field, grammar in self.forms:
+                check_grammar(grammar, field, strict=self.is_strict)
+        except InvalidRequestError as error:
+            about = {"within": error.field, "problem": error.problem, "fix": error.fix}
+            raise PydanticCustomError("form", "{problem}; {fix}", about) from None
         return self
-
-    def check_form(self, place: str = "") -> None:
-        """Raises InvalidRequestError about a form that cannot be; `place` stands before the names of fields."""
-        if len(self.forms) > 1:
-            first, second = (field.partition(".")[0] for field, _ in self.forms[:2])
-            raise InvalidRequestError(place + second, f"does not go with {first}", "send one of them")
-        for field, grammar in self.forms:
-            check_grammar(grammar, place + field, strict=self.is_strict)
 
     @property
     def is_strict(self) -> bool:

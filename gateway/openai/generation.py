@@ -181,8 +181,10 @@ class ResponseBuilder(ABC):
     @property
     def keeps_values(self) -> bool:
         """Whether more than text and tokens may be kept in memory."""
-        request = self._jobs[0].request  # the others ask for the same
-        return request.sampling.num_logprobs is not None or request.num_prompt_logprobs is not None or request.trace
+        asked = (job.request for job in self._jobs)
+        return any(
+            one.sampling.num_logprobs is not None or one.num_prompt_logprobs is not None or one.trace for one in asked
+        )
 
     @property
     def num_kept(self) -> int:
@@ -194,7 +196,8 @@ class ResponseBuilder(ABC):
         """The field of the request that asked for most of them."""
         if self.num_prompt_values > self._num_collected:
             return self.prompt_field
-        return "trace" if self._jobs[0].request.sampling.num_logprobs is None else self.top_field
+        request = self._jobs[0].request
+        return "trace" if request.trace and request.sampling.num_logprobs is None else self.top_field
 
     @property
     def is_very_large(self) -> bool:

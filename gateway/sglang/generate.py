@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Discriminator, Field, RootModel, Tag, model_validator
 
@@ -86,9 +86,22 @@ class GenerateSampling(SamplingFields, StopFields, FormBody):
     no_stop_trim: bool | None = Field(None, description="The same as include_stop_str_in_output.")
     stop_regex: Annotated[Any, Only([], "", why="answers end at texts and tokens, not at expressions")] = None
 
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        return self  # the body checks it, which knows its place
+
+T = TypeVar("T")
+
+
+def _list_kind(value: Any) -> str:
+    return "@each" if isinstance(value, list) else "@one"
+
+
+_Each = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@each")]
+_ForEach = Annotated[Annotated[T, Tag("@one")] | _Each[T], Discriminator(_list_kind)]
+"""What holds for all prompts, or a list of it for each."""
+
+
+def _of(value: T | list[T] | None, index: int) -> T | None:
+    """Of a `_ForEach`, what holds for the prompt of this index."""
+    return value[index] if isinstance(value, list) else value
 
 
 _Sampling = Annotated[
@@ -109,12 +122,14 @@ class GenerateBody(ServingFields, GenerationBody):
     stream: bool | None = Field(
         None, description="Send events; each has the whole text so far. A long answer gets fewer of them."
     )
-    rid: Annotated[Text, Field(max_length=256)] | None = Field(None, description="The id that the answer is to have.")
-    return_logprob: bool | None = Field(None, description="Tell the log-probability of each token.")
-    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+    rid: _ForEach[Annotated[Text, Field(max_length=256)]] | None = Field(
+        None, description="The id that the answer is to have."
+    )
+    return_logprob: _ForEach[bool] | None = Field(None, description="Tell the log-probability of each token.")
+    logprob_start_len: _ForEach[Annotated[int, Field(ge=-1, lt=2**31)]] | None = Field(
         None, description="First position of the prompt to tell of. Default -1: the answer's tokens alone."
     )
-    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    top_logprobs_num: _ForEach[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]] | None = Field(
         None, description="Tell this many of the most likely tokens at each position, too."
     )
     return_text_in_logprobs: bool | None = Field(None, description="Tell the tokens' text beside their ids.")
@@ -132,50 +147,39 @@ class GenerateBody(ServingFields, GenerationBody):
         prompts = self.text if self.input_ids is None else self.input_ids
         is_list = isinstance(prompts, list) and not isinstance(prompts[0], int)
         num_prompts = len(prompts or ()) if is_list else 1
-        if isinstance(self.sampling_params, list) and len(self.sampling_params) != num_prompts:
-            problem = f"{len(self.sampling_params)} entries for {num_prompts} prompts"
-            raise InvalidRequestError("sampling_params", problem, "send one for each prompt, or one for all")
-        for place, params in self._sampling():
-            params.check_form(place)
+        for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
+            if isinstance(each := getattr(self, name), list) and len(each) != num_prompts:
+                problem = f"{len(each)} entries for {num_prompts} prompts"
+                raise InvalidRequestError(name, problem, "send one for each prompt, or one for all")
         return self
-
-    def _sampling(self) -> list[tuple[str, GenerateSampling]]:
-        """What stands before the names of fields, and these: one for all prompts, or one for each."""
-        params = self.sampling_params or GenerateSampling()
-        if isinstance(params, list):
-            return [(f"sampling_params[{index}].", one) for index, one in enumerate(params)]
-        return [("sampling_params.", params)]
 
     @property
     def is_batch(self) -> bool:
         """Whether a list is answered with a list, as is a prompt with several answers."""
         prompts = self.text if self.input_ids is None else self.input_ids[0]
-        return isinstance(prompts, list) or any(params.n and params.n > 1 for _, params in self._sampling())
+        each = self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]
+        return isinstance(prompts, list) or any(params and params.n and params.n > 1 for params in each)
 
-    @property
-    def logprob_start(self) -> int | None:
-        """First position of the prompt whose log-probability is sent; None for none of it."""
-        start = self.logprob_start_len
-        return start if self.return_logprob and start is not None and start >= 0 else None
+    def logprob_start(self, index: int) -> int | None:
+        """First position of a prompt whose log-probability is sent; None for none of it."""
+        start = _of(self.logprob_start_len, index)
+        return start if _of(self.return_logprob, index) and start is not None and start >= 0 else None
 
     def requests(self, max_prompts: int) -> NamedRequests:
         """See the base."""
-        fields = [self._fields(place, params) for place, params in self._sampling()]
-
-        def about(index: int) -> tuple[dict[str, Any], dict[str, str]]:
-            return fields[index % len(fields)]
-
         if self.text is not None:
-            return prompt_requests(self.text, "text", about, max_prompts)
-        return prompt_requests(self.input_ids or [], "input_ids", about, max_prompts)
+            return prompt_requests(self.text, "text", self._fields, max_prompts)
+        return prompt_requests(self.input_ids or [], "input_ids", self._fields, max_prompts)
 
-    def _fields(self, place: str, params: GenerateSampling) -> tuple[dict[str, Any], dict[str, str]]:
-        """Fields of a ClientRequest but the prompt, and what the body calls them."""
+    def _fields(self, index: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Fields of a ClientRequest but the prompt, which has this index, and what the body calls them."""
+        place = f"sampling_params[{index}]." if isinstance(self.sampling_params, list) else "sampling_params."
+        params = _of(self.sampling_params, index) or GenerateSampling()
         sampling = {name: getattr(params, name) for name in SamplingFields.model_fields}
         if params.sampling_seed is not None:
             sampling["seed"] = params.sampling_seed
-        num_top = self.top_logprobs_num or 0
-        sampling["num_logprobs"] = num_top if self.return_logprob else None
+        num_top = _of(self.top_logprobs_num, index) or 0
+        sampling["num_logprobs"] = num_top if _of(self.return_logprob, index) else None
         limit = _DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
         common: dict[str, Any] = {name: getattr(params, name) for name in StopFields.model_fields}
         common |= {name: getattr(self, name) for name in ServingFields.model_fields}
@@ -188,7 +192,7 @@ class GenerateBody(ServingFields, GenerationBody):
             "sampling": sampling,
             "max_tokens": max(limit, 1),
             "prompt_only": limit == 0,
-            "num_prompt_logprobs": None if self.logprob_start is None else num_top,
+            "num_prompt_logprobs": None if self.logprob_start(index) is None else num_top,
             "grammar": params.grammar,
         }
         names = {
@@ -269,9 +273,10 @@ class GenerateBuilder(ResponseBuilder):
 
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: GenerateBody) -> None:
         super().__init__(model, jobs, body)
-        self._id = body.rid
+        prompts = [index for index, job in enumerate(jobs) for _ in range(job.n)]
+        self._ids = [_of(body.rid, prompt) for prompt in prompts]
         self._is_batch = body.is_batch
-        self._logprob_start = body.logprob_start
+        self._logprob_starts = [body.logprob_start(prompt) for prompt in prompts]
         self._with_text = bool(body.return_text_in_logprobs)
         self._progress = [_EventProgress(_VALUE_SIZE * self.num_prompt_values // len(self._jobs)) for _ in self._jobs]
 
@@ -325,7 +330,7 @@ class GenerateBuilder(ResponseBuilder):
         if rounds := answer.usage.num_rounds:
             more = {"spec_accept_length": round(answer.usage.accept_length, 3), "spec_verify_ct": rounds}
         return GenerateMeta(
-            id=self._id or job.request.request_id,
+            id=self._ids[index] or job.request.request_id,
             finish_reason=self._finish(job, answer),
             prompt_tokens=len(job.prompt_token_ids),
             completion_tokens=len(answer.tokens),
@@ -333,7 +338,7 @@ class GenerateBuilder(ResponseBuilder):
             weight_version=self._head["system_fingerprint"],
             e2e_latency=round(time.monotonic() - job.arrived, 6),
             **more,
-            **self._logprobs(job, answer),
+            **self._logprobs(index, answer),
         )
 
     def _finish(self, job: Job, answer: CollectedAnswer) -> GenerateFinish | None:
@@ -347,7 +352,8 @@ class GenerateBuilder(ResponseBuilder):
         found = [(at + len(stop), -len(stop), stop) for stop in job.stop if (at := text.find(stop)) >= 0]
         return GenerateFinish(type="stop", matched=min(found)[2] if found else None)
 
-    def _logprobs(self, job: Job, answer: CollectedAnswer) -> dict[str, Any]:
+    def _logprobs(self, index: int, answer: CollectedAnswer) -> dict[str, Any]:
+        job, start = self._jobs[index], self._logprob_starts[index]
         num_top = job.request.sampling.num_logprobs
         if num_top is None:
             return {}
@@ -361,11 +367,11 @@ class GenerateBuilder(ResponseBuilder):
             fields["output_top_logprobs"] = [
                 [self._scored(value, token) for token, value in t.logprobs.top] for t in known if t.logprobs
             ]
-        if self._logprob_start is not None:
+        if start is not None:
             own, top = self._prompt(job, answer.prompt_logprobs)
-            fields["input_token_logprobs"] = own[self._logprob_start :]
+            fields["input_token_logprobs"] = own[start:]
             if num_top:
-                fields["input_top_logprobs"] = top[self._logprob_start :]
+                fields["input_top_logprobs"] = top[start:]
         return fields
 
     def _prompt(self, job: Job, parts: Sequence[PromptLogprobs]) -> tuple[list[Scored], list[list[Scored] | None]]:

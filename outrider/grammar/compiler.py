@@ -30,7 +30,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
-from outrider.grammar.spec import Grammar, GrammarKind, drop_annotations
+from outrider.grammar.spec import FORM_BELOW, Grammar, GrammarKind, prepare_schema
 
 LENGTH = struct.Struct("<I")
 """In front of each frame."""
@@ -90,6 +90,8 @@ _OPTIONS = {
     "whitespace_pattern": r"[ \n\r\t]{1,40}",
     "lenient": False,
 }
+_DEFAULTS = {"coerce_one_of": True}
+"""Of options that a schema may set; see `EXACT_ONE_OF`."""
 _MOST_MASKS = 50_000
 """Masks after which a compiled grammar is compiled anew: what its lexer has met stays in memory, and is bounded."""
 _MAX_REASON = 300
@@ -161,8 +163,8 @@ def source_of(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_OPTIONS)  # type: ignore[arg-type]
         case GrammarKind.JSON_SCHEMA:
             schema = json.loads(grammar.source)
-            drop_annotations(schema)
-            return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)  # type: ignore[arg-type]
+            prepare_schema(schema)
+            return LLMatcher.grammar_from_json_schema(schema, defaults=_DEFAULTS, overrides=_OPTIONS)  # type: ignore[arg-type]
         case GrammarKind.REGEX:
             # Digits and words as JavaScript and JSON Schema have them: of ASCII.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, use_ascii='dw')}/")
@@ -174,8 +176,12 @@ def source_of(grammar: Grammar) -> str:
 
 
 def _lark_of(grammar: Grammar) -> str:
+    rules, below, form = grammar.source.partition(f"\n{FORM_BELOW}\n")
     try:
-        return any_to_lark(grammar.source)
+        if not below:
+            return any_to_lark(rules)
+        # What was GBNF begins with an order to the library, which has no place within other rules.
+        return f"{rules}\nform: %lark {{ {any_to_lark(form).removeprefix('%llguidance {}')}\n}}"
     except Exception as error:  # of no class of its own where a rule is missing, or stands there twice
         raise refusal(grammar, str(error)) from None
 
@@ -190,7 +196,8 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     elif "lookarounds not supported" in said:
         said, fix = "holds a regular expression with look-around or a word boundary", _FIXES[GrammarKind.REGEX]
     elif "coerce_one_of" in said:
-        said, fix = "holds a oneOf whose cases cannot be told apart", "use anyOf, which allows the same texts and more"
+        said = "holds a oneOf whose cases cannot be told apart"
+        fix = "use anyOf, which allows the same texts and more, or leave strict out, which reads oneOf so"
     elif said.startswith("NoExtension"):
         said, fix = "allows no text at all", "let it match something"
     elif any(sign in said for sign in _TOO_MUCH):

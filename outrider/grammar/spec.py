@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+from urllib.parse import unquote
 
 from outrider.errors import InvalidRequestError
 
@@ -26,7 +27,8 @@ class GrammarKind(Enum):
     CHOICE = "choice"
     """The source is a JSON list of texts, of which the answer is one."""
     EBNF = "ebnf"
-    """The source is a context-free grammar in llguidance's dialect of Lark, or in GBNF."""
+    """The source is a context-free grammar in llguidance's dialect of Lark, or in GBNF; or rules in Lark, the line
+    `FORM_BELOW`, and below it a grammar of its own, in either language, which those rules call `form`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,21 @@ class Grammar:
         return f"grammar.{self.kind.value}"
 
 
+FORM_BELOW = "%form"
+"""The line between the rules of an EBNF and the grammar that they are for."""
 MAX_SOURCE_BYTES = 65536
 """Of a JSON schema."""
 MAX_REGEX_BYTES = 4096
 MAX_CHOICES = 1024
 MAX_DEPTH = 64
 """Of nested objects and lists in a JSON schema."""
+_MAX_REFERENCES = 8
+"""From the schema of an object's names to the one that says what they are."""
 
 _OWN_KEYS = ("x-guidance",)
 """Keys by which a schema would give orders to the grammar library."""
+EXACT_ONE_OF: dict[str, Any] = {"x-guidance": {"coerce_one_of": False}}
+"""The one order that a schema may hold: that its `oneOf` is not read as `anyOf` where its cases overlap."""
 _UNSUPPORTED = {
     "not": "say what is allowed instead",
     "if": "use anyOf with both cases",
@@ -79,7 +87,6 @@ _UNSUPPORTED = {
     "dependentRequired": "use anyOf with both cases",
     "dependentSchemas": "use anyOf with both cases",
     "dependencies": "use anyOf with both cases",
-    "propertyNames": "use patternProperties",
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
 }
@@ -92,6 +99,8 @@ _DIALECTS = ("http://json-schema.org/draft", "https://json-schema.org/draft")
 """What the library knows of `$schema`; for others it would fetch something."""
 _NAMES = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value maps names, which may be any, to schemas."""
+_NAME_KEYS = frozenset({"type", "enum", "const", "pattern", "minLength", "maxLength", "$ref"})
+"""Keywords that count in the schema of `propertyNames`; for strings, which all names are."""
 _DATA = ("enum", "const", "default", "examples", "example", "discriminator")
 """Keywords whose value is no schema, like that of all that begin with x-."""
 
@@ -99,7 +108,7 @@ _DATA = ("enum", "const", "default", "examples", "example", "discriminator")
 def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = False) -> None:
     """Raise InvalidRequestError, about `field`, for a grammar that is too large or asks for what is not supported.
 
-    `strict`: also for a schema with `uniqueItems`, to which nothing is held.
+    `strict`: also for a schema with `uniqueItems`, or with a `format` of names, to which nothing is held.
     """
     field = field or grammar.field
     match grammar.kind:
@@ -127,7 +136,8 @@ def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = 
 def without_further_keys(source: str) -> str:
     """A JSON schema whose objects have no keys but those it names, unless it says otherwise: OpenAI's `strict`.
 
-    Schemas joined by allOf stay as they are: each would forbid the others' keys. Raises ValueError, RecursionError.
+    Its `oneOf` is held to, or refused by verify. Schemas joined by allOf stay as they are: each would forbid the
+    others' keys. Raises ValueError, RecursionError.
     """
     schema = json.loads(source)
     level: list[Any] = [schema]
@@ -136,18 +146,60 @@ def without_further_keys(source: str) -> str:
         if isinstance(value, dict) and (value.get("type") == "object" or "properties" in value):
             value.setdefault("additionalProperties", False)
         level += [child for place, child in _subschemas(value) if place != ".allOf"]
+    if isinstance(schema, dict):
+        schema = EXACT_ONE_OF | schema
     return json.dumps(schema, ensure_ascii=False)
 
 
-def drop_annotations(schema: Any) -> None:
-    """Take out of a JSON schema what the grammar library would refuse, though answers need not be held to it."""
+def prepare_schema(schema: Any) -> None:
+    """Write a JSON schema as the grammar library takes it: `propertyNames` in its words, and without annotations."""
     level: list[Any] = [schema]
     while level:
         value = level.pop()
         if isinstance(value, dict):
             for key in [key for key, child in value.items() if _is_annotation(key, child)]:
                 del value[key]
+            joined = value.get("allOf", [])
+            if "propertyNames" in value and isinstance(joined, list):
+                value["allOf"] = [*joined, _object_of_names(value.pop("propertyNames"), schema) or {}]
         level += [child for _, child in _subschemas(value)]
+
+
+def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:
+    """A schema of objects whose names fit the schema `names`; None where no other keywords can say so.
+
+    `root`: the schema that references begin at.
+    """
+    for _ in range(_MAX_REFERENCES):
+        if isinstance(names, bool):
+            return {} if names else {"additionalProperties": False}
+        if not isinstance(names, dict) or names.get("type", "string") != "string":
+            return None
+        known = names.keys() & _NAME_KEYS - {"type"}
+        if known != {"$ref"}:
+            break
+        names = _pointed_at(root, names["$ref"])
+    if known in ({"enum"}, {"const"}):
+        values = names["enum"] if "enum" in names else [names["const"]]
+        allowed = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+        return {"properties": dict.fromkeys(allowed, True), "additionalProperties": False}
+    pattern = names.get("pattern")
+    if known and known <= {"minLength", "maxLength"}:
+        least, most = names.get("minLength", 0), names.get("maxLength", "")
+        pattern = rf"^[\s\S]{{{least},{most}}}$" if f"{least}{most}".isdigit() else None
+    elif known != {"pattern"}:
+        return None if known else {}
+    if not isinstance(pattern, str):
+        return None
+    return {"patternProperties": {pattern: True}, "additionalProperties": False}
+
+
+def _pointed_at(root: Any, reference: Any) -> Any:
+    """What a reference within a schema points at; None where that is nothing."""
+    for part in str(reference).removeprefix("#").split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, dict) else None
+    return root
 
 
 def _is_annotation(key: str, value: Any) -> bool:
@@ -174,18 +226,20 @@ def _check_schema(source: str, field: str, *, strict: bool) -> None:
         raise InvalidRequestError(field, reason, "send a JSON schema") from None
     if not isinstance(schema, dict):
         raise InvalidRequestError(field, "is not an object", 'send a JSON schema such as {"type": "object"}')
+    if schema.get("x-guidance") == EXACT_ONE_OF["x-guidance"]:
+        del schema["x-guidance"]
     # Breadth first with a list of our own, so that depth costs no stack.
     level: list[tuple[Any, str]] = [(schema, field)]
     for _ in range(MAX_DEPTH):
         for value, path in level:
-            _check_keywords(value, path, strict=strict)
+            _check_keywords(value, path, schema, strict=strict)
         level = [(child, path + place) for value, path in level for place, child in _subschemas(value)]
         if not level:
             return
     raise InvalidRequestError(field, f"is nested over {MAX_DEPTH} levels", "move inner schemas to $defs and use $ref")
 
 
-def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
+def _check_keywords(value: Any, path: str, root: Any, *, strict: bool) -> None:
     """Raise InvalidRequestError for an unsupported keyword of a schema; lists have none."""
     for key, child in value.items() if isinstance(value, dict) else ():
         if key in _OWN_KEYS:
@@ -195,6 +249,12 @@ def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
         if strict and key == "uniqueItems" and child is not False:
             fix = "leave it out and check it afterwards, or leave strict out"
             raise InvalidRequestError(f"{path}.{key}", "is not held to", fix)
+        if key == "propertyNames" and _object_of_names(child, root) is None:
+            fix = "say it by enum, const, pattern, lengths or a $ref to one of these alone, or use patternProperties"
+            raise InvalidRequestError(f"{path}.{key}", "is not supported", fix)
+        if strict and key == "propertyNames" and isinstance(child, dict) and child.get("format") in FORMATS:
+            fix = "use pattern, or leave strict out"
+            raise InvalidRequestError(f"{path}.{key}.format", "is not held to", fix)
         if key == "$ref" and isinstance(child, str) and not child.startswith("#"):
             raise InvalidRequestError(f"{path}.$ref", "points outside the schema", "use a $ref that begins with #")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -46,6 +47,32 @@ def test_a_response_is_the_chats_answer_whole_and_streamed(client: openai.OpenAI
 def test_a_form_is_parsed(client: openai.OpenAI) -> None:
     answer = client.responses.parse(model="smollm2", input=ASK, text_format=Answer, temperature=0)
     assert isinstance(answer.output_parsed, Answer)
+
+
+# Only compiling shows that no grammar can hold to the pattern; the tool is not strict, so any arguments will do.
+EXOTIC = {"type": "object", "properties": {"city": {"type": "string", "pattern": "^(?=R)"}}, "required": ["city"]}
+PLACE = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize("parameters", [PLACE, EXOTIC])
+def test_a_function_is_called_and_its_output_goes_back(client: openai.OpenAI, parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "name": "weather", "description": "Tells the weather.", "parameters": parameters}
+    asked: Any = {"model": "smollm2", "temperature": 0.9, "tools": [tool], "max_output_tokens": 100}
+    asked["extra_body"] = {"seed": 3}
+    question = "What is the weather in Rome?"
+    answer = client.responses.create(input=question, tool_choice="required", **asked)
+    (call,) = answer.output
+    assert call.type == "function_call" and call.name == "weather"
+    with client.responses.stream(input=question, tool_choice="required", **asked) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (again,) = stream.get_final_response().output
+    assert again.type == "function_call" and again.arguments == call.arguments == "".join(pieces)
+    if answer.status == "completed":
+        held = json.loads(call.arguments)
+        assert isinstance(held, dict) and (parameters is EXOTIC or held["city"] in ("Rome", "Paris"))
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
+    turns: Any = [{"role": "user", "content": question}, call, result]
+    assert client.responses.create(input=turns, **asked | {"tool_choice": "none"}).output_text
 
 
 def test_a_chat_without_reasoning_has_none(client: openai.OpenAI) -> None:

@@ -117,6 +117,15 @@ async def test_a_long_body_is_read_and_checked_beside_the_event_loop(
         assert threads.pop() is inline
 
 
+async def test_a_byte_order_mark_before_a_body_is_passed_over(world: World) -> None:
+    world.verify.say("ok")
+    for note in ("x", "x" * 300_000):
+        body = b"\xef\xbb\xbf" + json.dumps({"prompt": "x", "metadata": {"note": note}}).encode()
+        assert (await world.http.post(TEXT, content=body, headers=JSON)).status_code == 200
+    twice = await world.http.post(TEXT, content=b"\xef\xbb\xbf" * 2 + b"{}", headers=JSON)
+    assert twice.json()["error"]["code"] == "invalid_json"
+
+
 @pytest.mark.parametrize(
     ("part", "words"),
     [

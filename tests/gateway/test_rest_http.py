@@ -28,6 +28,11 @@ async def test_options_names_the_methods_of_a_path(world: World) -> None:
         assert (response.status_code, response.content) == (204, b"")
         assert set(response.headers["allow"].split(", ")) == methods | {"OPTIONS"}
     assert (await world.http.options("/nowhere")).status_code == 404
+    reader, writer = await asyncio.open_connection(*world.rest.removeprefix("http://").split(":"))
+    writer.write(b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    head, *headers = (await reader.read()).lower().split(b"\r\n")
+    writer.close()
+    assert head.split()[1] == b"204" and b"allow: get, head, post, options" in headers
 
 
 async def test_a_wrong_method_or_path_is_told_in_openais_shape(world: World) -> None:

@@ -16,6 +16,7 @@ from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
+from outrider.errors import InvalidRequestError
 from outrider.v1 import gateway_pb2
 
 TEMPLATE = (
@@ -131,9 +132,22 @@ async def test_a_large_schema_may_come_behind_reasoning(thinker: World) -> None:
         await ask(thinker, response_format=form)
 
 
-async def test_other_forms_hold_from_the_first_token_and_other_doors_tell_all(thinker: World) -> None:
-    answer = await ask(thinker, extra_body={"guided_regex": ".*", "chat_template_kwargs": {"prefix": "<think>"}})
-    assert answer.choices[0].message.content == ANSWER
+@pytest.mark.parametrize(
+    ("form", "found"),
+    [({"guided_regex": "(ab"}, "use a regular expression"), ({"ebnf": "start: a"}, "send Lark with a rule start")],
+)
+async def test_all_forms_come_behind_the_reasoning(thinker: World, form: dict[str, Any], found: str) -> None:
+    message = (await ask(thinker, extra_body=form)).choices[0].message
+    assert (message.reasoning_content, message.content) == ("The user says hello. 🙂", "Hello!")
+    source = thinker.verify.requests[-1].grammar.ebnf
+    assert source.startswith("start: ") and next(iter(form.values())) in source
+    refusal = InvalidRequestError("grammar.ebnf", "is wrong", found, code="invalid_grammar")
+    thinker.verify.failures = [refusal]
+    with pytest.raises(openai.BadRequestError, match=f"{next(iter(form))}: is wrong; {found}"):
+        await ask(thinker, extra_body=form)
+
+
+async def test_other_doors_tell_all(thinker: World) -> None:
     completion = await thinker.openai().completions.create(model=MODEL, prompt="x", max_tokens=100)
     assert completion.choices[0].text == ANSWER
     request = gateway_pb2.GatewayServiceGenerateRequest(prompt="x")

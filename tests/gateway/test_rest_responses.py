@@ -146,13 +146,156 @@ async def test_an_answer_without_text_is_an_empty_message(world: World) -> None:
     assert events[-1].type == "response.completed" and events[-1].response.output_text == ""
 
 
+CALLING = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> <think></think> #}"
+    "{% for m in messages %}[{{ m.role }}{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}]"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}>"
+    "{% endfor %}{% endfor %}[assistant]"
+)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTIONS: Any = [
+    {"type": "function", "name": "weather", "description": "Tells it.", "parameters": CITY, "strict": True},
+    {"type": "function", "name": "now", "parameters": None, "strict": None},
+]
+ROME = '{"name": "weather", "arguments": {"city": "Rome é"}}'
+NOON = '{"name": "now", "arguments": {}}'
+
+
+@pytest.fixture
+async def caller(tokenizer_folder: Path, tmp_path: Path) -> AsyncIterator[World]:
+    folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(CALLING, encoding="utf-8")
+    async with open_world(ScriptedVerify(folder), tmp_path) as running:
+        yield running
+
+
+def told(item: Any) -> tuple[str, str, str]:
+    if item.type == "function_call":
+        return item.type, item.name, item.arguments
+    return item.type, item.status, "".join(part.text for part in item.content)
+
+
+async def test_calls_are_items_whole_and_streamed_and_their_outputs_go_back(caller: World) -> None:
+    calls = f"<tool_call>{ROME}</tool_call>\n<tool_call>{NOON}</tool_call>"
+    caller.verify.say(f"<think>Both.</think>Let me see.\n{calls} Done.")
+    client = caller.openai().responses
+    asked: Any = {"model": MODEL, "tools": FUNCTIONS}
+    whole = await client.create(input="x", **asked)
+    items = [
+        ("reasoning", "completed", "Both."),
+        ("message", "completed", "Let me see."),
+        ("function_call", "weather", '{"city": "Rome é"}'),
+        ("function_call", "now", "{}"),
+        ("message", "completed", "\n\n Done."),
+    ]
+    assert list(map(told, whole.output)) == items and whole.status == "completed"
+    assert len({item.id for item in whole.output}) == 5 and prompt(caller) == "weather now [user]x[assistant]"
+    assert [(tool.type, tool.name, tool.strict) for tool in whole.tools] == [  # type: ignore[union-attr]
+        ("function", "weather", True),
+        ("function", "now", None),
+    ]
+    async with client.stream(input="x", **asked) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert list(map(told, final.output)) == items
+    done: dict[int, Any] = {event.output_index: event.item for event in events if "item.done" in event.type}
+    news = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(news) > 3 and {event.output_index for event in news} == {2, 3}
+    for index, item in enumerate(final.output[2:4], start=2):
+        about: list[Any] = [event for event in events if getattr(event, "output_index", None) == index]
+        names = [event.type.removeprefix("response.") for event in about]
+        deltas = names.count("function_call_arguments.delta")
+        assert names[:1] == ["output_item.added"] and about[0].item.arguments == ""
+        assert names[1:] == ["function_call_arguments.delta"] * deltas + [
+            "function_call_arguments.done",
+            "output_item.done",
+        ]
+        assert "".join(event.delta for event in about[1:-2]) == about[-2].arguments == item.arguments  # type: ignore[union-attr]
+        assert done[index].call_id == about[0].item.call_id != whole.output[index].call_id  # type: ignore[union-attr]
+        assert {event.item_id for event in about[1:-1]} == {item.id}
+    parts = [{"type": "input_text", "text": "noon"}]
+    found: list[Any] = [
+        {"type": "function_call_output", "call_id": name, "output": output}
+        for name, output in (("c1", "21"), ("c2", parts))
+    ]
+    made: list[Any] = [
+        item.model_copy(update={"call_id": name}) for item, name in zip(whole.output[2:4], ("c1", "c2"), strict=True)
+    ]
+    history: Any = [{"role": "user", "content": "x"}, *whole.output[:2], *made, *found]
+    await client.create(input=history, **asked)
+    assert prompt(caller) == (
+        'weather now [user]x[assistant](Both.)Let me see.<c1 weather {"city": "Rome é"}><c2 now {}>'
+        "[tool c1]21[tool c2]noon[assistant]"
+    )
+    history = [*whole.output[:1], *made[:1], *found[:1]]
+    await client.create(input=history, **asked)
+    assert '[assistant](Both.)<c1 weather {"city"' in prompt(caller)
+
+
+async def test_calls_are_forced_allowed_forbidden_and_cut(caller: World) -> None:
+    client = caller.openai().responses
+    asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS}
+    caller.verify.say(ROME)
+    named = {"type": "function", "name": "weather"}
+    choices: list[Any] = ["required", named, {"type": "allowed_tools", "mode": "required", "tools": [named]}]
+    for choice in choices:
+        answer = await client.create(tool_choice=choice, **asked)  # type: ignore[call-overload]
+        assert list(map(told, answer.output)) == [("function_call", "weather", '{"city": "Rome é"}')]
+        assert prompt(caller).endswith("<tool_call>\n")
+        sent = answer.tool_choice if isinstance(choice, str) else answer.tool_choice.to_dict()
+        assert sent == choice and "city" in caller.verify.requests[-1].grammar.json_schema
+    cut = await client.create(tool_choice="required", max_output_tokens=40, **asked)
+    assert (cut.status, cut.output[0].type, cut.output[0].status) == ("incomplete", "function_call", "incomplete")
+    caller.verify.say(f"<tool_call>{NOON}</tool_call>" * 2)
+    one = await client.create(parallel_tool_calls=False, **asked)
+    assert len(one.output) == 1 and caller.verify.requests[-1].grammar.ebnf  # one of them is strict
+    none = await client.create(tool_choice="none", **asked)
+    assert "<tool_call>" in none.output_text and "weather" not in prompt(caller)
+
+
+async def test_the_client_parses_arguments_of_responses(caller: World) -> None:
+    caller.verify.say('<tool_call>{"name": "Person", "arguments": {"name": "Ada"}}</tool_call>')
+    tool = openai.pydantic_function_tool(Person)["function"]
+    answer = await caller.openai().responses.parse(
+        model=MODEL,
+        input="x",
+        tools=[{"type": "function", "name": "Person", "parameters": tool["parameters"], "strict": True}],
+    )
+    (call,) = answer.output
+    assert call.type == "function_call" and call.parsed_arguments == {"name": "Ada"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "word"),
     [
         ({"store": True}, "store", "stored"),
         ({"previous_response_id": "resp-1"}, "previous_response_id", "whole conversation"),
         ({"background": True}, "background", "stored"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "web_search", "filters": {}}]}, "tools[0].type", "not supported; send 'function'"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
+        ({"tools": [{"type": "function", "name": "a"}] * 2}, "tools[1].name", "twice"),
+        (
+            {"tools": [{"type": "function", "name": "a", "strict": True, "parameters": {"not": {}}}]},
+            "tools[0].parameters.not",
+            "say what is allowed",
+        ),
+        ({"tool_choice": "required"}, "tools", "missing"),
+        (
+            {"tool_choice": {"type": "function", "name": "b"}, "tools": [{"type": "function", "name": "a"}]},
+            "tool_choice.name",
+            "none of the tools",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "b"}]}},
+            "tool_choice.tools[0].name",
+            "none of the tools",
+        ),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "not supported"),
+        ({"tool_choice": 7}, "tool_choice", "'required'"),
+        ({"max_tool_calls": 3}, "max_tool_calls", "leave it out"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "missing"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": ""}]}, "input[0].name", "at least one"),
         ({"truncation": "auto"}, "truncation", "left out"),
         ({"input": []}, "input", "at least one entry"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "text": "x"}]}]}, "input", "input_text"),

@@ -85,6 +85,39 @@ async def test_each_prompt_may_have_sampling_of_its_own(world: World) -> None:
     assert single["meta_info"]["completion_tokens"] == 2
 
 
+async def test_each_prompt_may_have_an_id_and_logprobs_of_its_own(world: World) -> None:
+    world.verify.say("ok")
+    each = {
+        "rid": ["first", "second", "third"],
+        "return_logprob": [False, True, True],
+        "logprob_start_len": [0, -1, 1],
+        "top_logprobs_num": [2, 0, 2],
+    }
+    for more in ({}, {"stream": True}):
+        body = {"input_ids": [[5], [6, 7], [8, 9, 10]], "sampling_params": [{"n": 2}, {}, {}]} | each | more
+        if more:
+            told = {event["index"]: event for event in await events(world, **body)}
+            answers = [told[index] for index in range(4)]
+        else:
+            answers = await generate(world, **body)
+        metas = [answer["meta_info"] for answer in answers]
+        assert [meta["id"] for meta in metas] == ["first", "first", "second", "third"]
+        assert ["output_token_logprobs" in meta for meta in metas] == [False, False, True, True]
+        assert metas[2]["input_token_logprobs"] == [] and "output_top_logprobs" not in metas[2]
+        assert [entry[1] for entry in metas[3]["input_token_logprobs"]] == [9, 10]
+        assert all(len(top) == 2 for top in metas[3]["output_top_logprobs"])
+    assert (await generate(world, text="a", rid=["mine"], return_logprob=[True]))["meta_info"]["id"] == "mine"
+    for field, value, place in (
+        ("rid", ["a"], "rid"),
+        ("return_logprob", [True, 1], "return_logprob[1]"),
+        ("logprob_start_len", [0, -2], "logprob_start_len[1]"),
+        ("top_logprobs_num", [], "top_logprobs_num"),
+        ("top_logprobs_num", "2", "top_logprobs_num"),
+    ):
+        response = await world.http.post("/generate", json={"text": ["a", "b"], field: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, place), response.text
+
+
 async def test_what_is_wrong_with_one_of_several_has_its_place(world: World) -> None:
     for each, field, words in (
         ([{}], "sampling_params", "1 entries for 2 prompts; send one for each prompt"),

@@ -126,6 +126,37 @@ async def test_a_forced_call_begins_behind_its_opener_and_is_held_to_its_schema(
             assert held["properties"]["city"]["$ref"] == "#/$defs/tool0/$defs/City" and not held["additionalProperties"]
 
 
+NO_GRAMMAR = InvalidRequestError("grammar.json_schema", "too complex", "split it", code="invalid_grammar")
+
+
+async def test_a_forced_call_of_a_tool_that_is_not_strict_needs_no_schema_that_can_be_held_to(tmp_path: Path) -> None:
+    exotic = {"type": "object", "properties": {"a": {"not": {}}}}
+    tools = [
+        *TOOLS,
+        {"type": "function", "function": {"name": "exotic", "parameters": exotic}},
+        {"type": "function", "function": {"name": "plain", "strict": True, "parameters": PLACE}},
+    ]
+    asked = {"messages": HELLO, "tools": tools, "tool_choice": "required", "n": 2}
+    verify = make_verify(tmp_path, "hermes")
+    verify.say('{"name": "exotic", "arguments": {"b": 1}}')
+    async with open_world(verify, tmp_path) as world:
+        answer = (await world.http.post(CHAT, json=asked)).json()["choices"][0]["message"]
+        assert answer["tool_calls"][0]["function"] == {"name": "exotic", "arguments": '{"b": 1}'}
+        schemas = list(decoded_grammar(world)["$defs"].values())
+        assert [one.get("required") for one in schemas] == [["city"], None, None, ["city"]]
+        assert schemas[2] == {"type": "object"} and "additionalProperties" in schemas[1]
+        # What only compiling finds.
+        world.verify.failures, num_asked = [NO_GRAMMAR] * 2, len(world.verify.requests)
+        assert (await world.http.post(CHAT, json=asked)).status_code == 200
+        assert len(world.verify.requests) == num_asked + 4
+        schemas = list(decoded_grammar(world)["$defs"].values())
+        assert schemas[:3] == [{"type": "object"}] * 3 and schemas[3]["required"] == ["city"]
+        for refused, failures in ((asked, [NO_GRAMMAR] * 4), (asked | {"tools": tools[3:]}, [NO_GRAMMAR] * 2)):
+            world.verify.failures = failures
+            error = (await world.http.post(CHAT, json=refused | {"n": 1})).json()["error"]
+            assert (error["code"], error["param"]) == ("invalid_grammar", "tools")
+
+
 @pytest.mark.parametrize("form", list(WRITTEN))
 async def test_a_strict_tool_holds_calls_that_the_model_chooses(tmp_path: Path, form: str) -> None:
     verify = make_verify(tmp_path, form)
@@ -341,8 +372,6 @@ async def test_half_an_emoji_in_the_history_stays_as_it_was_written(tmp_path: Pa
         ({"tools": [{"name": "f", "parameters": "{"}]}, r"chat\.tools\[0\]\.parameters: is no JSON"),
         ({"tools": [{"name": "f", "parameters": "[]"}]}, r"chat\.tools\[0\]\.parameters: .*object"),
         ({"tools": [{"name": "f", "parameters": " " * 70000}]}, r"chat\.tools\[0\]\.parameters: .*limit of 65536"),
-        ({"tools": [{"name": f"f{i}", "parameters": json.dumps({"title": "x" * 40_000})} for i in range(2)],
-          "tool_choice": "required"}, r"chat\.tools: .*together.*limit of 65536"),
         ({"tools": [{"name": f"f{i}", "parameters": json.dumps({"title": "x" * 40_000}), "strict": True}
           for i in range(2)]}, r"chat\.tools: .*together.*limit of 65536"),
         ({"tools": [{"name": "f", "parameters": '{"title": "\\ud83d"}'}]},
@@ -354,7 +383,10 @@ async def test_half_an_emoji_in_the_history_stays_as_it_was_written(tmp_path: Pa
         ({"tool_choice": "any"}, r"chat\.tool_choice: "),
         ({"tool_name": "now"}, r"chat\.tool_name: goes with a tool_choice of required"),
         ({"tool_choice": "required", "tool_name": "then"}, r"chat\.tool_name: 'then' is none of the tools"),
-        ({"tool_choice": "required", "tools": [{"name": "f", "parameters": '{"properties": {"a": {"not": {}}}}'}]},
+        ({"tool_choice": "required", "tools": [{"name": "f", "parameters": '{"type": "string"}'}]},
+         r"chat\.tools\[0\]\.parameters\.type: arguments are an object"),
+        ({"tool_choice": "required",
+          "tools": [{"name": "f", "strict": True, "parameters": '{"properties": {"a": {"not": {}}}}'}]},
          r"chat\.tools\[0\]\.parameters\.properties\.a\.not"),
         ({"messages": [{"role": "user", "tool_calls": [{"name": "f"}]}]}, r"chat\.messages\[0\]\.tool_calls: only an"),
         ({"messages": [{"role": "tool"}]}, r"chat\.messages\[0\]\.tool_call_id: tells which call"),

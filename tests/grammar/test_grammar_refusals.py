@@ -14,7 +14,15 @@ from tiny_grammar import CHOICE, END, OBJECT, SCHEMA, VOCAB
 
 from outrider.errors import InternalError, InvalidRequestError
 from outrider.grammar.compiler import LENGTH, GrammarVocabulary, compile_grammar, probe
-from outrider.grammar.spec import FORMATS, MAX_DEPTH, Grammar, GrammarKind, check_grammar
+from outrider.grammar.spec import (
+    EXACT_ONE_OF,
+    FORMATS,
+    MAX_DEPTH,
+    Grammar,
+    GrammarKind,
+    check_grammar,
+    without_further_keys,
+)
 from outrider.protocol.generation_codec import decode_grammar, encode_grammar
 from outrider.protocol.speculation import Open
 from outrider.protocol.speculation_codec import decode_verify, encode_verify
@@ -39,6 +47,7 @@ def deep(levels: int) -> dict[str, Any]:
     return inner
 
 
+OVERLAPPING = {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "pattern": "^a"}]}
 AT_SIGHT: list[tuple[Grammar, str, str]] = [
     (schema([]), "json_schema", "not an object"),
     (Grammar(GrammarKind.JSON_SCHEMA, "{"), "json_schema", "not valid JSON"),
@@ -49,6 +58,19 @@ AT_SIGHT: list[tuple[Grammar, str, str]] = [
     (schema({"anyOf": [{}, {"contains": {}}]}), "json_schema.anyOf[1].contains", "check it afterwards"),
     (Grammar(GrammarKind.JSON_SCHEMA, '{"title": "\ud800"}'), "json_schema", "lone surrogate"),
     (schema({"x-guidance": {"lenient": True}}), "json_schema.x-guidance", "remove it"),
+    *(
+        (schema({"items": {"propertyNames": names}}), "json_schema.items.propertyNames", "use patternProperties")
+        for names in (
+            {"anyOf": [{"const": "a"}]} | {"pattern": 7},
+            {"pattern": "a", "minLength": 1},
+            {"minLength": [1]},
+            {"minLength": -1},
+            {"type": "integer"},
+            {"$ref": "#/nowhere"},
+            {"$ref": "#/items/propertyNames"},
+            7,
+        )
+    ),
     (schema({"$ref": "http://example.com/a.json"}), "json_schema.$ref", "begins with #"),
     (regex(""), "regex", "is empty"),
     (regex("a" * 5000), "regex", "over the limit of 4096"),
@@ -63,10 +85,9 @@ WHEN_COMPILED: list[tuple[Grammar, str]] = [
     (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "allows no text"),
     (schema({"type": "string", "pattern": "^(a{1000}){1000}$"}), "too complex"),
     (schema({"type": "string", "pattern": "(a)\\1"}), "backreferences"),
-    (
-        schema({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "pattern": "^a"}]}),
-        "cannot be told apart",
-    ),
+    (schema(OVERLAPPING | EXACT_ONE_OF), "cannot be told apart"),
+    (schema({"propertyNames": {"pattern": "("}}), "unclosed group"),
+    (schema({"propertyNames": {"pattern": "a"}, "patternProperties": {"b": {"type": "null"}}}), "not disjoint"),
     (regex("(a"), "unclosed group"),
     (regex("a(?=b)c"), "look-around"),
     (regex("\\bx"), "word boundary"),
@@ -147,6 +168,63 @@ def test_a_strict_schema_says_nothing_that_is_not_held_to() -> None:
     with pytest.raises(InvalidRequestError, match=r"items.uniqueItems: is not held to; leave it out and check"):
         check_grammar(listed, strict=True)
     check_grammar(schema({"uniqueItems": False}), strict=True)
+    named = schema({"propertyNames": {"type": "string", "format": "uuid"}})
+    check_grammar(named)
+    with pytest.raises(InvalidRequestError, match=r"propertyNames.format: is not held to"):
+        check_grammar(named, strict=True)
+
+
+def allows(vocabulary: GrammarVocabulary, grammar: Grammar, text: str) -> bool:
+    """Whether an answer of this text is complete."""
+    check_grammar(grammar)
+    compiled = compile_grammar(grammar, vocabulary)
+    probe(compiled)
+    matcher = compiled.matcher()
+    return all(map(matcher.consume_token, vocabulary.tokenizer.tokenize_str(text))) and matcher.is_accepting()
+
+
+def test_one_of_is_any_of_unless_it_is_strict(vocabulary: GrammarVocabulary) -> None:
+    assert all(allows(vocabulary, schema(OVERLAPPING), text) for text in ('"b"', '"abcd"', '"ab"'))
+    apart = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
+    strict = Grammar(GrammarKind.JSON_SCHEMA, without_further_keys(json.dumps(apart)))
+    assert allows(vocabulary, strict, "7") and not allows(vocabulary, strict, "null")
+    closed = without_further_keys(json.dumps(OVERLAPPING))
+    check_grammar(Grammar(GrammarKind.JSON_SCHEMA, closed), strict=True)
+    with pytest.raises(InvalidRequestError, match=r"cannot be told apart; use anyOf.* or leave strict out"):
+        compile_grammar(Grammar(GrammarKind.JSON_SCHEMA, closed), vocabulary)
+
+
+NAMED = {"type": "object", "additionalProperties": {"type": "integer"}}
+TREE = {"$defs": {"A/b": {"title": "A", "enum": ["red", "blue"]}, "c": {"$ref": "#/$defs/A~1b"}}}
+
+
+@pytest.mark.parametrize(
+    ("rules", "right", "wrong"),
+    [
+        ({"propertyNames": {"type": "string"}}, ['{"a":1}'], ['{"a":""}']),
+        ({"propertyNames": True}, ['{"a":1}'], []),
+        ({"propertyNames": False}, ["{}"], ['{"a":1}']),
+        ({"propertyNames": {"type": "string", "pattern": "^[a-c]+$"}}, ["{}", '{"ab":1,"c":2}'], ['{"d":1}']),
+        ({"propertyNames": {"minLength": 2, "maxLength": 3}}, ['{"ab":1,"abc":1}'], ['{"a":1}', '{"abcd":1}']),
+        ({"propertyNames": {"minLength": 2}}, ['{"abcdefgh":1}'], ['{"a":1}']),
+        ({"propertyNames": {"enum": ["red", "blue", 7]}}, ['{"red":1,"blue":2}', "{}"], ['{"re":1}', '{"red":""}']),
+        ({"propertyNames": {"const": "red"}, "minProperties": 1}, ['{"red":1}'], ["{}", '{"blue":1}']),
+        (TREE | {"propertyNames": {"$ref": "#/$defs/c"}}, ['{"blue":2}'], ['{"green":1}']),
+        (
+            {"properties": {"ab": {"type": "null"}, "X": {}}, "propertyNames": {"pattern": "^[a-c]"}},
+            ['{"ab":null,"c":1}', "{}"],
+            ['{"X":1}', '{"ab":1}'],
+        ),
+        ({"allOf": [{"required": ["a"]}], "propertyNames": {"pattern": "^a"}}, ['{"a":1,"ab":1}'], ['{"ab":1}']),
+    ],
+)
+def test_names_of_properties_are_held_to(
+    vocabulary: GrammarVocabulary, rules: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    assert all(allows(vocabulary, schema(NAMED | rules), text) for text in right)
+    assert not any(allows(vocabulary, schema(NAMED | rules), text) for text in wrong)
+    nested = schema({"type": "array", "items": NAMED | {"propertyNames": {"const": "red"}}})
+    assert allows(vocabulary, nested, '[{"red":1}]') and not allows(vocabulary, nested, '[{"blue":1}]')
 
 
 @pytest.mark.parametrize("grammar", [OBJECT, SCHEMA, CHOICE, regex("a")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from gateway.core.reasoning import ReasoningMarkers, ReasoningStart
 from gateway.core.request import Tool
-from gateway.core.tool_grammar import form_grammar, strict_grammar
+from gateway.core.tool_grammar import forced_grammars, form_grammar, strict_grammar
 from gateway.core.tool_parser import FORMATS
-from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, probe
+from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, judge, probe
 from outrider.grammar.spec import Grammar, GrammarKind
 
 PLACE: dict[str, Any] = {
@@ -196,6 +197,51 @@ def test_a_choice_may_come_behind_reasoning(vocabulary: GrammarVocabulary) -> No
     wanted = Grammar.of_choices(["a ::= b", "né", 'say "%llguidance"'])
     grammar = compile_grammar(form_grammar(wanted, [], None, start, mark_ids(vocabulary)), vocabulary)
     assert all(ends(grammar, text) for choice in wanted.choices for text in (choice, f"<think>x</think>{choice}"))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_of_of_a_strict_tool_is_held_to(form: str, vocabulary: GrammarVocabulary) -> None:
+    cases = [{"properties": {"a": {"type": kind}}} for kind in ("integer", "number")]
+    for strict in (True, False):
+        tools = [Tool(name="now", strict=strict, parameters={"type": "object", "oneOf": cases})]
+        made = [forced_grammars(tools, FORMATS[form])[0]]
+        if strict:
+            made.append(form_grammar(Grammar(GrammarKind.JSON_OBJECT), tools, FORMATS[form], None, {}))
+            made += [grammar] if (grammar := strict_grammar(tools, FORMATS[form])) else []
+        for grammar in made:
+            assert ("told apart" in judge(grammar, vocabulary).problem) is strict
+
+
+def test_schemas_that_are_too_much_for_one_grammar_are_not_held_to_unless_they_are_strict() -> None:
+    large = {"type": "object", "description": "x" * 40_000}
+    tools = [Tool(name=name, parameters=large) for name in ("a", "b")]
+    grammar, loose = forced_grammars([*tools, Tool(name="c", parameters=PLACE, strict=True)], FORMATS["json"])
+    held = json.loads(grammar.source)["$defs"]
+    assert loose is None and held["tool0"] == held["tool1"] == {"type": "object"} and "City" in held["tool2"]["$defs"]
+
+
+BEHIND: list[tuple[Grammar, list[str], list[str]]] = [
+    (Grammar(GrammarKind.REGEX, r"[a-c]+/\d\n::=%llguidance"), ["ab/7\n::=%llguidance"], ["ab/x", "ab/7 "]),
+    # It fits the marker, too, and yet reasoning is free where it begins with that.
+    (Grammar(GrammarKind.REGEX, ".*"), ["", "one line", "a <b>"], ["two\nlines"]),
+    (Grammar(GrammarKind.EBNF, 'start: "a" thought "}" // }\nthought: form+\nform: "b"'), ["ab}", "abb}"], ["a}", "b"]),
+    (Grammar(GrammarKind.EBNF, '%ignore " "\nstart: "a" "::="'), ["a::=", "a  ::="], ["a:"]),
+    (Grammar(GrammarKind.EBNF, 'root ::= "a" | end # }\nend ::= [0-9]+ "}"'), ["a", "12}"], ["12", "aa"]),
+]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize(("wanted", "right", "wrong"), BEHIND)
+def test_expressions_and_context_free_grammars_may_come_behind_reasoning(
+    begun: bool, wanted: Grammar, right: list[str], wrong: list[str], vocabulary: GrammarVocabulary
+) -> None:
+    start = ReasoningStart(ReasoningMarkers("<think>", "</think>"), begun)
+    grammar = compile_grammar(form_grammar(wanted, [], None, start, mark_ids(vocabulary)), vocabulary)
+    probe(grammar)
+    thought = f"{'' if begun else '<think>'}{THOUGHT}</think>"
+    assert all(ends(grammar, f"{thought}{space}{text}") for text in right for space in ("", "\n\n"))
+    assert not any(ends(grammar, f"{thought}{text}") for text in wrong)
+    assert begun or all(ends(grammar, text) for text in right)
 
 
 def test_without_a_strict_tool_or_with_marks_that_are_no_text_nothing_is_held() -> None:

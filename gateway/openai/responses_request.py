@@ -1,0 +1,286 @@
+"""What POST /v1/responses takes: OpenAI's newer route for one answer, of which nothing is stored."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from gateway.core.request import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ClientRequest,
+    PromptText,
+    ReasoningEffort,
+    SamplingFields,
+    ServingFields,
+    Speaker,
+    StrictModel,
+    TemplateValues,
+    Text,
+    ToolCall,
+)
+from gateway.core.tool_grammar import check_tools
+from gateway.core.validation import validate
+from gateway.openai.fields import (
+    FormBody,
+    Forms,
+    GenerationBody,
+    HarmlessFields,
+    JsonSchema,
+    NamedRequests,
+    Only,
+    RefusalPart,
+    check_goes_with,
+    part_kind,
+    part_text,
+    template_values,
+    text_or_list,
+)
+from gateway.openai.tools import FlatTool, FlatToolChoice, tool_fields
+from outrider.grammar.spec import Grammar, GrammarKind
+
+_NOT_STORED = "answers are not stored here: send the whole conversation as input"
+
+
+class InputPart(StrictModel):
+    """One part of a message."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
+    annotations: Annotated[Any, Only([], why="annotations are not supported")] = None
+    logprobs: list[Any] | None = Field(None, description="Taken and not used.")
+
+
+Part = Annotated[Annotated[InputPart, Tag("@part")] | Annotated[RefusalPart, Tag("@refusal")], Discriminator(part_kind)]
+
+
+_Texts = Annotated[
+    Annotated[Text, Tag("@text")]
+    | Annotated[list[Part], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+    Discriminator(text_or_list),
+]
+
+
+class InputMessage(StrictModel):
+    """A message of the conversation, sent anew or as an earlier answer had it."""
+
+    type: Literal["message"] | None = None
+    role: Speaker
+    content: _Texts
+    id: Text | None = Field(None, description="Taken and not used.")
+    status: Text | None = Field(None, description="Taken and not used.")
+    phase: Text | None = Field(None, description="Taken and not used.")
+
+
+class ReasoningText(StrictModel):
+    """A piece of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class InputReasoning(StrictModel):
+    """What the assistant thought before its next message, as an earlier answer had it."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    summary: list[Any] | None = Field(None, description="Taken and not used.")
+    encrypted_content: Annotated[Any, Only(why="reasoning is not encrypted here")] = None
+    id: Text | None = Field(None, description="Taken and not used.")
+    status: Text | None = Field(None, description="Taken and not used.")
+
+
+class InputCall(StrictModel):
+    """A call of a function, as an earlier answer had it."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[Text, Field(max_length=256)]
+    name: Annotated[Text, Field(min_length=1, max_length=256)]
+    arguments: Text = Field(description="JSON, as the answer had it.")
+    id: Text | None = Field(None, description="Taken and not used.")
+    status: Text | None = Field(None, description="Taken and not used.")
+
+
+class InputCallOutput(StrictModel):
+    """What the client found by calling the function."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[Text, Field(max_length=256)] = Field(description="The call that this answers.")
+    output: _Texts
+    id: Text | None = Field(None, description="Taken and not used.")
+    status: Text | None = Field(None, description="Taken and not used.")
+
+
+_TAGS = {"reasoning": "@reasoning", "function_call": "@call", "function_call_output": "@output"}
+
+
+def _item_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return _TAGS.get(kind, "@message") if isinstance(kind, str) else "@message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("@message")]
+    | Annotated[InputReasoning, Tag("@reasoning")]
+    | Annotated[InputCall, Tag("@call")]
+    | Annotated[InputCallOutput, Tag("@output")],
+    Discriminator(_item_kind),
+]
+
+
+Input = Annotated[
+    Annotated[PromptText, Tag("@text")]
+    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+    Discriminator(text_or_list),
+]
+
+
+class TextFormat(JsonSchema):
+    """The form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    @model_validator(mode="after")
+    def _schema_for_its_type(self) -> TextFormat:
+        check_goes_with(self.type, "json_schema", self.schema_, "text.format.schema", "schema")
+        return self
+
+    @property
+    def forms(self) -> Forms:
+        """What the answer must be; none where any text will do."""
+        if self.type == "text":
+            return []
+        if self.schema_ is None:
+            return [("text.format", Grammar(GrammarKind.JSON_OBJECT))]
+        return [("text.format.schema", self.grammar())]
+
+
+class TextConfig(StrictModel):
+    """What the answer's text is like."""
+
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
+
+
+class ReasoningConfig(StrictModel):
+    """How much the model thinks before it answers."""
+
+    effort: ReasoningEffort | None = Field(
+        None, description="The template's reasoning_effort; none sets enable_thinking to false, too."
+    )
+    summary: Annotated[Any, Only("auto", why="reasoning is told as it is, not summed up")] = None
+    generate_summary: Annotated[Any, Only("auto", why="reasoning is told as it is, not summed up")] = None
+
+
+class ResponsesStreamOptions(StrictModel):
+    """What a stream is like."""
+
+    include_obfuscation: Annotated[Any, Only(False, why="streams are not padded")] = None
+
+
+class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, HarmlessFields):
+    """Body of POST /v1/responses."""
+
+    input: Input = Field(
+        description="A text, or the items of a conversation: messages, reasoning, calls and their outputs, in order."
+    )
+    instructions: Text | None = Field(None, description="A system message before the input.")
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Most tokens of the answer, reasoning included. Default: what the context leaves."
+    )
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: TemplateValues | None = Field(None, description="As in chat completions.")
+    stream_options: ResponsesStreamOptions | None = None
+    previous_response_id: Annotated[Any, Only(why=_NOT_STORED)] = None
+    conversation: Annotated[Any, Only(why=_NOT_STORED)] = None
+    background: Annotated[Any, Only(False, why="answers are not stored here, so none can be fetched later")] = None
+    include: Annotated[Any, Only([], why="nothing more is told of an answer")] = None
+    truncation: Annotated[Any, Only("disabled", why="no message is left out of a conversation")] = None
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+        None, description="Functions that the answer may call."
+    )
+    tool_choice: FlatToolChoice | None = Field(None, description="As in chat completions.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may hold several calls. Default true; a forced answer holds one."
+    )
+    max_tool_calls: Annotated[Any, Only(why="there are no tools that run here")] = None
+    prompt: Annotated[Any, Only(why="no prompts are stored here")] = None
+    top_logprobs: Annotated[Any, Only(0, why="log-probabilities are told by /v1/chat/completions")] = None
+
+    @cached_property
+    def forms(self) -> Forms:
+        """See the base."""
+        return [] if self.text is None or self.text.format is None else self.text.format.forms
+
+    @property
+    def is_strict(self) -> bool:
+        """See the base."""
+        return self.text is not None and self.text.format is not None and bool(self.text.format.strict)
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ResponsesRequest:
+        fields = self._tool_fields()
+        check_tools(self.tools or [], fields["tool_choice"], fields.get("tool_name"), "tools[{}]", "tool_choice.name")
+        return self
+
+    def _tool_fields(self) -> dict[str, Any]:
+        return tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as the chat template takes it."""
+        found: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            found.append({"role": "system", "content": self.instructions})
+        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        thought = ""
+        for item in items:
+            if isinstance(item, InputReasoning):
+                thought += "".join(part.text for part in item.content or ())
+                continue
+            about = {"reasoning_content": thought} if thought else {}
+            if isinstance(item, InputCall):
+                if thought or not found or found[-1]["role"] != "assistant":
+                    found.append({"role": "assistant", "content": "", **about})
+                call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
+                found[-1].setdefault("tool_calls", []).append(call)
+            elif isinstance(item, InputCallOutput):
+                found.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+            else:
+                about = about if item.role == "assistant" else {}
+                found.append({"role": item.role, "content": _text(item.content), **about})
+            thought = ""
+        return found
+
+    def requests(self, max_prompts: int) -> NamedRequests:
+        """See the base."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ServingFields.model_fields}
+        fields |= {
+            "model": self.model,
+            "sampling": {name: getattr(self, name) for name in SamplingFields.model_fields},
+            "max_tokens": self.max_output_tokens,
+            "grammar": self.grammar,
+            "separate_reasoning": True,
+            "chat": {
+                "messages": self.messages(),
+                "template_values": template_values(effort, self.chat_template_kwargs),
+            }
+            | self._tool_fields(),
+        }
+        names = {
+            "max_tokens": "max_output_tokens",
+            "sampling.logit_bias": "logit_bias",
+            "grammar": self.grammar_field,
+            "chat.messages": "input",
+            "chat.tools": "tools",
+            "chat.tool_choice": "tool_choice",
+        }
+        return [(validate(ClientRequest, fields, names=names), names)]
+
+
+def _text(content: str | list[Any]) -> str:
+    return content if isinstance(content, str) else "".join(map(part_text, content))
