@@ -50,7 +50,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with exit code 2."""
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
-        if message.startswith("unrecognized") and unknown:
+        if message.startswith("unrecognized") and unknown and not unknown[0].startswith("-"):
+            message = f"nothing takes {unknown[0]!r} here"
+        elif message.startswith("unrecognized") and unknown:
             known = [flag for action in self._every_action() for flag in action.option_strings]
             close = difflib.get_close_matches(unknown[0], known, n=1)
             message = f"unknown option {unknown[0]}" + (f"; did you mean {close[0]}?" if close else "")
