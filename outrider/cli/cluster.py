@@ -235,13 +235,13 @@ class Cluster:
 
     @property
     def drafters(self) -> dict[str, tuple[str, ...]]:
-        """By service the drafters that it was told to guess with; AUTO where the draft service chooses."""
-        verify, draft = self._given.get("verify"), self._given.get("draft")
+        """By service the drafters that guess there, as it said when it was ready: n-grams alone where a draft model
+        cannot draft, whatever it was told."""
+        verify = self._given.get("verify")
         if isinstance(verify, VerifyOptions) and verify.no_speculation:
             return {}
-        inside = verify.speculative_algorithm if isinstance(verify, VerifyOptions) else ()
-        beside = draft.speculative_algorithm if isinstance(draft, DraftOptions) else ()
-        return {name: names for name, names in (("verify", inside), ("draft", beside)) if names}
+        told = {name: self.children[name].told.get("drafters") for name in ("verify", "draft") if name in self.children}
+        return {name: tuple(names.split("+")) for name, names in told.items() if names}
 
     @property
     def rest_url(self) -> str:

@@ -205,7 +205,7 @@ def make_cluster(
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
         check_drafter(told, target)
-    if told is None and set(verify.speculative_algorithm) - {*NGRAM}:
+    if set(verify.speculative_algorithm) - {*NGRAM}:
         check_drafter(verify.draft_model(str(target)), target)
     if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
         verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
