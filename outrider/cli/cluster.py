@@ -31,6 +31,7 @@ from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.cores import usable_cores
 from outrider.rpc.lifecycle import exit_text
+from outrider.rpc.transport import check_address
 
 # In the order in which they start.
 SERVICES = ("draft", "verify", "gateway")
@@ -187,7 +188,10 @@ class Cluster:
         self.children: dict[str, Child] = {}
 
     def __enter__(self) -> Cluster:
-        """Start all services and wait until they serve. Raises ServiceFailedError, after ending what had begun."""
+        """Start all services and wait until they serve.
+
+        Raises ServiceFailedError, after ending what had begun, or ConfigError for a TMPDIR too long for sockets.
+        """
         try:
             self._start()
         except BaseException:
@@ -310,6 +314,7 @@ class Cluster:
     def _start(self) -> None:
         # Short, because a socket's path may hold about 100 bytes; private, because mkdtemp makes it 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+        check_address(f"unix:{self._folder}/verify.sock", "TMPDIR")
         placed = {name: place(name, options, self._folder, self._fixed_ports) for name, options in self._given.items()}
         self._options = link(placed)
         for name, options in self._options.items():

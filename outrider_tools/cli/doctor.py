@@ -197,7 +197,8 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     try:
         endpoints = endpoints_of(found or planned, peer_tls(arguments, "connect"))
     except ConfigError as error:
-        findings.append(problem("options", error.message, "correct the option"))
+        if all(error.message not in finding.text for finding in findings):
+            findings.append(problem("options", error.message, "correct the options"))
         endpoints = []
     told, serving = asyncio.run(check_services(endpoints, arguments.running, arguments.timeout))
     bound = found if found and arguments.running else planned

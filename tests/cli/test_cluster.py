@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from outrider.cli import cluster as cluster_module
 from outrider.cli.child import ServiceFailedError
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
 
 
 def pids(cluster: FakeCluster) -> list[int]:
@@ -173,3 +175,12 @@ def test_a_draft_model_that_could_not_be_used_is_not_said_to_draft() -> None:
     several = DraftOptions(speculative_algorithm=("EAGLE3", "NGRAM"))
     with FakeCluster({"draft": "alone"}, draft=several) as cluster:
         assert cluster.drafters == {"draft": ("NGRAM",)}
+
+
+def test_a_folder_too_long_for_sockets_is_told_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match=r"^TMPDIR: the path .*; use a shorter one$"), FakeCluster():
+        pass
+    assert not list(folder.iterdir())
