@@ -24,6 +24,7 @@ from outrider.cli.child import LineSink
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
 from outrider.cli.flags import SHARED, ServiceFlag, service_flags
 from outrider.cli.placement import NGRAM, PLACEMENTS, Placed, num_gpus, place_draft_model, place_drafts
+from outrider.cli.terminal import print_steadily
 from outrider.config.base import add_option, expand, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
@@ -191,7 +192,7 @@ def make_cluster(
     gateway, gpus = cast(GatewayOptions, options["gateway"]), num_gpus()
 
     def say(text: str) -> None:
-        console.print(f"outrider: {text}", soft_wrap=True)
+        print_steadily(console, f"outrider: {text}")
 
     placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
     verify, told = placed.verify, placed.draft
