@@ -69,7 +69,12 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
                 gc.freeze()
                 gc.set_threshold(_GC_THRESHOLD)
                 server.set_serving(True)
-                write_ready_file(options.ready_file, address=address, metrics_address=metrics_address)
+                write_ready_file(
+                    options.ready_file,
+                    address=address,
+                    metrics_address=metrics_address,
+                    drafters=profile.hello.model,
+                )
                 await process.until_stopped(stop)
                 server.set_serving(False)
                 with suppress(TimeoutError):

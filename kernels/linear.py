@@ -185,7 +185,6 @@ def norm_linear(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
-    out: Tensor | None = None,
     config: RowConfig | None = None,
 ) -> Tensor:
     """rms_norm(rows) @ weight^T in one launch, for few rows that are not wide.
@@ -201,10 +200,12 @@ def norm_linear(
         norm: [K], the norm's weight; without it rows are taken as they are.
         eps: added to the mean of the squares.
         bias: [N] or None ([2F] if gated).
-        residual: [M, N] or None ([M, F] if gated), contiguous. It may be `out`.
+        residual: [M, N] or None ([M, F] if gated), contiguous.
         gated: the result is silu(gate) * up, [M, F].
-        out: [M, N or F] of the dtype of `rows`, contiguous, written and returned; a new tensor if None. Not `rows`.
         config: how to cut the work; the usual one if None.
+
+    Returns:
+        [M, N or F] of the dtype of `rows`.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -212,15 +213,14 @@ def norm_linear(
     num_out = weight.shape[0] // (2 if gated else 1)
     whole = norm is not None or gated
     _check_rows(rows, weight, norm, bias, whole)
-    if out is None:
-        out = torch.empty(rows.shape[0], num_out, dtype=rows.dtype, device=rows.device)
-    for name, tensor in (("residual", residual), ("out", out)):
-        if tensor is not None and (tensor.shape != (rows.shape[0], num_out) or not tensor.is_contiguous()):
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, not a contiguous {(rows.shape[0], num_out)}")
+    shape = (rows.shape[0], num_out)
+    if residual is not None and (residual.shape != shape or not residual.is_contiguous()):
+        raise ValueError(f"residual is {tuple(residual.shape)}, not a contiguous {shape}")
     if not use_triton(rows):
-        return out.copy_(reference.norm_linear(rows, weight, norm, eps, bias, residual, gated))
+        return reference.norm_linear(rows, weight, norm, eps, bias, residual, gated)
     from kernels.jit import row_linear as jit
 
+    out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
     config = config or row_config(rows.shape[0], num_out, rows.shape[1], whole)
     jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config, supports_pdl(rows))
     return out
@@ -241,7 +241,6 @@ def norm_qkv(
     bias: Tensor | None = None,
     qk_norm: Tensor | None = None,
     qk_eps: float = 0.0,
-    config: RowConfig | None = None,
 ) -> Tensor:
     """Query, key and value heads of rms_norm(rows), rotated; keys and values written to their slots. One launch.
 
@@ -255,7 +254,6 @@ def norm_qkv(
         k_cache: [S, KVH, D] of the rows' dtype, contiguous, written; so is `v_cache`.
         num_heads: H.
         qk_norm: [H + KVH, D], weights of an RMS norm over each query and key head before rotation, with `qk_eps`.
-        config: how to cut the work; the usual one if None.
 
     Returns:
         q [M, H, D] in the rows' dtype.
@@ -285,7 +283,7 @@ def norm_qkv(
         return q
     from kernels.jit import row_linear as jit
 
-    config, pdl = config or qkv_config(rows.shape[1], dim, qk_norm is not None), supports_pdl(rows)
+    config, pdl = qkv_config(rows.shape[1], dim, qk_norm is not None), supports_pdl(rows)
     jit.norm_qkv(rows, weight, *where, norm, eps, bias, qk_norm, qk_eps, q, config, pdl)
     return q
 

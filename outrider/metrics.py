@@ -122,6 +122,16 @@ class Histogram:
         return 0.0
 
 
+_PAGES = "give the REST door of a gateway or a --metrics-address"
+_FIXES: dict[type[Exception], str] = {
+    ssl.SSLCertVerificationError: "--connect-tls-ca says what the door's certificate is signed with, "
+    "--connect-tls-name the name in it",
+    ssl.SSLError: "begin it with http:// where the door has no TLS",
+    ConnectionRefusedError: f"nobody listens there: {_PAGES}, as `outrider up` prints them",
+}
+"""What helps, by what came of the connection; the first kind that fits."""
+
+
 @dataclass
 class MetricsPage:
     """One reading of a metrics page, or the difference of two. Samples with labels are named `name{label}`, and such a
@@ -142,17 +152,23 @@ class MetricsPage:
             # Without a proxy, as all else goes to services.
             handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
             with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
-                return cls.parse(answer.read(MAX_PAGE_BYTES).decode())
+                text = answer.read(MAX_PAGE_BYTES).decode(errors="replace")
         except urllib.error.HTTPError as error:
-            code = WANTS_KEY if error.code == 401 else None
-            raise UnavailableError(f"{url} answers {error.code} {error.reason}", code=code) from None
+            code, fix = (WANTS_KEY, "") if error.code == 401 else (None, f"; {_PAGES}")
+            raise UnavailableError(f"{url} answers {error.code} {error.reason}{fix}", code=code) from None
         except BadStatusLine:
             raise UnavailableError(
-                f"{url} does not speak HTTP; give the REST door of a gateway or a --metrics-address, not a gRPC door, "
-                "and begin it with https:// where the door has TLS"
+                f"{url} does not speak HTTP; {_PAGES}, not a gRPC door, and begin it with https:// where the door has "
+                "TLS"
             ) from None
         except (OSError, HTTPException, ValueError) as error:
-            raise UnavailableError(f"{url} cannot be read: {getattr(error, 'reason', error)}") from None
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            fix = next((fix for kind, fix in _FIXES.items() if isinstance(reason, kind)), _PAGES)
+            raise UnavailableError(f"{url} cannot be read: {reason}; {fix}") from None
+        try:
+            return cls.parse(text)
+        except ValueError:
+            raise UnavailableError(f"{url} is no metrics page; {_PAGES}") from None
 
     @classmethod
     def parse(cls, text: str) -> MetricsPage:

@@ -42,6 +42,8 @@ class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
     hidden_size: int = 0
     num_layers: int = 0
     device: str = ""
+    drafters: tuple[str, ...] = ()
+    """What drafts with verify, after what could not be used was left out."""
 
     def hello(self) -> Hello:
         """What a draft is told of it."""

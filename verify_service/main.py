@@ -81,6 +81,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
                 dtype=info.dtype,
                 context_length=str(info.context_length),
                 device=served.device + (f" and {ranks - 1} more" if ranks > 1 else ""),
+                drafters="+".join(served.drafters),
             )
             await process.until_stopped(stop)
             servicer.draining = True

@@ -31,6 +31,7 @@ from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.cores import usable_cores
 from outrider.rpc.lifecycle import exit_text
+from outrider.rpc.transport import check_address
 
 # In the order in which they start.
 SERVICES = ("draft", "verify", "gateway")
@@ -187,7 +188,10 @@ class Cluster:
         self.children: dict[str, Child] = {}
 
     def __enter__(self) -> Cluster:
-        """Start all services and wait until they serve. Raises ServiceFailedError, after ending what had begun."""
+        """Start all services and wait until they serve.
+
+        Raises ServiceFailedError, after ending what had begun, or ConfigError for a TMPDIR too long for sockets.
+        """
         try:
             self._start()
         except BaseException:
@@ -235,13 +239,13 @@ class Cluster:
 
     @property
     def drafters(self) -> dict[str, tuple[str, ...]]:
-        """By service the drafters that it was told to guess with; AUTO where the draft service chooses."""
-        verify, draft = self._given.get("verify"), self._given.get("draft")
+        """By service the drafters that guess there, as it said when it was ready: n-grams alone where a draft model
+        cannot draft, whatever it was told."""
+        verify = self._given.get("verify")
         if isinstance(verify, VerifyOptions) and verify.no_speculation:
             return {}
-        inside = verify.speculative_algorithm if isinstance(verify, VerifyOptions) else ()
-        beside = draft.speculative_algorithm if isinstance(draft, DraftOptions) else ()
-        return {name: names for name, names in (("verify", inside), ("draft", beside)) if names}
+        told = {name: self.children[name].told.get("drafters") for name in ("verify", "draft") if name in self.children}
+        return {name: tuple(names.split("+")) for name, names in told.items() if names}
 
     @property
     def rest_url(self) -> str:
@@ -310,6 +314,7 @@ class Cluster:
     def _start(self) -> None:
         # Short, because a socket's path may hold about 100 bytes; private, because mkdtemp makes it 0700.
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+        check_address(f"unix:{self._folder}/verify.sock", "TMPDIR")
         placed = {name: place(name, options, self._folder, self._fixed_ports) for name, options in self._given.items()}
         self._options = link(placed)
         for name, options in self._options.items():

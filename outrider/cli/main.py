@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -50,7 +52,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with exit code 2."""
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
-        if message.startswith("unrecognized") and unknown:
+        if message.startswith("unrecognized") and unknown and not unknown[0].startswith("-"):
+            message = f"nothing takes {unknown[0]!r} here"
+        elif message.startswith("unrecognized") and unknown:
             known = [flag for action in self._every_action() for flag in action.option_strings]
             close = difflib.get_close_matches(unknown[0], known, n=1)
             message = f"unknown option {unknown[0]}" + (f"; did you mean {close[0]}?" if close else "")
@@ -83,7 +87,10 @@ def make_parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except ConfigError as error:
         print(f"outrider: error: {error.message}", file=sys.stderr)
         return EXIT_CONFIG
@@ -93,6 +100,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("outrider: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except OSError as error:
+        if sys.stdout is None or not _is_of_output(error):
+            raise
+        # What was not written yet would fail once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"outrider: error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether what is written to takes no more: nobody reads it, or its disk is full."""
+    return error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO) and error.filename is None
 
 
 def _run(words: list[str]) -> int:

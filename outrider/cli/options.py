@@ -24,6 +24,7 @@ from outrider.cli.child import LineSink
 from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
 from outrider.cli.flags import SHARED, ServiceFlag, service_flags
 from outrider.cli.placement import NGRAM, PLACEMENTS, Placed, num_gpus, place_draft_model, place_drafts
+from outrider.cli.terminal import print_steadily
 from outrider.config.base import add_option, expand, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
@@ -191,7 +192,7 @@ def make_cluster(
     gateway, gpus = cast(GatewayOptions, options["gateway"]), num_gpus()
 
     def say(text: str) -> None:
-        console.print(f"outrider: {text}", soft_wrap=True)
+        print_steadily(console, f"outrider: {text}")
 
     placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
     verify, told = placed.verify, placed.draft
@@ -205,7 +206,7 @@ def make_cluster(
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
         check_drafter(told, target)
-    if told is None and set(verify.speculative_algorithm) - {*NGRAM}:
+    if set(verify.speculative_algorithm) - {*NGRAM}:
         check_drafter(verify.draft_model(str(target)), target)
     if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
         verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)

@@ -117,9 +117,10 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
             "lower it, or give --draft-placement remote"
         )
     moved: dict[str, Any] = {name: getattr(draft, name) for name in DRAFTING}
+    # N-grams beside the model, too: verify leaves them to the draft service, and goes on where the model cannot draft.
+    verify = replace(verify, **moved)
     if not on_gpu:
-        return Placed(replace(verify, **moved), None)
-    verify = replace(verify, **moved | {"speculative_algorithm": (names[0],)})
+        return Placed(verify, None)
     if "NGRAM" not in draft.speculative_algorithm:
         if foreign := _of_draft_service(draft):
             say(f"no draft service runs beside a model inside rounds: {', '.join(foreign)} of one changes nothing")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
@@ -32,9 +34,25 @@ def log_printer(console: Console) -> LineSink:
 
     def print_line(name: str, line: str) -> None:
         text = Text.assemble((f"{name:<7} | ", SERVICE_STYLES.get(name, "")), printable(line))
-        console.print(text, soft_wrap=True)
+        print_steadily(console, text)
 
     return print_line
+
+
+def print_steadily(console: Console, text: Text | str) -> None:
+    """Print from a thread that also looks after a service, and must not end: what a full disk does not take is dropped.
+
+    Where nobody reads any more, the process is sent SIGHUP, as at the end of a terminal.
+    """
+    try:
+        console.print(text, soft_wrap=True)
+    except OSError:
+        # What is in the way of the next line goes where nothing is written.
+        console.quiet = True
+        console.print()
+        console.quiet = False
+    except SystemExit:  # rich's answer to a broken pipe; it is quiet from then on
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str = "  ") -> str:

@@ -162,7 +162,8 @@ class ServiceOptions:
     address: str = option("127.0.0.1:0", GRPC_DOOR)
     metrics_address: str = option("", "Address of the Prometheus page, host:port; empty turns it off.")
     ready_file: str = option(
-        "", "File that is written, with the addresses really bound and verify's model, when the service serves."
+        "",
+        "Written when the service serves: a file with the addresses really bound, verify's model and what drafts.",
     )
     log_level: str = option("INFO", "Least important lines to log.", choices=LEVELS)
     drain_seconds: float = option(

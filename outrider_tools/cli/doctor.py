@@ -25,7 +25,7 @@ from outrider.cli.options import (
     number,
     parse_service_options,
 )
-from outrider.cli.placement import Placed, is_colocated, is_on_gpu, num_gpus, place_drafts
+from outrider.cli.placement import NGRAM, Placed, is_colocated, is_on_gpu, num_gpus, place_drafts
 from outrider.cli.terminal import make_console
 from outrider.config.draft import DraftOptions
 from outrider.config.service import ServiceOptions, peer_tls
@@ -163,13 +163,14 @@ def _place(verify: VerifyOptions, draft: DraftOptions, placement: str, findings:
     except ConfigError as error:
         findings.append(problem("placement", error.message, "correct the option"))
         return None
-    names = ", ".join(placed.verify.speculative_algorithm)
+    names = placed.verify.speculative_algorithm
     if not is_colocated(verify, draft, placement, gpus):
         return placed
     if is_on_gpu(verify, gpus):
-        text = f"{names} drafts inside verify's rounds; outrider plan tells its memory"
+        inside = ", ".join(name for name in names if name not in NGRAM)
+        text = f"{inside} drafts inside verify's rounds; outrider plan tells its memory"
     else:
-        text = f"with these options {names} drafts in verify's process, without a draft service"
+        text = f"with these options {', '.join(names)} drafts in verify's process, without a draft service"
     findings.append(ok("placement", text))
     return placed
 
@@ -196,7 +197,8 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     try:
         endpoints = endpoints_of(found or planned, peer_tls(arguments, "connect"))
     except ConfigError as error:
-        findings.append(problem("options", error.message, "correct the option"))
+        if all(error.message not in finding.text for finding in findings):
+            findings.append(problem("options", error.message, "correct the options"))
         endpoints = []
     told, serving = asyncio.run(check_services(endpoints, arguments.running, arguments.timeout))
     bound = found if found and arguments.running else planned

@@ -30,11 +30,14 @@ from outrider_tools.plan import Capacity, DraftPlan, gpu_dtype, plan_draft, plan
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Memory in bytes, and memory bandwidth in bytes a second, as the maker states them."""
+    """Memory in bytes, and memory bandwidth in bytes a second, as the maker states them but for what ECC takes."""
 
     memory: int
     bandwidth: float
 
+
+_WITH_ECC = 15 * GIB // 16
+"""What a GiB of GDDR has for use on cards that come with ECC turned on; HBM has memory of its own for it."""
 
 GPUS = {
     "B200": Gpu(180 * GIB, 8.0e12),
@@ -43,9 +46,9 @@ GPUS = {
     "H100-PCIE": Gpu(80 * GIB, 2.0e12),
     "A100-80GB": Gpu(80 * GIB, 2.04e12),
     "A100-40GB": Gpu(40 * GIB, 1.56e12),
-    "L40S": Gpu(48 * GIB, 0.86e12),
-    "A10": Gpu(24 * GIB, 0.6e12),
-    "L4": Gpu(24 * GIB, 0.3e12),
+    "L40S": Gpu(48 * _WITH_ECC, 0.86e12),
+    "A10": Gpu(24 * _WITH_ECC, 0.6e12),
+    "L4": Gpu(24 * _WITH_ECC, 0.3e12),
     "RTX-5090": Gpu(32 * GIB, 1.79e12),
     "RTX-4090": Gpu(24 * GIB, 1.01e12),
     "RTX-3090": Gpu(24 * GIB, 0.94e12),

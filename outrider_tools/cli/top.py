@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from rich.columns import Columns
@@ -254,7 +255,17 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-file", type=Path, help="File with the gateway's API key; by default $OUTRIDER_API_KEY."
     )
+    parser.add_argument("--connect", action=_NoConnect, help=argparse.SUPPRESS)
     add_connect_tls_options(parser, "--tls")
+
+
+class _NoConnect(argparse.Action):
+    """What other commands call a gateway's gRPC door by is none of this command's options."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        parser.error(
+            "--connect: pages stand by themselves: outrider top host:port, of a REST door or --metrics-address"
+        )
 
 
 class Watch:

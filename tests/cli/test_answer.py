@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from outrider.cli.client import Chunk
-from outrider.cli.terminal import Painter, drafters_text, make_console, printable, show_answer
+from outrider.cli.terminal import Painter, drafters_text, make_console, print_steadily, printable, show_answer
 from outrider.protocol.generation import TokenOrigin, Usage
 
+ROOT = Path(__file__).resolve().parents[2]
 origins = st.sampled_from(list(TokenOrigin))
 
 
@@ -89,3 +94,29 @@ def test_who_drafts_and_where_is_told_to_somebody_who_sees_the_names_for_the_fir
     assert drafters_text({"verify": ("EAGLE3",), "draft": ("NGRAM",)}) == both
     assert drafters_text({"draft": ("STANDALONE",)}) == "STANDALONE, in the draft service"
     assert drafters_text({}) == "nothing: each token is computed by itself"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_line_that_a_full_disk_does_not_take_is_dropped() -> None:
+    later = io.StringIO()
+    # Closing it fails, too: what was not taken is tried once more.
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as full:
+        console = Console(file=full)
+        print_steadily(console, "first")
+        console.file = later
+        print_steadily(console, "second")
+    assert later.getvalue() == "second\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_an_output_that_takes_no_more_is_no_traceback() -> None:
+    command = [sys.executable, "-m", "outrider.cli", "version"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    said = "outrider: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

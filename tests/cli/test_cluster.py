@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from service_process import wait_until
 
 from outrider.cli import cluster as cluster_module
 from outrider.cli.child import ServiceFailedError
-from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
+from outrider.errors import ConfigError
 
 
 def pids(cluster: FakeCluster) -> list[int]:
@@ -160,7 +162,25 @@ def test_no_service_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_cluster_tells_what_drafts_in_which_service() -> None:
-    inside = VerifyOptions(speculative_algorithm=("EAGLE3",))
-    assert FakeCluster(verify=inside).drafters == {"verify": ("EAGLE3",), "draft": AUTO}
-    assert FakeCluster(verify=inside, services=("verify", "gateway")).drafters == {"verify": ("EAGLE3",)}
-    assert FakeCluster(verify=replace(inside, no_speculation=True)).drafters == {}
+    inside, beside = VerifyOptions(speculative_algorithm=("EAGLE3",)), DraftOptions(speculative_algorithm=("NGRAM",))
+    with FakeCluster(verify=inside, draft=beside) as cluster:
+        assert cluster.drafters == {"verify": ("EAGLE3",), "draft": ("NGRAM",)}
+    with FakeCluster(verify=inside, services=("verify", "gateway")) as cluster:
+        assert cluster.drafters == {"verify": ("EAGLE3",)}
+    with FakeCluster(verify=replace(inside, no_speculation=True)) as cluster:
+        assert cluster.drafters == {}
+
+
+def test_a_draft_model_that_could_not_be_used_is_not_said_to_draft() -> None:
+    several = DraftOptions(speculative_algorithm=("EAGLE3", "NGRAM"))
+    with FakeCluster({"draft": "alone"}, draft=several) as cluster:
+        assert cluster.drafters == {"draft": ("NGRAM",)}
+
+
+def test_a_folder_too_long_for_sockets_is_told_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match=r"^TMPDIR: the path .*; use a shorter one$"), FakeCluster():
+        pass
+    assert not list(folder.iterdir())

@@ -179,6 +179,11 @@ def test_a_model_that_is_not_there_is_told_once(capsys: pytest.CaptureFixture[st
     assert (code, sum("there is no model 'nosuch'" in one["text"] for one in found)) == (1, 1), found
 
 
+def test_a_file_that_several_checks_read_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys, "--skip-models", *ELSEWHERE, "--verify=", "--draft=", "--api-key-file=/none")
+    assert (code, sum("--api-key-file: /none cannot be read" in one["text"] for one in found)) == (1, 1), found
+
+
 def test_services_that_should_run_and_do_not_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = ["--verify=127.0.0.1:1", "--draft="]
     code, found = doctor(capsys, "--skip-models", *ELSEWHERE, *nowhere)
@@ -329,7 +334,7 @@ def test_the_draft_model_of_verify_s_rounds_is_looked_at(monkeypatch: pytest.Mon
         return None if placed is None else _drafts(placed)
 
     found = place(draft, "auto", model="smollm2")
-    assert found is not None and found.speculative_algorithm == ("EAGLE3",)
+    assert found is not None and found.speculative_algorithm == ("EAGLE3", "NGRAM")
     assert found.speculative_draft_model_path == "head" and found.target_model_path == "smollm2"
     assert findings[0].level is Level.OK and "EAGLE3 drafts inside verify's rounds" in findings[0].text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -402,12 +402,20 @@ def test_a_context_without_room_for_an_answer_is_refused_as_such(
     assert "--context-length: 1 is no room for a prompt and an answer; use 2 or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("placement", ["remote", "colocated"])
+@pytest.mark.parametrize(
+    ("placement", "gpus", "names"),
+    [("remote", "", "STANDALONE"), ("colocated", "", "STANDALONE"), ("colocated", "0", "STANDALONE,NGRAM")],
+)
 def test_a_token_map_that_is_not_there_is_told_before_anything_starts(
-    placement: str, capsys: pytest.CaptureFixture[str], model_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str,
+    gpus: str,
+    names: str,
+    capsys: pytest.CaptureFixture[str],
+    model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = [f"--draft-placement={placement}", "--speculative-algorithm=STANDALONE", f"--model={model_path}"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    words = [f"--draft-placement={placement}", f"--speculative-algorithm={names}", f"--model={model_path}"]
     words += [f"--speculative-draft-model-path={model_path}", "--speculative-token-map=none.json"]
     assert main(["up", "--ephemeral", *words]) == 2
     assert "--speculative-token-map none.json: no such file" in capsys.readouterr().err
@@ -463,6 +471,9 @@ def test_an_unknown_option_is_one_line_with_a_suggestion(command: str, capsys: p
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["outrider: error: unknown option --mach-type; did you mean --match-type?; see --help"]
+    with pytest.raises(SystemExit):
+        main(["models", "list", "extra"])
+    assert capsys.readouterr().err == "outrider: error: nothing takes 'extra' here; see --help\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -35,7 +35,7 @@ def placed(draft: DraftOptions, where: str = "auto", gpus: int = 1, **verify: An
 def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
     found = placed(HEAD)
     assert found.verify == VerifyOptions(
-        speculative_algorithm=("EAGLE3",),
+        speculative_algorithm=("EAGLE3", "NGRAM"),
         speculative_draft_model_path="head",
         speculative_draft_model_revision="r1",
         speculative_num_steps=5,
@@ -45,7 +45,7 @@ def test_the_model_s_options_move_to_verify_and_n_grams_stay() -> None:
     assert found.draft == DraftOptions(speculative_algorithm=("NGRAM",), branch_length=20)
     said: list[str] = []
     alone = place_drafts(VerifyOptions(), replace(HEAD, speculative_algorithm=("EAGLE3",)), "auto", 1, said.append)
-    assert alone.verify == found.verify and alone.draft is None
+    assert alone.verify == replace(found.verify, speculative_algorithm=("EAGLE3",)) and alone.draft is None
     assert said == ["no draft service runs beside a model inside rounds: --branch-length of one changes nothing"]
 
 
@@ -107,7 +107,7 @@ def test_auto_takes_verify_s_process_on_a_cpu_of_few_cores(head: Path, monkeypat
 
 def test_the_head_that_ships_drafts_inside_rounds_of_its_target(head: Path, tmp_path: Path) -> None:
     found = placed(DraftOptions())
-    assert found.verify.speculative_algorithm == ("EAGLE3",)
+    assert found.verify.speculative_algorithm == ("EAGLE3", "NGRAM")
     assert found.verify.speculative_draft_model_path == str(head)
     assert found.draft is not None and found.draft.speculative_algorithm == ("NGRAM",)
     other = placed(DraftOptions(), model=str(tmp_path))

@@ -18,7 +18,7 @@ from outrider.models.drafters.config import MARKOV_INPUT, HeadConfig, block_conf
 from outrider.models.elements import head_elements, kv_elements, model_elements
 from outrider.models.shipped import shipped_head
 from outrider.models.store import config_folder
-from outrider_tools.cli.plan import parse_size
+from outrider_tools.cli.plan import GPUS, parse_size
 from outrider_tools.plan import count_graphs, plan_draft, plan_target
 
 LLAMA_8B: dict[str, Any] = {
@@ -242,8 +242,9 @@ def test_drafting_inside_rounds_is_sized_as_the_service_sizes_it(
     meta, options = torch.device("meta"), VerifyOptions(speculative_algorithm=("EAGLE3",))
     options = replace(options, speculative_draft_model_path=str(head))
     draft = load_draft_model(options.draft_model(str(model_path)), meta, torch.bfloat16)
-    free = 24 * GIB - CONTEXT_BYTES - told["weights"] - told["draft"]["weights"]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 24 * GIB))
+    memory = GPUS["L4"].memory
+    free = memory - CONTEXT_BYTES - told["weights"] - told["draft"]["weights"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, memory))
     target = CausalLM(ModelConfig.from_folder(model_path), torch.bfloat16, meta)
     real = gpu_tokens(options, target, RoundDraft(draft, DraftingOptions("eagle3"), False))
     assert told["kv_tokens"] == pytest.approx(real, abs=16) and told["colocated_per_token"] > 0
@@ -416,7 +417,7 @@ def test_what_fits_is_said_once_and_shares_of_a_gpu_s_memory_by_their_option(
     assert main(["plan", f"--model={model_path}", "--gpu=L4"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "requests at once 32 of 8192 tokens" in lines
-    assert "GPU memory 24.00 GiB --mem-fraction-static gives 21.12 GiB to weights, KV, scratch and CUDA itself" in lines
+    assert "GPU memory 22.50 GiB --mem-fraction-static gives 19.80 GiB to weights, KV, scratch and CUDA itself" in lines
     assert "KV of a token 22.5 KiB each token of prompt and answer takes it" in lines
     assert main(["plan", f"--model={model_path}", "--gpu=L4", "--request-tokens=100"]) == 0
     assert "of 100 tokens; or 32 of 8192" in capsys.readouterr().out
@@ -428,7 +429,7 @@ def test_the_parts_of_a_gpu_s_memory_add_up(model_path: Path, capsys: pytest.Cap
     words = {line[:20].strip(): line[20:].split() for line in capsys.readouterr().out.splitlines()}
     parts = ("weights", "logits and sampling", "CUDA itself, about", "KV cache")
     told = sum(float(words[name][0]) * units[words[name][1]] for name in parts)
-    assert told == pytest.approx(0.88 * 24 * GIB, rel=1e-3)
+    assert told == pytest.approx(0.88 * 22.5 * GIB, rel=1e-3)
 
 
 def test_a_round_of_all_requests_says_how_many_and_how_long(

@@ -119,6 +119,23 @@ def test_a_grpc_door_is_told_from_a_metrics_page(live: Cluster, capsys: pytest.C
     assert "does not speak HTTP; give the REST door of a gateway or a --metrics-address, not a gRPC door" in text
 
 
+def test_what_would_help_is_told_of_an_address_that_shows_no_page(
+    live: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = live.rest_url
+    for page, told in (
+        ("127.0.0.1:1", "Connection refused; nobody listens there: give the REST door of a gateway or a --metrics-"),
+        (rest.replace("http:", "https:"), "; begin it with http:// where the door has no TLS"),
+        (f"{rest}/v1/none", "answers 404 Not Found; give the REST door of a gateway or a --metrics-address"),
+        (f"{rest}/version", "is no metrics page; give the REST door of a gateway or a --metrics-address"),
+    ):
+        assert main(["top", "--once", "--interval=0.05", page]) == 1
+        assert told in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["top", "--connect=127.0.0.1:1"])
+    assert "--connect: pages stand by themselves: outrider top host:port" in capsys.readouterr().err
+
+
 def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "outrider.cli", "top", "--count=2", "--interval=0.05", live.metrics_url("verify")]

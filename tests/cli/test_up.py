@@ -15,7 +15,7 @@ from service_process import wait_until
 class Up:
     """`outrider up` with fake services, as its own process in a session of its own, as from a terminal."""
 
-    def __init__(self, folder: Path, model: Path, **environment: str) -> None:
+    def __init__(self, folder: Path, model: Path, *, output: int | None = None, **environment: str) -> None:
         for module in ("draft_service", "verify_service", "gateway"):
             (folder / f"{module}.py").write_text("import sys, fake_service\nsys.exit(fake_service.main())\n")
         self.log = folder / "log"
@@ -34,7 +34,7 @@ class Up:
                 ],
                 env={**os.environ, **environment, "PYTHONPATH": path},
                 cwd=folder,
-                stdout=log,
+                stdout=log if output is None else output,
                 stderr=log,
                 start_new_session=True,
             )
@@ -89,6 +89,23 @@ def test_a_service_that_dies_is_started_again(tmp_path: Path, model_path: Path) 
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(20) == 0
         assert not any(map(is_alive, up.processes("verify")))
+
+
+def test_up_ends_when_nobody_reads_what_it_prints_as_at_the_end_of_a_terminal(tmp_path: Path, model_path: Path) -> None:
+    reader, writer = os.pipe()
+    with Up(tmp_path, model_path, output=writer) as up, open(reader) as told:
+        os.close(writer)
+        numbers = {}
+        for line in told:
+            if found := re.search(r"hello from (\w+), .*process (\d+)\n", line):
+                numbers[found[1]] = int(found[2])
+            if len(numbers) == 3 and line.startswith("  metrics of gateway"):
+                break
+        told.close()
+        os.kill(numbers["verify"], signal.SIGKILL)  # which `up` has to tell
+        assert up.process.wait(20) == 0
+        assert not any(map(is_alive, numbers.values()))
+        assert "Traceback" not in up.text
 
 
 def test_a_service_that_fails_to_start_ends_the_command_with_its_words(tmp_path: Path, model_path: Path) -> None:

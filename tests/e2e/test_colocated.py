@@ -24,8 +24,9 @@ async def test_two_services_answer_with_accepted_draft_tokens(
     cluster = make_cluster(
         arguments, Console(), lambda name, line: lines.append(line), fixed_ports=False, supervise=False
     )
-    assert cluster.services == ["verify", "gateway"] and cluster.drafters == {"verify": ("EAGLE3", "NGRAM")}
+    assert cluster.services == ["verify", "gateway"]
     with cluster:
+        assert cluster.drafters == {"verify": ("EAGLE3", "NGRAM")}
         plain, drafted = await asyncio.gather(
             generate(cluster, chat(COPY_PROMPT, speculate=False, max_tokens=24)),
             generate(cluster, chat(COPY_PROMPT, max_tokens=24)),

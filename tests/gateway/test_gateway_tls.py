@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import asdict
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -14,13 +15,17 @@ import pytest
 from certificates import Authority, replace
 from gateway_world import http_trust, open_world
 from scripted_verify import ScriptedVerify
+from starlette.types import Receive, Scope, Send
 
+from gateway.http.responses import run_while_connected
+from gateway.http.server import HttpServer
 from gateway.main import serve
 from outrider.cli.health import ask as ask_health
 from outrider.cli.main import make_parser
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles
 from outrider.errors import ConfigError, OutriderError
+from outrider.rpc.tls import TlsSource
 from outrider.v1 import gateway_pb2
 from outrider_tools.cli import bench, top
 
@@ -159,3 +164,32 @@ async def test_a_call_without_a_certificate_is_unavailable_not_an_answer(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await world.stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_who_ends_its_side_of_tls_has_ended_the_connection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python's TLS cannot go on sending behind the other side's end; what runs for that client ends, too."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.set()
+        await run_while_connected(receive, asyncio.Event().wait())
+        ended.set()
+
+    files = Authority(tmp_path).files("server")
+    source = TlsSource(replaced(files, ca=""))
+    server = HttpServer(app, "127.0.0.1:0", option="--rest-address", options=GatewayOptions(), tls=source)
+    await server.start()
+    try:
+        host, _, port = server.address.rpartition(":")
+        plain = await asyncio.to_thread(socket.create_connection, (host, int(port)))
+        trust = http_trust(files)
+        with await asyncio.to_thread(trust.wrap_socket, plain, server_hostname="localhost") as half:
+            half.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await begun.wait()
+            (await asyncio.to_thread(half.unwrap)).close()
+            await ended.wait()
+    finally:
+        await server.stop(0)
+    assert not [record for record in caplog.records if record.name == "asyncio"]

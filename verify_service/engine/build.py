@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import torch
 
 from outrider import __version__
@@ -37,7 +38,7 @@ from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.sampler import AcceptRule
 from outrider.tree.handshake import HandshakeError, agree
 from verify_service.engine.engine import VerifyEngine, VerifyInbox
-from verify_service.engine.loading import RoundDraft, count_tokens, kv_tokens, load, load_draft
+from verify_service.engine.loading import RoundDraft, count_tokens, kv_tokens, load, load_draft, named_draft
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth
@@ -100,6 +101,9 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     )
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
     colocated = None if model.device.type == "cuda" else _colocated_draft(options, path, model, served, vocabulary)
+    drafting = colocated or (named_draft(options, path) if draft is not None else None)
+    if drafting is not None:
+        served = msgspec.structs.replace(served, drafters=drafting.speculative_algorithm)
     engine = VerifyEngine(
         *(parts.executor, parts.memory, parts.cost, limits, observer, inbox, vocabulary, parts.growth, colocated)
     )

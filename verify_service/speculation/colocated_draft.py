@@ -49,6 +49,7 @@ class ColocatedDraft:
     ) -> None:
         """`tokenizer_hash`, `vocabulary`: of the target's tokenizer, as grammars see it."""
         self.terms = terms
+        self.speculative_algorithm = options.speculative_algorithm
         self._drafter = drafter
         self._requests = Requests(drafter, options)
         self._requests.grammars.serve(tokenizer_hash, vocabulary)

@@ -1,7 +1,7 @@
 """Stands in for a service: reports its addresses, says a few lines, ends on SIGTERM, or misbehaves as told.
 
-The environment variable FAKE_<NAME> chooses: broken, taken, mute, loading, stubborn, family; anything else behaves
-well. NAME is that of the socket or ready file.
+The environment variable FAKE_<NAME> chooses: broken, taken, mute, loading, stubborn, family, alone (n-grams
+draft, whatever was asked for); anything else behaves well. NAME is that of the socket or ready file.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def main() -> int:
         }
         model = {"model": "fake-1b", "dtype": "float8", "device": "abacus", "context_length": "77"}
         about = model if ready_file.stem == "verify" else {}
+        asked = options.get("speculative-algorithm", "").replace(",", "+")
+        about["drafters"] = "NGRAM" if mode == "alone" else asked
         draft = ready_file.with_suffix(".tmp")
         draft.write_text(json.dumps({**addresses, **about, "arguments": sys.argv[1:]}))
         draft.replace(ready_file)
