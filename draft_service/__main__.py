@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draft_service.main import main
+from outrider.imports import import_for_good
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(import_for_good("draft_service.main").main())

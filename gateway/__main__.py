@@ -2,7 +2,7 @@
 
 import sys
 
-from gateway.main import main
+from outrider.imports import import_for_good
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(import_for_good("gateway.main").main())

@@ -2,6 +2,6 @@
 
 import sys
 
-from verify_service.main import main
+from outrider.imports import import_for_good
 
-sys.exit(main())
+sys.exit(import_for_good("verify_service.main").main())

@@ -72,7 +72,7 @@ async def test_a_stopped_draft_is_given_up_among_requests_that_are_shorter_than_
         await load.accepted()
         async with stopped(world, random.Random(), "draft"):
             while await num_peers():
-                await load.tokens(1)
+                await load.answers(1)
         await load.accepted()
 
 

@@ -13,7 +13,7 @@ from outrider.cli.cluster import Cluster
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
-MAX_TOKENS = 28
+MAX_TOKENS = 20
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +43,18 @@ async def accepts_again(cluster: Cluster) -> bool:
 
 
 async def test_a_killed_draft_costs_no_token_and_speculation_resumes(cluster: Cluster, plain: Answer) -> None:
-    got = await disturbed(cluster, 10, cluster.draft.kill)
+    got = await disturbed(cluster, 6, cluster.draft.kill)
     assert got.token_ids == plain.token_ids and got.text == plain.text
     without = await generate(cluster, chat(COPY_PROMPT, max_tokens=MAX_TOKENS))
     assert without.token_ids == plain.token_ids
-    back = await disturbed(cluster, 10, partial(cluster.restart, "draft"))
+    back = await disturbed(cluster, 6, partial(cluster.restart, "draft"))
     assert back.token_ids == plain.token_ids
     assert await accepts_again(cluster)
 
 
 async def test_a_stopped_draft_costs_no_token_and_speculation_resumes(cluster: Cluster, plain: Answer) -> None:
     try:
-        got = await disturbed(cluster, 10, cluster.draft.pause)
+        got = await disturbed(cluster, 6, cluster.draft.pause)
         assert got.token_ids == plain.token_ids
         after = await generate(cluster, chat(COPY_PROMPT, max_tokens=MAX_TOKENS))
         assert after.token_ids == plain.token_ids

@@ -108,8 +108,18 @@ def test_openais_client_streams_parses_and_sends_results_back(cluster: Cluster) 
     assert openai_tools(cluster.rest_url, cluster.gateway_address)["answer"]
 
 
-@pytest.mark.parametrize("ask", ["How warm is it in Rome? Answer in JSON.", "Call the function now."])
-def test_an_answer_has_its_form_or_is_a_call_with_and_without_speculation(cluster: Cluster, ask: str) -> None:
+@pytest.mark.parametrize(
+    ("ask", "seed", "max_tokens"),
+    [
+        # As a rule an answer in its form, a call, and one that is cut.
+        ('Say {"celsius": 20}', 6, 60),
+        ("Call the function now.", 6, 60),
+        ("How warm is it in Rome? Answer in JSON.", 5, 20),
+    ],
+)
+def test_an_answer_has_its_form_or_is_a_call_with_and_without_speculation(
+    cluster: Cluster, ask: str, seed: int, max_tokens: int
+) -> None:
     warmth = {"type": "object", "properties": {"celsius": {"type": "integer", "minimum": -50, "maximum": 50}},
               "required": ["celsius"], "additionalProperties": False}  # fmt: skip
     asked = {
@@ -117,8 +127,8 @@ def test_an_answer_has_its_form_or_is_a_call_with_and_without_speculation(cluste
         "tools": TOOLS,
         "response_format": {"type": "json_schema", "json_schema": {"name": "warmth", "schema": warmth}},
         "temperature": 0.9,
-        "seed": 5,
-        "max_tokens": 100,
+        "seed": seed,
+        "max_tokens": max_tokens,
     }
 
     def said(speculation: str) -> Any:

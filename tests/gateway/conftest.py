@@ -12,6 +12,8 @@ from gateway_world import World, open_world
 from scripted_verify import ScriptedVerify
 from tiny_tokenizers import byte_level_tokenizer
 
+from gateway.core.tokenizer import Tokenizer
+
 # Certificates are made as for the layer below.
 sys.path.append(str(Path(__file__).parent.parent / "rpc"))
 
@@ -30,9 +32,14 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer_folder)
+
+
 @pytest.fixture
-def verify(tokenizer_folder: Path) -> ScriptedVerify:
-    return ScriptedVerify(tokenizer_folder)
+def verify(tokenizer_folder: Path, tokenizer: Tokenizer) -> ScriptedVerify:
+    return ScriptedVerify(tokenizer_folder, tokenizer)
 
 
 @pytest.fixture

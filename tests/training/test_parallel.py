@@ -25,8 +25,12 @@ from outrider_tools.training.trainer import Trainer
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_once() -> Iterator[None]:
-    """Ranks on CPUs are forks of one process, which has imported what takes long: else each would."""
-    multiprocessing.set_forkserver_preload(["outrider_tools.training.corpus", "outrider_tools.training.trainer"])
+    """Ranks on CPUs are forks of one process, which has imported what takes long: else each would.
+
+    The first optimizer of a process imports torch._dynamo.
+    """
+    modules = ("outrider_tools.training.corpus", "outrider_tools.training.trainer", "torch._dynamo")
+    multiprocessing.set_forkserver_preload([*modules])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "spawn", partial(start_processes, start_method="forkserver"))
         yield
