@@ -14,8 +14,10 @@ import triton.language as tl
 from kernels.jit.gumbel import noise_of_ids, noise_of_tile
 
 _WAYS: tl.constexpr = tl.constexpr(8)
-_LOWEST_KEY: tl.constexpr = tl.constexpr(-2147483648)
-_LARGEST: tl.constexpr = tl.constexpr(2147483647)
+LOWEST_KEY: tl.constexpr = tl.constexpr(-2147483648)
+"""No token has a lower key."""
+NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
+"""Above all ids, and above the keys of all numbers."""
 
 
 @triton.jit
@@ -26,7 +28,8 @@ def order_key(values):
 
 
 @triton.jit
-def _value_of_key(key):
+def value_of_key(key):
+    """The inverse of `order_key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -80,7 +83,7 @@ def _search(
             keys = order_key(logits)
             kept = inside & _within(keys, token_ids, border_key, border_id)
             if BY_ID:
-                order = tl.where(keys > tie_key, _LARGEST, tl.where(keys == tie_key, -token_ids, _LOWEST_KEY))
+                order = tl.where(keys > tie_key, NO_TOKEN, tl.where(keys == tie_key, -token_ids, LOWEST_KEY))
             else:
                 order = keys
             if MASS:
@@ -111,8 +114,8 @@ def _border(
     )  # fmt: skip
     key = found.to(tl.int32)
     # One token alone at the border, or a border behind all of its equals, needs no search among ids.
-    tied = reached - beyond > 1.5 * tl.exp(_value_of_key(key).to(tl.float64) - top) if MASS else reached > need
-    last_id = border_id - border_id + _LARGEST
+    tied = reached - beyond > 1.5 * tl.exp(value_of_key(key).to(tl.float64) - top) if MASS else reached > need
+    last_id = border_id - border_id + NO_TOKEN
     if tied:
         lowest, _, _ = _search(
             values, ids, listed, size, top, border_key, border_id, key, need, zero - vocab_size, zero + 1,
@@ -148,7 +151,7 @@ def shortlist(
     deep = limits.to(tl.float64) - top <= floor
     enough = (count >= wanted) | (mass.to(tl.float64) >= target * 1.0001) | deep
     limit = tl.max(tl.where(enough, limits, float("-inf")), axis=0)
-    length = tl.minimum(tl.min(tl.where(enough, count, _LARGEST), axis=0), vocab_size)
+    length = tl.minimum(tl.min(tl.where(enough, count, NO_TOKEN), axis=0), vocab_size)
     listed = tl.where(length <= CANDIDATES, length, 0)
     if listed > 0:
         written = length - length
@@ -176,7 +179,7 @@ def borders(
     `values` and `ids` hold a row or its shortlist, `size` tokens, of which `length` reach `lowest_key`, as all do that
     any filter keeps. `target` is the mass that top-p wants where there is no top-k.
     """
-    border_key, border_id = lowest_key, length - length + _LARGEST
+    border_key, border_id = lowest_key, length - length + NO_TOKEN
     low = lowest_key.to(tl.int64)
     if has_k & (top_k < length):
         border_key, border_id = _border(
@@ -200,7 +203,7 @@ def best_within(
 ):
     """The token of largest logit + noise within border and `floor`; of equals the lowest id."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_ids = tl.full([BLOCK], _LARGEST, tl.int32)
+    best_ids = tl.full([BLOCK], NO_TOKEN, tl.int32)
     for start in range(0, size, BLOCK):
         logits, token_ids, inside = _load_tile(values, ids, listed, start, size, BLOCK)
         kept = inside & _within(order_key(logits), token_ids, border_key, border_id)
@@ -213,7 +216,7 @@ def best_within(
         # Ids ascend from tile to tile, so the first of equals stays.
         better = scores > best
         best, best_ids = tl.where(better, scores, best), tl.where(better, token_ids, best_ids)
-    return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, _LARGEST), axis=0)
+    return tl.min(tl.where(best == tl.max(best, axis=0), best_ids, NO_TOKEN), axis=0)
 
 
 @triton.jit

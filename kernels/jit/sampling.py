@@ -1,9 +1,4 @@
-"""See kernels.sampling. One launch prepares tiles of rows, a second one takes the best of each row.
-
-Proposals take two launches as well: one finds the best score of each group of tokens, the other the best tokens. The k
-best tokens lie in the k groups with the best tops: outside them there are k tokens that are as good. So the first
-launch, which sees the whole vocabulary, takes one maximum of each group and selects nothing.
-"""
+"""See kernels.sampling. One launch prepares tiles of rows, a second one takes the best of each row."""
 
 from __future__ import annotations
 
@@ -14,14 +9,12 @@ from torch import Tensor
 
 from kernels import sampling_state as state
 from kernels.jit import filters
-from kernels.jit.filters import order_key
-from kernels.jit.gumbel import load_key, noise_of_tile, rough_noise_of_words, words_of_ids, words_of_tile
-from kernels.launch import power_of_two, supports_pdl
+from kernels.jit.filters import LOWEST_KEY, NO_TOKEN, order_key
+from kernels.jit.gumbel import load_key, noise_of_tile
+from kernels.launch import supports_pdl
 from kernels.sampling_state import (
     MAX_TOP_LOGPROBS,
     LogprobOutputs,
-    ProposeBuffers,
-    ProposeTables,
     RoundTokens,
     SampleBuffers,
     SamplingTables,
@@ -31,14 +24,9 @@ from kernels.sampling_state import (
 _COUNT_BITS: tl.constexpr = tl.constexpr(state.ENDS_ANSWER - 1)
 _IN_PROMPT: tl.constexpr = tl.constexpr(state.IN_PROMPT)
 _ENDS_ANSWER: tl.constexpr = tl.constexpr(state.ENDS_ANSWER)
-_NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
-# Tokens of the vocabulary that a program of the first launch for proposals takes.
-_TILE = 1024
-_GROUP: tl.constexpr = tl.constexpr(state.GROUP)
-_RANK_BY_NOISE: tl.constexpr = tl.constexpr(state.RANK_BY_NOISE)
-_MIN_TEMPERATURE: tl.constexpr = tl.constexpr(state.MIN_TEMPERATURE)
-_LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))
-_LAST: tl.constexpr = tl.constexpr(2147483647)
+_MAX_TOP: tl.constexpr = tl.constexpr(MAX_TOP_LOGPROBS)
+# Programs that share the tokens of one row, in the launch for log-probabilities.
+_PROGRAMS = 8
 
 
 @triton.jit
@@ -141,7 +129,7 @@ def _prepare(
     tl.store(parts + part, best)
     tl.store(parts + part_stride + part, top)
     tl.store(parts + 2 * part_stride + part, tl.max(unusable.to(tl.float32), axis=0))
-    tl.store(part_ids + part, tl.min(tl.where(scores == best, columns, _NO_TOKEN), axis=0))
+    tl.store(part_ids + part, tl.min(tl.where(scores == best, columns, NO_TOKEN), axis=0))
 
 
 @triton.jit
@@ -166,10 +154,10 @@ def _finish(
     scores = tl.load(parts + part, mask=inside, other=float("-inf"))
     tops = tl.load(parts + part_stride + part, mask=inside, other=float("-inf"))
     unusable = tl.max(tl.load(parts + 2 * part_stride + part, mask=inside, other=0.0), axis=0)
-    best_ids = tl.load(part_ids + part, mask=inside, other=_NO_TOKEN)
+    best_ids = tl.load(part_ids + part, mask=inside, other=NO_TOKEN)
     top = tl.max(tops, axis=0)
     fails = (unusable > 0) | (top == float("-inf"))
-    token = tl.min(tl.where(scores == tl.max(scores, axis=0), best_ids, _NO_TOKEN), axis=0)
+    token = tl.min(tl.where(scores == tl.max(scores, axis=0), best_ids, NO_TOKEN), axis=0)
     floats, ints = float_params + table_row * 8, int_params + table_row * 8
     _, top_k, top_p, min_p, filtered, loose = _features(floats, ints, vocab_size)
     searched = filtered
@@ -188,7 +176,7 @@ def _finish(
         ids = candidate_ids + index.to(tl.int64) * CANDIDATES
         # Top-p after top-k needs the mass of all that top-k keeps, however little min-p keeps.
         lowest_key, length, listed = filters.shortlist(
-            row, row + vocab_size, ids, vocab_size, wide_top, tl.where(has_k, top_k, _NO_TOKEN), target,
+            row, row + vocab_size, ids, vocab_size, wide_top, tl.where(has_k, top_k, NO_TOKEN), target,
             tl.where(has_k & has_p, float("-inf"), floor), CANDIDATES, BLOCK,
         )  # fmt: skip
         values = row + tl.where(listed > 0, vocab_size, 0)
@@ -248,12 +236,6 @@ def sample_rows(
     )  # fmt: skip
 
 
-_MAX_TOP: tl.constexpr = tl.constexpr(MAX_TOP_LOGPROBS)
-_LOWEST_KEY: tl.constexpr = tl.constexpr(-2147483648)
-_LARGEST: tl.constexpr = tl.constexpr(2147483647)
-_PROGRAMS = 8
-
-
 @triton.jit
 def _tile(logits, start, vocab_size, BLOCK: tl.constexpr):
     columns = start + tl.arange(0, BLOCK)
@@ -285,7 +267,7 @@ def _sum_and_list(logits, vocab_size, top, bound, wanted, list_values, list_ids,
         keys = order_key(values)
         tied = inside & (keys == bound)
         # Most tiles hold no candidate, and a running sum costs more than to ask.
-        if tl.max(tl.where(inside, keys, _LOWEST_KEY), axis=0) >= bound:
+        if tl.max(tl.where(inside, keys, LOWEST_KEY), axis=0) >= bound:
             rank = ties + tl.cumsum(tied.to(tl.int32), axis=0)
             near = (inside & (keys > bound)) | (tied & (rank <= wanted))
             places = length + tl.cumsum(near.to(tl.int32), axis=0) - 1
@@ -304,15 +286,15 @@ def _store_likeliest(list_values, list_ids, length, wanted, log_total, top_ids, 
     places = tl.arange(0, LIST)
     inside = places < length
     values = tl.load(list_values + places, mask=inside, other=float("-inf"))
-    ids = tl.load(list_ids + places, mask=inside, other=_LARGEST)
-    keys = tl.where(inside, order_key(values), _LOWEST_KEY)
+    ids = tl.load(list_ids + places, mask=inside, other=NO_TOKEN)
+    keys = tl.where(inside, order_key(values), LOWEST_KEY)
     for place in range(0, wanted):
-        best = tl.min(tl.where(keys == tl.max(keys, axis=0), ids, _LARGEST), axis=0)
+        best = tl.min(tl.where(keys == tl.max(keys, axis=0), ids, NO_TOKEN), axis=0)
         chosen = ids == best
         value = tl.max(tl.where(chosen, values, float("-inf")), axis=0)
         tl.store(top_ids + place, best)
         tl.store(top_logprobs + place, (value.to(tl.float64) - log_total).to(tl.float32))
-        keys = tl.where(chosen, _LOWEST_KEY, keys)
+        keys = tl.where(chosen, LOWEST_KEY, keys)
 
 
 @triton.jit
@@ -341,7 +323,7 @@ def _logprobs(
         for start in range(0, vocab_size, BLOCK):
             column_tops = tl.maximum(column_tops, _tile(values, start, vocab_size, BLOCK)[0])
         top = tl.max(column_tops, axis=0).to(tl.float64)
-        bound = _LARGEST + (wanted - wanted)
+        bound = NO_TOKEN + (wanted - wanted)
         if wanted > 0:
             bound = _lower_bound(column_tops, wanted)
         total, length = _sum_and_list(
@@ -388,176 +370,4 @@ def logprobs(
         out.logprobs, out.logprobs.stride(0), out.top_ids, out.top_ids.stride(0),
         out.top_logprobs, out.top_logprobs.stride(0), list_values, list_ids,
         PDL=pdl, BLOCK=block, LIST=length, SLOTS=triton.next_power_of_2(MAX_TOP_LOGPROBS), num_warps=16, launch_pdl=pdl,
-    )  # fmt: skip
-
-
-@triton.jit
-def _token_ids(target_ids, columns, inside, vocab_limit, MAPPED: tl.constexpr):
-    """Target ids of draft tokens, and which of them are legal."""
-    ids = columns
-    if MAPPED:
-        ids = tl.load(target_ids + columns, mask=inside, other=-1)
-    return ids, inside & (ids >= 0) & (ids < vocab_limit)
-
-
-@triton.jit
-def _factors(floats, ints):
-    """Of a request: what logits and noise are multiplied by, and whether there is noise."""
-    temperature = tl.load(floats)
-    warm = temperature > 0
-    noisy = warm & ((tl.load(ints + 3) & _RANK_BY_NOISE) != 0)
-    noise_factor = 1.0 / tl.where(noisy, tl.load(floats + 1), 1.0)
-    return noise_factor / tl.where(warm, tl.maximum(temperature, _MIN_TEMPERATURE), 1.0), noise_factor, noisy
-
-
-@triton.jit
-def _finite(values):
-    """Infinite ones as 0: what may be taken from any."""
-    return tl.where(tl.abs(values) == float("inf"), 0.0, values)
-
-
-@triton.jit
-def _order(values, places):
-    """int64 that sort as float32 `values` do, equal ones by lower `places` first. No NaN."""
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & _LAST)
-    return (bits.to(tl.int64) << 32) | (places ^ _LAST).to(tl.int64)
-
-
-@triton.jit
-def _best(keys, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """The COUNT largest of `keys` [N] of _order, largest first: their values and places, [PADDED] each."""
-    turns = tl.arange(0, PADDED)
-    found = tl.full([PADDED], _LOWEST, tl.int64)
-    for turn in range(COUNT):
-        largest = tl.max(keys, 0)
-        found = tl.where(turns == turn, largest, found)
-        keys = tl.where(keys == largest, _LOWEST, keys)
-    bits = (found >> 32).to(tl.int32)
-    bits = bits ^ ((bits >> 31) & _LAST)
-    places = (found & _LAST).to(tl.int32) ^ _LAST
-    # What was never found counts as -inf.
-    return tl.where(found == _LOWEST, float("-inf"), bits.to(tl.float32, bitcast=True)), places
-
-
-@triton.jit
-def _reduce(
-    logits, logits_stride, vocab_size, vocab_limit, target_ids, rows, positions, floats, ints,
-    tops, masses, num_groups,
-    MAPPED: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Grid (nodes, tiles): top and mass of the tile's groups."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    index, tile = tl.program_id(0), tl.program_id(1)
-    row = tl.load(rows + index)
-    if row < 0:
-        return
-    floats += row.to(tl.int64) * 2
-    ints += row.to(tl.int64) * 4
-    columns = tile * TILE + tl.arange(0, TILE)
-    wide = index.to(tl.int64)
-    ids, legal = _token_ids(target_ids, columns, columns < vocab_size, vocab_limit, MAPPED)
-    values = tl.load(logits + wide * logits_stride + columns, mask=legal, other=float("-inf")).to(tl.float32)
-    factor, noise_factor, noisy = _factors(floats, ints)
-    values = values * factor
-    if noisy:
-        low, high, choice = load_key(ints)
-        position = (tl.load(positions + index) + 1).to(tl.uint32, bitcast=True)
-        if MAPPED:
-            words = words_of_ids(ids, position, low, high, choice)
-        else:
-            words = words_of_tile(tile, position, low, high, choice, TILE)
-        values = values + rough_noise_of_words(words, ON_GPU) * noise_factor
-
-    grouped = tl.reshape(values, [TILE // _GROUP, _GROUP])
-    top = tl.max(grouped, 1)
-    # NaN and +inf make the mass NaN or infinite, which tells the other launch.
-    mass = tl.sum(tl.exp(grouped - _finite(top)[:, None]), 1)
-    groups = tile * (TILE // _GROUP) + tl.arange(0, TILE // _GROUP)
-    inside = groups < num_groups
-    tl.store(tops + wide * num_groups + groups, top, mask=inside)
-    tl.store(masses + wide * num_groups + groups, mass, mask=inside)
-
-
-@triton.jit
-def _select(
-    logits, logits_stride, vocab_size, vocab_limit, target_ids, rows, positions, floats, ints,
-    tops, masses, num_groups, tokens, scores,
-    MAPPED: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr,
-    GROUPS: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """Grid (nodes,): the best tokens of the best groups. GROUPS and PADDED are powers of two."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    index = tl.program_id(0)
-    wide = index.to(tl.int64)
-    turns = tl.arange(0, PADDED)
-    outputs = wide * COUNT + turns
-    row = tl.load(rows + index)
-    if row < 0:
-        tl.store(tokens + outputs, -1, mask=turns < COUNT)
-        tl.store(scores + outputs, float("-inf"), mask=turns < COUNT)
-        return
-    floats += row.to(tl.int64) * 2
-    ints += row.to(tl.int64) * 4
-    groups = tl.arange(0, GROUPS)
-    top = tl.load(tops + wide * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
-    mass = tl.load(masses + wide * num_groups + groups, mask=groups < num_groups, other=0.0)
-    best = tl.max(top, 0)
-    total = tl.sum(mass * tl.exp(top - _finite(best)), 0)
-    usable = (total > 0.0) & (total < float("inf"))
-
-    _, chosen = _best(_order(top, groups), COUNT, PADDED)
-    columns = tl.reshape(chosen[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :], [PADDED * _GROUP])
-    inside = tl.reshape(
-        tl.broadcast_to(((chosen < num_groups) & (turns < COUNT))[:, None], [PADDED, _GROUP]), [PADDED * _GROUP]
-    )
-    columns = tl.where(inside, columns, vocab_size)
-    ids, legal = _token_ids(target_ids, columns, columns < vocab_size, vocab_limit, MAPPED)
-    values = tl.load(logits + wide * logits_stride + columns, mask=legal, other=float("-inf")).to(tl.float32)
-    factor, noise_factor, noisy = _factors(floats, ints)
-    values = values * factor
-    if noisy:
-        low, high, choice = load_key(ints)
-        position = (tl.load(positions + index) + 1).to(tl.uint32, bitcast=True)
-        words = words_of_ids(ids, position, low, high, choice)
-        values = values + rough_noise_of_words(words, ON_GPU) * noise_factor
-    values, places = _best(_order(values, columns), COUNT, PADDED)
-    values = tl.where(usable, values, float("-inf"))
-    there = values > float("-inf")
-    found, _ = _token_ids(target_ids, places, there, vocab_limit, MAPPED)
-    tl.store(tokens + outputs, tl.where(there, found, -1), mask=turns < COUNT)
-    score = tl.minimum(values - _finite(best) - tl.log(tl.where(usable, total, 1.0)), 0.0)
-    tl.store(scores + outputs, tl.where(there, score, float("-inf")), mask=turns < COUNT)
-
-
-def propose(
-    logits: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    tables: ProposeTables,
-    buffers: ProposeBuffers,
-    tokens: Tensor,
-    scores: Tensor,
-    vocab_limit: int,
-    target_ids: Tensor | None,
-) -> None:
-    """As kernels.sampling.propose."""
-    (count, size), branching = logits.shape, tokens.shape[1]
-    num_groups = triton.cdiv(size, state.GROUP)
-    groups = max(power_of_two(num_groups), 2)
-    pdl = supports_pdl(logits)
-    kinds = {"MAPPED": target_ids is not None, "PDL": pdl, "ON_GPU": logits.is_cuda}
-    ids = rows if target_ids is None else target_ids
-    inputs = (
-        logits, logits.stride(0), size, vocab_limit, ids, rows, positions, tables.floats, tables.ints,
-        buffers.tops, buffers.masses, num_groups,
-    )  # fmt: skip
-    _reduce[(count, triton.cdiv(size, _TILE))](*inputs, **kinds, TILE=_TILE, num_warps=4, launch_pdl=pdl)
-    _select[(count,)](
-        *inputs, tokens, scores, **kinds, GROUPS=groups, COUNT=branching, PADDED=max(power_of_two(branching), 2),
-        num_warps=8 if groups > 512 else 4, launch_pdl=pdl,
     )  # fmt: skip

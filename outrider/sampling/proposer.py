@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.ranks import best_of, fits_ranks, prepare_ranks
-from kernels.sampling import propose
+from kernels.proposals import propose
 from kernels.sampling_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put
 from outrider.sampling.noise import gumbel

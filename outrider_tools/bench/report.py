@@ -116,12 +116,11 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     Raises ConfigError for a suffix that matplotlib does not know, where it is missing, or the file cannot be written.
     """
     require_matplotlib(path)
-    matplotlib: Any = import_module("matplotlib")
-    matplotlib.use("Agg")
-    pyplot: Any = import_module("matplotlib.pyplot")
     points = points_of(rows)
     words = {kind for kind, _, _ in points} or {"b"}
-    figure, axes = pyplot.subplots(1, 4, figsize=(17, 4))
+    # Not pyplot, which would look for a display.
+    figure: Any = import_module("matplotlib.figure").Figure(figsize=(17, 4))
+    axes = figure.subplots(1, 4)
     # Side by side, whatever lies between them: loads mostly double from point to point.
     places = range(len(points))
     loads = [load_text(kind, size, with_kind=len(words) > 1) for kind, size, _ in points]
@@ -142,11 +141,8 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
     _draw_acceptance(axes[3], points)
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    try:
-        with writing("--plot", path):
-            figure.savefig(path, dpi=130)
-    finally:
-        pyplot.close(figure)
+    with writing("--plot", path):
+        figure.savefig(path, dpi=130)
 
 
 def _draw_acceptance(panel: Any, points: Sequence[tuple[str, float, Mapping[str, float]]]) -> None:

@@ -13,6 +13,7 @@ from outrider.cache.kv import KVCache
 from outrider.layers.exchange import Exchange
 from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary
+from outrider.models.config import ModelShape
 from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.config import ALL_SEEN, EMBEDDING, OUTPUT, ContextWindow, HeadConfig
 from outrider.models.few_rows import LayerStack
@@ -58,6 +59,25 @@ class DraftModel(ABC):
     """What it is shown of long contexts."""
     exchange: Exchange | None = None
     """Among ranks of which each has its part of the weights, and KV of its heads."""
+
+    def __init__(
+        self, shape: ModelShape, num_ids: int, target_ids: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Without features. `target_ids` int32 are those of its output matrix's rows; None for `num_ids` rows."""
+        self.dtype = dtype
+        self.device = device
+        self.num_layers = shape.num_layers
+        self.num_heads = shape.num_heads
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.max_positions = shape.max_positions
+        self.vocab_size = num_ids if target_ids is None else target_ids.numel()
+        self.target_vocab_size = shape.vocab_size
+        self.target_ids = target_ids
+        self.tokenizer_hash = ""
+        self.hidden_size = 0
+        self.feature_layers = ()
+        self.feature_size = 0
 
     @abstractmethod
     def forward(
@@ -105,8 +125,9 @@ class DraftModel(ABC):
 class DraftHead(DraftModel):
     """An embedding, decoder layers and an output matrix; built empty, as `CausalLM` is.
 
-    Subclasses append to `layers`, and make all else by `norm` and `linear`. `target_ids` None or int32 [num_ids] says
-    which ids the output matrix has rows for.
+    Subclasses append to `layers`, and make all else by `norm` and `linear`. `_reducer` is the layer that raw features
+    go through first, where there is one. `target_ids` None or int32 [num_ids] says which ids the output matrix has rows
+    for.
     """
 
     edge_scale = HEAD_SCALE
@@ -115,18 +136,8 @@ class DraftHead(DraftModel):
         self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
     ) -> None:
         decoder = config.decoder
+        super().__init__(decoder, config.draft_vocab_size, target_ids, dtype, device)
         self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.num_layers = decoder.num_layers
-        self.num_heads = decoder.num_heads
-        self.num_kv_heads = decoder.num_kv_heads
-        self.head_dim = decoder.head_dim
-        self.max_positions = decoder.max_positions
-        self.target_vocab_size = decoder.vocab_size
-        self.target_ids = target_ids
-        self.vocab_size = config.draft_vocab_size if target_ids is None else target_ids.numel()
-        self.tokenizer_hash = ""
         self.hidden_size = config.target_hidden_size
         self.feature_layers = config.feature_layers
         self.feature_size = decoder.hidden_size
@@ -135,6 +146,8 @@ class DraftHead(DraftModel):
         self.output = Linear(decoder.hidden_size, config.output_rows(self.vocab_size), False, dtype, device)
         self._linears: dict[str, Linear] = {OUTPUT.removesuffix(".weight"): self.output}
         self._norms: dict[str, RMSNorm] = {}
+        self._reducer: Linear | None = None
+        self._projection: Tensor | None = None
         self.rotary = Rotary(decoder.rope, decoder.weight_head_dim, device, decoder.head_dim)
         self.layers: list[DecoderLayer] = []
         self.stack = LayerStack(self.layers, decoder, self.rotary)
@@ -157,6 +170,9 @@ class DraftHead(DraftModel):
 
     def finish_loading(self) -> None:
         """Called once when all tensors are filled, to choose memory layouts."""
+        if self._reducer is not None:
+            # Before packing, which on a CPU lays it out anew.
+            self._projection = self._reducer.weight
         for linear in self._linears.values():
             linear.pack()
         self.stack.finish_loading()
@@ -169,9 +185,21 @@ class DraftHead(DraftModel):
             return logits
         return self.exchange.join(logits)
 
+    @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
         """See DraftModel."""
-        return features.to(self.dtype)
+        features = features.to(self.dtype)
+        return features if self._reducer is None else self._reducer(features)
+
+    def projection(self) -> Tensor | None:
+        """See DraftModel."""
+        return self._projection
+
+    @torch.inference_mode()
+    def finish_product(self, product: Tensor) -> Tensor:
+        """See DraftModel."""
+        product = product.to(self.dtype)
+        return product if self._reducer is None or self._reducer.bias is None else product + self._reducer.bias
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[M, hidden] for ids [M] of the target's vocabulary."""

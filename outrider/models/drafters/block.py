@@ -48,7 +48,7 @@ class BlockHead(DraftHead):
         self.block: BlockConfig = config.block
         decoder, hidden = config.decoder, config.decoder.hidden_size
         self._hidden = hidden
-        self.fc = self.linear("fc", len(config.feature_layers) * config.target_hidden_size, config.fc_bias)
+        self._reducer = self.linear("fc", len(config.feature_layers) * config.target_hidden_size, config.fc_bias)
         self.feature_norm = self.norm("hidden_norm", hidden)
         self.final_norm = self.norm("norm", hidden)
         self.layers += [DecoderLayer(decoder, number, dtype, device) for number in range(decoder.num_layers)]
@@ -62,7 +62,6 @@ class BlockHead(DraftHead):
         self.state_size = rank if self.block.markov_kind == "rnn" else 0
         self.num_scratch = self.block.size
         self.block_bytes = config.block_bytes(dtype.itemsize)
-        self._projection: Tensor | None = None
         self._key_norm: Tensor | None = None
         self._key_eps = 0.0
 
@@ -81,7 +80,6 @@ class BlockHead(DraftHead):
         if self._injection.bias is not None:
             self._injection.bias.copy_(torch.cat(biases))
         self._injection.pack()
-        self._projection = self.fc.weight  # before packing, which on a CPU lays it out anew
         super().finish_loading()
         norms = [one.qk_norm for one in attentions if one.qk_norm is not None]
         if norms:
@@ -93,17 +91,12 @@ class BlockHead(DraftHead):
     @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
         """See DraftModel."""
-        return self.feature_norm(self.fc(features.to(self.dtype)))
-
-    def projection(self) -> Tensor | None:
-        """See DraftModel."""
-        return self._projection
+        return self.feature_norm(super().project(features))
 
     @torch.inference_mode()
     def finish_product(self, product: Tensor) -> Tensor:
         """See DraftModel."""
-        product = product.to(self.dtype)
-        return self.feature_norm(product if self.fc.bias is None else product + self.fc.bias)
+        return self.feature_norm(super().finish_product(product))
 
     @torch.inference_mode()
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,8 @@ class Eagle3Head(DraftHead):
         self.joint_norm: RMSNorm | None = None
         if config.norm_all:
             self.joint_norm = self.norm("input_norm", num_features * config.target_hidden_size)
-        self._projection: Tensor | None = None
+        if not self.feature_norms and self.joint_norm is None:
+            self._reducer = self.fc
         # The first layer's own input norm is the embedding's.
         self.token_norm = self.norm("layers.0.input_layernorm", hidden)
         self.hidden_norm = self.norm("layers.0.hidden_norm", hidden)
@@ -72,13 +73,6 @@ class Eagle3Head(DraftHead):
         self.layers.append(DecoderLayer(config.decoder, 0, dtype, device, input_size=2 * hidden, input_norm=False))
         for number in range(1, config.decoder.num_layers):
             self.layers.append(DecoderLayer(config.decoder, number, dtype, device))
-
-    def finish_loading(self) -> None:
-        """See DraftHead."""
-        if self.fc is not None and not self.feature_norms and self.joint_norm is None:
-            # Before packing, which on a CPU lays it out anew.
-            self._projection = self.fc.weight
-        super().finish_loading()
 
     @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
@@ -92,16 +86,6 @@ class Eagle3Head(DraftHead):
         if self.joint_norm is not None:
             features = self.joint_norm(features)
         return features if self.fc is None else self.fc(features)
-
-    def projection(self) -> Tensor | None:
-        """See DraftModel."""
-        return self._projection
-
-    @torch.inference_mode()
-    def finish_product(self, product: Tensor) -> Tensor:
-        """See DraftModel."""
-        product = product.to(self.dtype)
-        return product if self.fc is None or self.fc.bias is None else product + self.fc.bias
 
     @torch.inference_mode()
     def forward(
@@ -154,22 +138,9 @@ class StandaloneDraft(DraftModel):
     """Any causal language model; `target_ids` int32 are those of its output matrix's rows, None for all."""
 
     def __init__(self, model: LanguageModel, tokenizer_hash: str, target_ids: Tensor | None = None) -> None:
-        config = model.config
+        super().__init__(model.config, model.config.vocab_size, target_ids, model.dtype, model.device)
         self.model = model
-        self.dtype = model.dtype
-        self.device = model.device
-        self.num_layers = config.num_layers
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
-        self.head_dim = config.head_dim
-        self.max_positions = config.max_positions
-        self.vocab_size = config.vocab_size if target_ids is None else target_ids.numel()
-        self.target_vocab_size = config.vocab_size
-        self.target_ids = target_ids
         self.tokenizer_hash = tokenizer_hash
-        self.hidden_size = 0
-        self.feature_layers = ()
-        self.feature_size = 0
 
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend

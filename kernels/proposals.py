@@ -1,0 +1,73 @@
+"""Drafts' proposals: the best children of nodes, by logits and the shared noise of drafter-invariant sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.launch import backend
+from kernels.sampling_state import GROUP, MAX_BRANCHING, ProposeBuffers, ProposeTables
+
+
+def propose(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    tables: ProposeTables,
+    buffers: ProposeBuffers,
+    tokens: Tensor,
+    scores: Tensor,
+    *,
+    vocab_limit: int,
+    target_ids: Tensor | None = None,
+) -> None:
+    """Write the k best children of M nodes, best first, and their edge scores.
+
+    A token's rank is its logit at temperature T = 0, logit / T without RANK_BY_NOISE, and else (logit / T + G) / tau
+    with the noise G of the request's seed and choice index, of the child's position (one more than the node's) and of
+    the token's id in the target's vocabulary. Its edge score is the log softmax of that over the legal tokens of the
+    draft vocabulary, at most 0. Ties go to the lower place in the draft vocabulary.
+
+    Two launches, which read nothing on the host, so they can be captured. The noise is computed in float32: it is
+    off from that of outrider.sampling.noise by 1e-5 at most.
+
+    Args:
+        logits: [M, V] float32, bfloat16 or float16, rows contiguous; V is the draft vocabulary.
+        rows: int32 [M], each node's row in the tables; negative for padding.
+        positions: int32 [M], absolute positions of the nodes' own tokens.
+        tables: parameters of the requests.
+        buffers: for at least M tokens of V.
+        tokens: int32 [M, k], written: ids of the target's vocabulary, 1 <= k <= MAX_BRANCHING. -1 for padding, for
+            nodes whose legal logits hold NaN or +inf, and where fewer than k tokens are legal and above -inf.
+        scores: float32 [M, k], written; -inf where the token is -1, else finite.
+        vocab_limit: target ids from here on are illegal: neither proposed nor counted.
+        target_ids: int32 [V], the target's id of each draft token; None where they are the same. Negative ones are
+            illegal.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    count, size = logits.shape
+    _check(logits, rows, positions, buffers, tokens, scores)
+    if target_ids is not None and (target_ids.shape != (size,) or target_ids.dtype != torch.int32):
+        raise ValueError(f"target ids of {list(target_ids.shape)} {target_ids.dtype} for {size} draft tokens")
+    if count == 0:
+        return
+    backend(logits, "proposals").propose(
+        logits, rows, positions, tables, buffers, tokens, scores, vocab_limit, target_ids
+    )
+
+
+def _check(
+    logits: Tensor, rows: Tensor, positions: Tensor, buffers: ProposeBuffers, tokens: Tensor, scores: Tensor
+) -> None:
+    count, size = logits.shape
+    if rows.shape != (count,) or positions.shape != (count,) or (size > 1 and logits.stride(1) != 1):
+        raise ValueError(f"logits of {list(logits.shape)} for {rows.shape[0]} rows and {positions.shape[0]} positions")
+    branching = tokens.shape[1]
+    if tokens.shape != (count, branching) or scores.shape != tokens.shape or not 1 <= branching <= MAX_BRANCHING:
+        raise ValueError(f"{list(tokens.shape)} tokens and {list(scores.shape)} scores of {count} nodes")
+    if not (tokens.is_contiguous() and scores.is_contiguous()):
+        raise ValueError("tokens and scores must be contiguous")
+    if buffers.tops.shape[0] < count or buffers.tops.shape[1] != -(-size // GROUP):
+        raise ValueError(f"buffers of {list(buffers.tops.shape)} for logits of {list(logits.shape)}")
