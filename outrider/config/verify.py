@@ -240,10 +240,9 @@ class VerifyOptions(PeerServiceOptions):
             self._check_cache(self.max_total_tokens if num_tokens is None else num_tokens)
 
     def _check_cache(self, num_tokens: int) -> None:
-        if num_tokens // self.page_size * self.page_size < LEAST_TOKENS:
-            raise ConfigError(
-                f"--max-total-tokens: {num_tokens} tokens are too few to warm up; allow at least {LEAST_TOKENS}"
-            )
+        least = -(-LEAST_TOKENS // self.page_size) * self.page_size  # in whole pages
+        if num_tokens < least:
+            raise ConfigError(f"--max-total-tokens: {num_tokens} tokens are too few to warm up; allow at least {least}")
         longest = self.longest_request(num_tokens)
         if longest < 2:
             raise ConfigError(

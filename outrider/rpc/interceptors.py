@@ -167,7 +167,10 @@ class _BoundaryCall:
             if isinstance(error, OutriderError):
                 public_error = InternalError(f"{error.message} (id {error_id})", code=error.code)
         code, message, metadata = status_from_error(public_error, self.request_id)
-        await context.abort(code, message, metadata)
+        try:
+            await context.abort(code, message, metadata)
+        except grpc.aio.InternalError as lost:  # the same, and nobody had told the context yet
+            raise asyncio.CancelledError from lost
         raise AssertionError("unreachable: abort always raises")
 
 

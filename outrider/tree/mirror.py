@@ -190,7 +190,8 @@ class TreeMirror:
             elif parent_id >= node_id:
                 faults["parent_order"] += 1
             elif (parent := slots.get(parent_id)) is None or (alive[parent] != turn and not self._is_alive(parent)):
-                faults["dead_parent" if parent_id <= self.received_through else "unknown_parent"] += 1
+                missing = self.received_through < parent_id < grow.first_id
+                faults["unknown_parent" if missing else "dead_parent"] += 1
             elif (edge := parent << 32 | token) in children or node_id in slots:
                 faults["duplicate"] += 1
             elif slot == self._num_slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from outrider.errors import (
     UnavailableError,
 )
 from outrider.rpc.channel import open_channel
+from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.status import error_from_rpc, status_from_error
 from outrider.v1 import verify_pb2, verify_pb2_grpc
 
@@ -130,6 +132,35 @@ async def test_a_client_that_leaves_amid_a_flood_is_no_error_of_ours(
         assert (await running.stub.GetLoad(Load())).num_running == 7
     # gRPC may have had something for the loop of an earlier test.
     assert [record for record in caplog.records if "PollerCompletionQueue" not in record.getMessage()] == []
+
+
+class LostContext:
+    """A call whose client went away a moment ago, which the core alone knows: what is sent fails."""
+
+    async def read(self) -> Load:
+        return Load()
+
+    def done(self) -> bool:
+        return False
+
+    cancelled = done
+
+    async def abort(self, *status: Any) -> None:
+        raise grpc.aio.InternalError("SendStatusFromServerOperation")
+
+
+async def test_a_client_that_leaves_before_its_status_is_no_error_either() -> None:
+    async def refuse(request: Any, context: Any) -> Any:
+        raise UnavailableError("gone")
+
+    async def found(details: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+    details = SimpleNamespace(method="/outrider.v1.VerifyService/GetLoad", invocation_metadata=())
+    handler = await BoundaryInterceptor().intercept_service(found, details)  # type: ignore[arg-type]
+    assert handler is not None
+    with pytest.raises(asyncio.CancelledError):
+        await handler.stream_stream(None, LostContext())
 
 
 async def test_a_stop_amid_a_flood_is_no_error_either(start: Any, caplog: pytest.LogCaptureFixture) -> None:

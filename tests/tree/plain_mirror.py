@@ -75,13 +75,13 @@ class PlainMirror:
     def _add(self, grow: Grow, index: int) -> None:
         node, parent, token = grow.first_id + index, int(grow.parents[index]), int(grow.token_ids[index])
         score = float(grow.scores[index])
-        fault = self._fault(node, parent, token, score)
+        fault = self._fault(grow, node, parent, token, score)
         if fault is None:
             self._nodes[node] = (parent, token, score, int(grow.sources[index]))
         else:
             self.dropped[fault] += 1
 
-    def _fault(self, node: int, parent: int, token: int, score: float) -> str | None:
+    def _fault(self, grow: Grow, node: int, parent: int, token: int, score: float) -> str | None:
         if not 0 <= token < self._vocab_size:
             return "token"
         if math.isnan(score) or score > 0 or math.isinf(score):
@@ -89,7 +89,7 @@ class PlainMirror:
         if parent >= node:
             return "parent_order"
         if parent not in self._nodes:
-            return "dead_parent" if parent <= self.received_through else "unknown_parent"
+            return "unknown_parent" if self.received_through < parent < grow.first_id else "dead_parent"
         if node in self._nodes or self._child(parent, token) is not None:
             return "duplicate"
         return "too_many" if len(self._nodes) > self._max_nodes else None

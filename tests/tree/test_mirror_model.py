@@ -186,6 +186,15 @@ def test_what_hangs_below_dead_nodes_is_climbed_once() -> None:
     assert Counting.looks < 2 * length
 
 
+def test_a_late_chain_below_a_dead_node_is_dead_and_no_message_is_missing() -> None:
+    mirror, length = chain_and_leaf(3), 3
+    first = mirror.received_through + 1
+    mirror.insert(grow_of(first, [length, first, first + 1], [3, 4, 5]))
+    assert mirror.dropped == {"dead_parent": 3}
+    mirror.insert(grow_of(first + 5, [first + 4, first + 5], [3, 4]))
+    assert mirror.dropped == {"unknown_parent": 1, "dead_parent": 4}
+
+
 def test_a_tree_that_is_full_of_live_nodes_is_not_swept_for_each_message() -> None:
     mirror = TreeMirror([0], VOCAB, 20)
     mirror.insert(grow_of(1, list(range(20)), [1] * 20))

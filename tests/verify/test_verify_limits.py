@@ -61,17 +61,20 @@ def test_a_context_that_cannot_be_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "draft_tokens", "told"),
+    ("tokens", "draft_tokens", "page_size", "told"),
     [
-        (15, 63, "15 tokens are too few to warm up; allow at least 512"),
-        (527, 700, "527 leave no room beside 700 draft"),
+        (15, 63, 16, "15 tokens are too few to warm up; allow at least 512"),
+        (512, 63, 3, "512 tokens are too few to warm up; allow at least 513"),
+        (527, 700, 16, "527 leave no room beside 700 draft"),
     ],
 )
 def test_a_cache_that_is_too_small_is_refused_before_weights_are_read(
-    tmp_path: Path, tokens: int, draft_tokens: int, told: str
+    tmp_path: Path, tokens: int, draft_tokens: int, page_size: int, told: str
 ) -> None:
     write_model(tmp_path, 256)
-    options = VerifyOptions(model=str(tmp_path), max_total_tokens=tokens, max_draft_tokens=draft_tokens)
+    options = VerifyOptions(
+        model=str(tmp_path), max_total_tokens=tokens, max_draft_tokens=draft_tokens, page_size=page_size
+    )
     with pytest.raises(ConfigError, match=f"--max-total-tokens: {told}"):
         load(options)
 
