@@ -29,7 +29,7 @@ IMAGES = ROOT / "docs" / "images"
 
 def plot_split() -> Figure:
     """Speeds of the 80 questions, one request and sixteen."""
-    one = report("split_now_all_h200x2")
+    one = report("split_renewed_n80_h200x2")
     figure, (left, right) = _figure(8.4, 2)
     names = {PLAIN: "plain", LOCKSTEP: "lockstep", SPLIT: "split"}
     _bars(left, {title: one(case) for case, title in names.items()}, "one request")
@@ -39,7 +39,7 @@ def plot_split() -> Figure:
 
 def plot_six() -> Figure:
     """Speeds and accept lengths of different drafts, six questions."""
-    one = report("split_now_h200x2")
+    one = report("split_renewed_h200x2")
     names = {
         PLAIN: "plain",
         RANDOM: "EAGLE-3,\nrandom",
@@ -72,7 +72,7 @@ def plot_mt_bench() -> Figure:
 
 def plot_steps() -> Figure:
     """Draft steps by nodes."""
-    one = report("draft_step_now_h200")
+    one = report("draft_step_renewed_h200")
     figure, panels = _figure(8.4, 2)
     drafts = (("135m standalone", "135M draft"), ("llama-8b eagle3", "EAGLE-3 head of 8B shape"))
     for axes, (draft, title) in zip(panels, drafts, strict=True):

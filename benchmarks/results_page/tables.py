@@ -14,9 +14,9 @@ from benchmarks.results_page.split_tables import (
     ACCEPT_NGRAM,
     ALL_80,
     ALL_80_EAGLE3,
+    ALL_80_STANDALONE,
     COLOCATED,
     COLOCATED_COLUMNS,
-    COLOCATED_STANDALONE,
     COPIES,
     EQUAL_TEXTS,
     HEADS,
@@ -138,12 +138,12 @@ def ngram_table() -> str:
 # One GPU.
 
 TREE_32, TREE_64 = "llama-8b tree engine b1 m32 ctx1k", "llama-8b tree engine b16 m64 ctx1k"
-ENGINE = "engine_triton_h200"
+ENGINE = "engine_renewed_h200"
 
 
 def engine_targets() -> str:
     """Targets of the engine."""
-    rounds, parts, half = report(ENGINE), report("engine_h200"), report("engine_fp16_h200")
+    rounds, half = report(ENGINE), report("engine_fp16_renewed_h200")
     greedy = f"{TREE_32} bf16 greedy"
     plain = rounds("llama-8b plain engine b1 m1 ctx1k bf16 greedy")
     return targets(
@@ -159,7 +159,6 @@ def engine_targets() -> str:
                 1.25,
                 [
                     ("", rounds(f"{TREE_64} bf16 greedy", "round_gpu_over_gemm")),
-                    ("earlier the same day", parts(f"{TREE_64} bf16 greedy", "round_gpu_over_gemm")),
                     ("float16", half(f"{TREE_64} fp16 greedy", "round_gpu_over_gemm")),
                 ],
             ),
@@ -167,19 +166,19 @@ def engine_targets() -> str:
                 "tree attention, 32 queries, 1k context, us a layer",
                 "at most",
                 9,
-                [("", parts(f"{TREE_32} bf16", "attention_us_per_layer"))],
+                [("", rounds(f"{TREE_32} bf16", "attention_us_per_layer"))],
             ),
             (
                 "the same, 16k context",
                 "at most",
                 25,
-                [("", parts("llama-8b tree engine b1 m32 ctx16k bf16", "attention_us_per_layer"))],
+                [("", rounds("llama-8b tree engine b1 m32 ctx16k bf16", "attention_us_per_layer"))],
             ),
             (
                 "prefill of 2,048 tokens, share of the matmul rate",
                 "at least",
                 0.6,
-                [("", parts("llama-8b prefill engine b1 m2048 bf16", "prefill_over_matmul"))],
+                [("", rounds("llama-8b prefill engine b1 m2048 bf16", "prefill_over_matmul"))],
             ),
         ]
     )
@@ -216,7 +215,7 @@ def engine_rounds() -> str:
 
 def live_table() -> str:
     """Rounds with clients, gateway and draft alive."""
-    one = report("live_h200")
+    one = report("live_renewed_h200")
     lines, aims = [], []
     for drafter, title in (("plain", "plain"), ("ngram", "n-grams")):
         for batch, target in ((1, 0.25), (32, 0.6)):
@@ -370,8 +369,8 @@ def kinds_table() -> str:
 
 def readme_table() -> str:
     """One line a configuration."""
-    cpu, two, one = report(MT_BENCH), report("split_now_all_h200x2"), report("live_h200")
-    inside, heads = report("split_colocated_h200"), report("split_heads_inside_h200")
+    cpu, two, one = report(MT_BENCH), report("split_renewed_n80_h200x2"), report("live_renewed_h200")
+    inside = report("split_colocated_renewed_h200")
 
     def line(what: str, prompts: str, source: ResultFile, plain: str, drafted: str) -> Cells:
         before, after = source(plain), source(drafted)
@@ -385,8 +384,8 @@ def readme_table() -> str:
         line("8B shape, 135M draft, one request", "80", two, PLAIN, SPLIT),
         line("the same in lockstep: draft and verify in turn", "80", two, PLAIN, LOCKSTEP),
         line("8B shape, 135M draft, 16 requests", "80", two, PLAIN_16, SPLIT_16),
-        line("8B shape, EAGLE-3 inside the round, one request", "80", heads, plain_80, ALL_80_EAGLE3),
-        line("8B shape, 135M draft inside the round, one request", "first 6", inside, PLAIN, COLOCATED_STANDALONE),
+        line("8B shape, EAGLE-3 inside the round, one request", "80", inside, plain_80, ALL_80_EAGLE3),
+        line("8B shape, 135M draft inside the round, one request", "80", inside, plain_80, ALL_80_STANDALONE),
         line("8B shape, n-grams, one request", "ours", one, live.format("plain", 1), live.format("ngram", 1)),
         line("8B shape, n-grams, 32 requests", "ours", one, live.format("plain", 32), live.format("ngram", 32)),
     ]
@@ -399,17 +398,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "mt_bench": mt_table,
     "mt_bench_runs": mt_runs,
     "ngram": ngram_table,
-    "split_80": lambda: split_table("split_now_all_h200x2", ALL_80),
-    "split_6": lambda: split_table("split_now_h200x2", SIX),
+    "split_80": lambda: split_table("split_renewed_n80_h200x2", ALL_80),
+    "split_6": lambda: split_table("split_renewed_h200x2", SIX),
     "split_targets": split_targets,
     "split_70b": lambda: split_table("split_70b_fp8_tp2_h100x4", LARGE_SPLIT, PAIR_COLUMNS),
     "split_h100": lambda: split_table("split_h100x2", PAIR, PAIR_COLUMNS),
-    "colocated": lambda: split_table("split_colocated_h200", COLOCATED, COLOCATED_COLUMNS),
+    "colocated": lambda: split_table("split_colocated_renewed_h200", COLOCATED, COLOCATED_COLUMNS),
     "colocated_heads": lambda: split_table("split_heads_inside_h200", HEADS, COLOCATED_COLUMNS),
     "equal_texts": lambda: split_table("split_accept_h200", EQUAL_TEXTS, PLACEMENT_COLUMNS),
-    "copies": lambda: split_table("split_copy_h200", COPIES, PLACEMENT_COLUMNS),
+    "copies": lambda: split_table("split_copy_renewed_h200", COPIES, PLACEMENT_COLUMNS),
     "accept_ngram": lambda: split_table("accept_ngram_cpu", ACCEPT_NGRAM, ACCEPT_COLUMNS),
-    "placement": lambda: split_table("split_placement_h200", PLACEMENT, PLACEMENT_COLUMNS),
+    "placement": lambda: split_table("split_placement_renewed_h200", PLACEMENT, PLACEMENT_COLUMNS),
     "naive": lambda: split_table("split_naive_eagle_h200", NAIVE, COLOCATED_COLUMNS),
     "timeline": timeline_table,
     "colocated_useless": lambda: split_table("split_useless_h100", USELESS, COLOCATED_COLUMNS),
