@@ -19,10 +19,10 @@ from verify_service.executors.cuda import CudaExecutor
 for _folder in ("verify", "burst", "models"):
     sys.path.append(str(Path(__file__).parent.parent / _folder))
 
+from deterministic_drafts import Start  # noqa: E402
 from threaded_engine import ThreadedEngine  # noqa: E402
 
 Models = Callable[..., CausalLM]
-Start = Callable[..., tuple[ThreadedEngine, CudaExecutor]]
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from conftest import Start
+from collections.abc import Callable
+
 from cuda_harness import VOCAB, jobs, texts
 from harness import run_all
 from local_draft import LocalDraft, oracle
+from threaded_engine import ThreadedEngine
 
 from outrider.models.decoder import CausalLM
+from verify_service.executors.cuda import CudaExecutor
+
+Start = Callable[..., tuple[ThreadedEngine, CudaExecutor]]
 
 
 def check_drafts_change_nothing(start: Start, model: CausalLM) -> None:

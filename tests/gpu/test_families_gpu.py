@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import Start
 from cuda_harness import small_model
-from deterministic_drafts import check_drafts_change_nothing
+from deterministic_drafts import Start, check_drafts_change_nothing
 from family_table import FAMILIES, KINDS, LOCAL_AND_GLOBAL, SIZES
 from paged_runs import PagedRun
 from tiny_models import relative_error, save_tiny, token_ids

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Start
 from cuda_harness import small_model
-from deterministic_drafts import check_drafts_change_nothing
+from deterministic_drafts import Start, check_drafts_change_nothing
 from paged_runs import PagedRun
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 
