@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from llguidance import regex_to_lark
-
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
@@ -18,6 +16,7 @@ from outrider.grammar.spec import (
     EXACT_ONE_OF,
     FORM_BELOW,
     MAX_SOURCE_BYTES,
+    PATTERN_BELOW,
     Grammar,
     GrammarKind,
     check_grammar,
@@ -110,7 +109,7 @@ def _form_rule(wanted: Grammar, start: ReasoningStart | None) -> str:
         case GrammarKind.REGEX:
             # Else an expression that the marker fits, too, would hold for the reasoning behind it.
             begin = "" if start is None else f" & ~/[ \\n\\r\\t]*{_in_regex(start.markers.begin)}(.|\\n)*/"
-            return f"form: FORM\nFORM: /{_masked(regex_to_lark(wanted.source, use_ascii='dw'))}/{begin}"
+            return f"form: FORM\nFORM: PATTERN{begin}\n{PATTERN_BELOW}\n{wanted.source}"
         case GrammarKind.EBNF:
             return f"{FORM_BELOW}\n{wanted.source}"
         case _:

@@ -30,7 +30,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidRequestError, OutriderError
-from outrider.grammar.spec import FORM_BELOW, Grammar, GrammarKind, prepare_schema
+from outrider.grammar.spec import FORM_BELOW, PATTERN_BELOW, Grammar, GrammarKind, prepare_schema
 
 LENGTH = struct.Struct("<I")
 """In front of each frame."""
@@ -166,8 +166,7 @@ def source_of(grammar: Grammar) -> str:
             prepare_schema(schema)
             return LLMatcher.grammar_from_json_schema(schema, defaults=_DEFAULTS, overrides=_OPTIONS)  # type: ignore[arg-type]
         case GrammarKind.REGEX:
-            # Digits and words as JavaScript and JSON Schema have them: of ASCII.
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.source, use_ascii='dw')}/")
+            return LLMatcher.grammar_from_lark(f"start: {_terminal(grammar.source)}")
         case GrammarKind.CHOICE:
             # A JSON text is a literal of the library's language, too.
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in grammar.choices))
@@ -175,7 +174,15 @@ def source_of(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(_lark_of(grammar))
 
 
+def _terminal(pattern: str) -> str:
+    """A regular expression as Lark has it, with digits and words as in JavaScript and JSON Schema: of ASCII."""
+    return f"/{regex_to_lark(pattern, use_ascii='dw')}/"
+
+
 def _lark_of(grammar: Grammar) -> str:
+    rules, with_pattern, pattern = grammar.source.partition(f"\n{PATTERN_BELOW}\n")
+    if with_pattern:
+        return f"{rules}\nPATTERN: {_terminal(pattern)}"
     rules, below, form = grammar.source.partition(f"\n{FORM_BELOW}\n")
     try:
         if not below:

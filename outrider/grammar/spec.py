@@ -28,7 +28,8 @@ class GrammarKind(Enum):
     """The source is a JSON list of texts, of which the answer is one."""
     EBNF = "ebnf"
     """The source is a context-free grammar in llguidance's dialect of Lark, or in GBNF; or rules in Lark, the line
-    `FORM_BELOW`, and below it a grammar of its own, in either language, which those rules call `form`."""
+    `FORM_BELOW`, and below it a grammar of its own, in either language, which those rules call `form`; or rules, the
+    line `PATTERN_BELOW`, and below it a regular expression, which they call `PATTERN`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Grammar:
 
 FORM_BELOW = "%form"
 """The line between the rules of an EBNF and the grammar that they are for."""
+PATTERN_BELOW = "%pattern"
+"""The line between the rules of an EBNF and the regular expression that they are for."""
 MAX_SOURCE_BYTES = 65536
 """Of a JSON schema."""
 MAX_REGEX_BYTES = 4096
@@ -122,7 +125,7 @@ def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = 
             _check_size(grammar.source, MAX_SOURCE_BYTES, field)
             if not grammar.source.strip():
                 raise InvalidRequestError(field, "is empty", "send a grammar with a rule named root or start")
-            if "%llguidance" in grammar.source:
+            if "%llguidance" in grammar.source.partition(f"\n{PATTERN_BELOW}\n")[0]:
                 raise InvalidRequestError(field, "gives orders to the grammar library", "remove %llguidance")
         case GrammarKind.CHOICE:
             _check_size(grammar.source, MAX_SOURCE_BYTES, field)
