@@ -139,7 +139,11 @@ class DraftOptions(PeerServiceOptions):
     branch_length: int = option(
         18, "Longest n-gram in a trie, match and continuation together.", minimum=2, maximum=256
     )
-    capacity: int = option(262144, "Nodes of the tries that a tenant's requests share, over all tenants.", minimum=4096)
+    capacity: int = option(
+        262144,
+        "Nodes of the tries that a tenant's requests share, over all tenants; 0.5 KB each with their text.",
+        minimum=4096,
+    )
     request_capacity: int = option(65536, "Most nodes of a request's own trie.", minimum=1024)
     total_capacity: int = option(
         1048576, "Nodes of all requests' own tries; each gets an even share, at least 1024.", minimum=4096

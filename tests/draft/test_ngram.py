@@ -181,6 +181,17 @@ def test_tenants_that_nothing_is_done_for_make_room() -> None:
     assert 1 < len(drafter._tenants) < 40
 
 
+def test_tenants_whose_texts_repeat_make_room_too() -> None:
+    drafter = NgramDrafter(DraftOptions(capacity=4096))
+    for number in range(12):
+        opened([1, 2], drafter=drafter, handle=number, tenant=f"tenant {number}")
+        drafter.commit(number, [7] * 3000, 0, {0})
+        drafter.close(number)
+        drafter.work(FOREVER)
+    assert drafter.gauges()["shared_trie_nodes"] < 1000, "few nodes, and text that grows on"
+    assert 3000 < sum(len(tenant.trie._text) for tenant in drafter._tenants.values()) <= 2 * 4096
+
+
 def test_a_running_request_shares_before_it_ends() -> None:
     drafter = opened([1, 2])
     drafter.commit(1, list(range(100, 200)), 0, {0})

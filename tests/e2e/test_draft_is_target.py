@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import random
+from collections import deque
 from collections.abc import Iterator
+from queue import Queue
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -16,6 +21,9 @@ from torch import Tensor
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import CombinedDrafter
+from outrider.drafting.ngram.drafter import NgramDrafter
+from outrider.drafting.ngram.trie import Trie
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.heads import StandaloneDraft
 from outrider.sampling.params import SamplingParams
@@ -178,3 +186,49 @@ def test_features_come_with_the_token_behind_them(
     # Ahead of verify, trees may come too late for every round where the machine has other work.
     assert answers[0].num_accepted > 0 or not lockstep
     assert draft.num_features > count
+
+
+def held_by(*roots: object) -> int:
+    """Objects and entries of containers that can be reached; what lies in tries of texts, which are to grow, aside."""
+    seen, waiting, count = set[int](), list(roots), 0
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, Trie | Tensor | type | ModuleType | FunctionType | str | bytes):
+            continue
+        seen.add(id(one))
+        count += 1 + (len(one) if isinstance(one, list | dict | set | deque) else 0)
+        waiting += [below for below in gc.get_referents(one) if gc.is_tracked(below)]
+    return count
+
+
+def test_requests_that_have_ended_leave_nothing_in_either_engine(
+    engines: list[ThreadedEngine], model: CausalLM
+) -> None:
+    options = options_of(speculative_algorithm=("EAGLE3", "NGRAM"))
+    engine = make_engine(model, max_nodes=16, keep_prefixes=False)
+    engines.append(engine)
+    head = NotingHead(model)
+    drafter = CombinedDrafter([drafter_of(head, options), NgramDrafter(options)])
+    draft = InProcessDraft(engine, drafter, options, turns=6)
+    engine.start()
+
+    def held_after(jobs: list[tuple[list[int], SamplingParams]]) -> int:
+        run_all(engine, jobs, max_tokens=12)
+        counts: Queue[int] = Queue()
+
+        def look() -> None:
+            if engine.drafts._requests or len(draft.requests):
+                engine.ask(look)
+                return
+            draft.committed.clear()
+            head.fit.clear()
+            draft.requests.growth.work(math.inf)
+            counts.put(held_by(engine.drafts, engine.scheduler, engine.features, engine.grammars, draft.requests))
+
+        engine.ask(look)
+        return counts.get(timeout=20)
+
+    jobs = [(prompt, sampling) for prompt in prompts(60) for sampling in (GREEDY, SAMPLED)]
+    before = held_after(jobs[:40])
+    assert draft.num_features and draft.requests.growth.grown.total()
+    assert held_after(jobs[40:]) < before + 40, "something of 80 requests has stayed"

@@ -46,7 +46,7 @@ class NgramDrafter(Drafter):
         self._share = options.request_capacity
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # least recently opened first
         self._tenant_of: dict[int, _Tenant] = {}
-        self._num_shared_nodes = 0
+        self._shared_size = 0
 
     def open(self, tree: Tree) -> None:
         """Indexing the prompt is left to `work`; until it is done there are no guesses."""
@@ -97,15 +97,15 @@ class NgramDrafter(Drafter):
                 self._unindexed.append(handle)
         while self._to_share and time.perf_counter() < deadline:
             tenant, text = self._to_share.popleft()
-            size = len(tenant.trie)
+            size = tenant.trie.size
             for token in text[:_INDEX_SLICE]:
                 tenant.trie.append(token)
-            self._num_shared_nodes += len(tenant.trie) - size
             if len(text) > _INDEX_SLICE:
                 self._to_share.appendleft((tenant, text[_INDEX_SLICE:]))
             else:
                 tenant.trie.end_text()
                 tenant.num_users -= 1
+            self._shared_size += tenant.trie.size - size
             self._drop_tenants()
         return finished
 
@@ -118,11 +118,11 @@ class NgramDrafter(Drafter):
         """Forget the outputs of all tenants."""
         self._to_share.clear()
         self._tenants.clear()
-        self._num_shared_nodes = 0
+        self._shared_size = 0
 
     def gauges(self) -> Mapping[str, int]:
         """Nodes of all tenants' tries."""
-        return {"shared_trie_nodes": self._num_shared_nodes}
+        return {"shared_trie_nodes": sum(len(tenant.trie) for tenant in self._tenants.values())}
 
     def _share_capacity(self) -> None:
         """Give every request's trie an even share of the nodes that all may have, and so for tenants with requests."""
@@ -138,11 +138,11 @@ class NgramDrafter(Drafter):
 
     def _drop_tenants(self) -> None:
         """Forget tenants that nothing is done for, least recently opened first, until the rest is within its bounds."""
-        if self._num_shared_nodes <= self._options.capacity and len(self._tenants) <= _MAX_TENANTS:
+        if self._shared_size <= self._options.capacity and len(self._tenants) <= _MAX_TENANTS:
             return
         for name in [name for name, tenant in self._tenants.items() if not tenant.num_users][: len(self._tenants) - 1]:
-            self._num_shared_nodes -= len(self._tenants.pop(name).trie)
-            if self._num_shared_nodes <= self._options.capacity and len(self._tenants) <= _MAX_TENANTS:
+            self._shared_size -= self._tenants.pop(name).trie.size
+            if self._shared_size <= self._options.capacity and len(self._tenants) <= _MAX_TENANTS:
                 return
 
     def _share_output(self, own: NgramRequest, tenant: _Tenant) -> None:

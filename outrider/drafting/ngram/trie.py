@@ -66,6 +66,11 @@ class Trie:
         """Nodes held, the root not counted."""
         return len(self._nodes)
 
+    @property
+    def size(self) -> int:
+        """What counts for a capacity: nodes, or half the tokens of text where that is more, as where text repeats."""
+        return max(len(self._nodes), len(self._text) // 2)
+
     def append(self, token: int) -> None:
         """Extend the text by a token: every suffix known before grows by it. O(longest suffix seen before)."""
         self._text.append(token)
