@@ -166,11 +166,15 @@ _Piece = tuple[ItemKind, str, ToolCallDelta | None]
 
 def _pieces(delta: Delta) -> Iterator[_Piece]:
     """What a delta adds: the kind of item, text or arguments, and the news of a call that they are of."""
+    # What goes on with a call that had begun comes before all else: text follows only when the call has ended.
+    going_on = [call for call in delta.tool_calls if not call.id]
+    for call in going_on:
+        yield "function_call", call.arguments, call
     if delta.reasoning:
         yield "reasoning", delta.reasoning, None
     if delta.text:
         yield "message", delta.text, None
-    for call in delta.tool_calls:
+    for call in delta.tool_calls[len(going_on) :]:
         yield "function_call", call.arguments, call
 
 
