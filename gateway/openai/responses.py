@@ -166,16 +166,16 @@ _Piece = tuple[ItemKind, str, ToolCallDelta | None]
 
 def _pieces(delta: Delta) -> Iterator[_Piece]:
     """What a delta adds: the kind of item, text or arguments, and the news of a call that they are of."""
-    # What goes on with a call that had begun comes before all else: text follows only when the call has ended.
-    going_on = [call for call in delta.tool_calls if not call.id]
-    for call in going_on:
-        yield "function_call", call.arguments, call
     if delta.reasoning:
         yield "reasoning", delta.reasoning, None
-    if delta.text:
-        yield "message", delta.text, None
-    for call in delta.tool_calls[len(going_on) :]:
+    told = 0
+    for call in delta.tool_calls:
+        if told < call.text_before:
+            yield "message", delta.text[told : call.text_before], None
+            told = call.text_before
         yield "function_call", call.arguments, call
+    if told < len(delta.text):
+        yield "message", delta.text[told:], None
 
 
 class ResponsesBuilder(ResponseBuilder):
