@@ -317,6 +317,14 @@ async def test_the_client_parses_arguments_of_responses(caller: World) -> None:
         ({"tool_choice": 7}, "tool_choice", "'required'"),
         ({"max_tool_calls": 3}, "max_tool_calls", "leave it out"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "missing"),
+        (
+            {
+                "instructions": "x",
+                "input": [{"type": "function_call", "call_id": "a", "name": "a", "arguments": "{}"}] * 129,
+            },
+            "input[128]",
+            "follows 128 calls",
+        ),
         ({"input": [{"type": "function_call", "call_id": "c", "name": ""}]}, "input[0].name", "at least one"),
         ({"truncation": "auto"}, "truncation", "left out"),
         ({"input": []}, "input", "at least one entry"),
