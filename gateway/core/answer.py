@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -93,7 +94,7 @@ class Answer:
         if self.finish_reason is None:
             return said, calls
         rest, more = self._calls.finish()
-        return said + rest, [*calls, *more]
+        return said + rest, [*calls, *(replace(call, text_before=len(said) + call.text_before) for call in more)]
 
     def _feed_prompt(self, chunk: GenerationUpdate) -> Delta:
         """What a chunk adds where only the prompt is of interest: its one token is nobody's."""

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gateway.core.tokenizer import overlap_length
@@ -98,6 +98,8 @@ class ToolCallDelta:
     id: str = ""
     name: str = ""
     arguments: str = ""
+    text_before: int = field(default=0, compare=False)
+    """Characters that were written before it of the text that is told with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +391,7 @@ class ToolCallParser:
         if last is not None and last.index == delta.index:
             self._calls[-1] = replace(last, arguments=last.arguments + delta.arguments)
         else:
-            self._calls.append(delta)
+            self._calls.append(replace(delta, text_before=sum(map(len, self._text))))
 
     def _end_call(self) -> None:
         self._await_call([])

@@ -168,10 +168,14 @@ def _pieces(delta: Delta) -> Iterator[_Piece]:
     """What a delta adds: the kind of item, text or arguments, and the news of a call that they are of."""
     if delta.reasoning:
         yield "reasoning", delta.reasoning, None
-    if delta.text:
-        yield "message", delta.text, None
+    told = 0
     for call in delta.tool_calls:
+        if told < call.text_before:
+            yield "message", delta.text[told : call.text_before], None
+            told = call.text_before
         yield "function_call", call.arguments, call
+    if told < len(delta.text):
+        yield "message", delta.text[told:], None
 
 
 class ResponsesBuilder(ResponseBuilder):

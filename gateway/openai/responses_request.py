@@ -39,6 +39,7 @@ from gateway.openai.fields import (
     text_or_list,
 )
 from gateway.openai.tools import FlatTool, FlatToolChoice, tool_fields
+from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
 
 _NOT_STORED = "answers are not stored here: send the whole conversation as input"
@@ -231,13 +232,13 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
         return tool_fields(self.tools or [], self.tool_choice, self.parallel_tool_calls)
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation as the chat template takes it."""
+        """The conversation as the chat template takes it. Raises InvalidRequestError for too many calls in a row."""
         found: list[dict[str, Any]] = []
         if self.instructions is not None:
             found.append({"role": "system", "content": self.instructions})
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         thought = ""
-        for item in items:
+        for index, item in enumerate(items):
             if isinstance(item, InputReasoning):
                 thought += "".join(part.text for part in item.content or ())
                 continue
@@ -245,8 +246,13 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
             if isinstance(item, InputCall):
                 if thought or not found or found[-1]["role"] != "assistant":
                     found.append({"role": "assistant", "content": "", **about})
-                call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
-                found[-1].setdefault("tool_calls", []).append(call)
+                calls = found[-1].setdefault("tool_calls", [])
+                if len(calls) == MAX_TOOLS:
+                    problem = f"follows {MAX_TOOLS} calls without an output, the most allowed"
+                    raise InvalidRequestError(
+                        f"input[{index}]", problem, "send outputs behind the calls that they are of"
+                    )
+                calls.append(ToolCall(id=item.call_id, name=item.name, arguments=item.arguments))
             elif isinstance(item, InputCallOutput):
                 found.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
             else:

@@ -198,8 +198,11 @@ def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:
 
 
 def _pointed_at(root: Any, reference: Any) -> Any:
-    """What a reference within a schema points at; None where that is nothing."""
-    for part in str(reference).removeprefix("#").split("/")[1:]:
+    """What a reference within a schema points at; None where that is nothing, or deeper than a schema may be."""
+    parts = str(reference).removeprefix("#").split("/")[1:]
+    if len(parts) > 2 * MAX_DEPTH:  # a keyword and a name each
+        return None
+    for part in parts:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
         root = root.get(name) if isinstance(root, dict) else None
     return root
@@ -233,16 +236,25 @@ def _check_schema(source: str, field: str, *, strict: bool) -> None:
         del schema["x-guidance"]
     # Breadth first with a list of our own, so that depth costs no stack.
     level: list[tuple[Any, str]] = [(schema, field)]
+    size_of_names = 0
     for _ in range(MAX_DEPTH):
         for value, path in level:
-            _check_keywords(value, path, schema, strict=strict)
+            _check_keywords(value, path, strict=strict)
+            if isinstance(value, dict) and "propertyNames" in value:
+                place = f"{path}.propertyNames"
+                size_of_names += _check_names(value["propertyNames"], place, schema, strict=strict)
+                if size_of_names > MAX_SOURCE_BYTES:
+                    problem = (
+                        f"with all objects that refer to the same names, over the limit of {MAX_SOURCE_BYTES} bytes"
+                    )
+                    raise InvalidRequestError(place, problem, "use a pattern, or fewer names")
         level = [(child, path + place) for value, path in level for place, child in _subschemas(value)]
         if not level:
             return
     raise InvalidRequestError(field, f"is nested over {MAX_DEPTH} levels", "move inner schemas to $defs and use $ref")
 
 
-def _check_keywords(value: Any, path: str, root: Any, *, strict: bool) -> None:
+def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
     """Raise InvalidRequestError for an unsupported keyword of a schema; lists have none."""
     for key, child in value.items() if isinstance(value, dict) else ():
         if key in _OWN_KEYS:
@@ -252,14 +264,22 @@ def _check_keywords(value: Any, path: str, root: Any, *, strict: bool) -> None:
         if strict and key == "uniqueItems" and child is not False:
             fix = "leave it out and check it afterwards, or leave strict out"
             raise InvalidRequestError(f"{path}.{key}", "is not held to", fix)
-        if key == "propertyNames" and _object_of_names(child, root) is None:
-            fix = "say it by enum, const, pattern, lengths or a $ref to one of these alone, or use patternProperties"
-            raise InvalidRequestError(f"{path}.{key}", "is not supported", fix)
-        if strict and key == "propertyNames" and isinstance(child, dict) and child.get("format") in FORMATS:
-            fix = "use pattern, or leave strict out"
-            raise InvalidRequestError(f"{path}.{key}.format", "is not held to", fix)
         if key == "$ref" and isinstance(child, str) and not child.startswith("#"):
             raise InvalidRequestError(f"{path}.$ref", "points outside the schema", "use a $ref that begins with #")
+
+
+def _check_names(names: Any, place: str, root: Any, *, strict: bool) -> int:
+    """Returns about the bytes of what `prepare_schema` writes for these `propertyNames`, for each object that has them.
+
+    Raises InvalidRequestError about `place` where it has no words for them.
+    """
+    known = _object_of_names(names, root)
+    if known is None:
+        fix = "say it by enum, const, pattern, lengths or a $ref to one of these alone, or use patternProperties"
+        raise InvalidRequestError(place, "is not supported", fix)
+    if strict and isinstance(names, dict) and names.get("format") in FORMATS:
+        raise InvalidRequestError(f"{place}.format", "is not held to", "use pattern, or leave strict out")
+    return sum(len(name) + 1 for key in ("properties", "patternProperties") for name in known.get(key, ()))
 
 
 def _subschemas(value: Any) -> list[tuple[str, Any]]:

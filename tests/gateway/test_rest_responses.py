@@ -233,6 +233,28 @@ async def test_calls_are_items_whole_and_streamed_and_their_outputs_go_back(call
     assert '[assistant](Both.)<c1 weather {"city"' in prompt(caller)
 
 
+@pytest.mark.parametrize("round_size", [2, 20, 24, 28, 30, 100])
+async def test_items_are_the_same_wherever_rounds_end(caller: World, round_size: int) -> None:
+    caller.verify.say(f"One. <tool_call>{ROME}</tool_call> Two. <tool_call>{NOON}</tool_call> Three.")
+    caller.verify.round_size = round_size
+    client = caller.openai().responses
+    asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS}
+    whole = await client.create(**asked)
+    async with client.stream(**asked) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_response()
+    for answer in (whole, final):
+        assert list(map(told, answer.output)) == [
+            ("message", "completed", "One."),
+            ("function_call", "weather", '{"city": "Rome é"}'),
+            ("message", "completed", "  Two."),
+            ("function_call", "now", "{}"),
+            ("message", "completed", "  Three."),
+        ]
+        assert all(item.call_id for item in answer.output if item.type == "function_call")
+
+
 async def test_calls_are_forced_allowed_forbidden_and_cut(caller: World) -> None:
     client = caller.openai().responses
     asked: Any = {"model": MODEL, "input": "x", "tools": FUNCTIONS}
@@ -295,6 +317,14 @@ async def test_the_client_parses_arguments_of_responses(caller: World) -> None:
         ({"tool_choice": 7}, "tool_choice", "'required'"),
         ({"max_tool_calls": 3}, "max_tool_calls", "leave it out"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "missing"),
+        (
+            {
+                "instructions": "x",
+                "input": [{"type": "function_call", "call_id": "a", "name": "a", "arguments": "{}"}] * 129,
+            },
+            "input[128]",
+            "follows 128 calls",
+        ),
         ({"input": [{"type": "function_call", "call_id": "c", "name": ""}]}, "input[0].name", "at least one"),
         ({"truncation": "auto"}, "truncation", "left out"),
         ({"input": []}, "input", "at least one entry"),

@@ -183,6 +183,23 @@ def allows(vocabulary: GrammarVocabulary, grammar: Grammar, text: str) -> bool:
     return all(map(matcher.consume_token, vocabulary.tokenizer.tokenize_str(text))) and matcher.is_accepting()
 
 
+def test_names_that_many_objects_refer_to_are_limited_as_they_are_written_out() -> None:
+    names = {"enum": [f"{number:x}" for number in range(4500)]}
+    pattern = {"pattern": "a" * 30_000}
+    for kind in (names, pattern):
+        maps = {f"{number:x}": {"propertyNames": {"$ref": "#/$defs/E"}} for number in range(600)}
+        source = json.dumps({"$defs": {"E": kind}, "properties": maps}, separators=(",", ":"))
+        with pytest.raises(InvalidRequestError, match=r"properties\.\d\.propertyNames: .*limit of 65536 bytes; use a"):
+            check_grammar(Grammar(GrammarKind.JSON_SCHEMA, source))
+        check_grammar(schema({"propertyNames": kind}))
+    below: dict[str, Any] = {"minLength": 1}
+    for _ in range(200):
+        below = {"a": below}
+    deep_down = {"default": below, "propertyNames": {"$ref": "#/default" + "/a" * 200}}
+    with pytest.raises(InvalidRequestError, match="propertyNames: is not supported"):
+        check_grammar(schema(deep_down))
+
+
 def test_one_of_is_any_of_unless_it_is_strict(vocabulary: GrammarVocabulary) -> None:
     assert all(allows(vocabulary, schema(OVERLAPPING), text) for text in ('"b"', '"abcd"', '"ab"'))
     apart = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
