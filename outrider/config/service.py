@@ -163,7 +163,8 @@ class ServiceOptions:
     metrics_address: str = option("", "Address of the Prometheus page, host:port; empty turns it off.")
     ready_file: str = option(
         "",
-        "Written when the service serves: a file with the addresses really bound, verify's model and what drafts.",
+        "Written when the service serves: a file with the addresses really bound; verify's tells its model, too, and "
+        "those of verify and draft their drafters.",
     )
     log_level: str = option("INFO", "Least important lines to log.", choices=LEVELS)
     drain_seconds: float = option(
