@@ -51,6 +51,7 @@ BEGIN, END = "<!-- {0}: made by benchmarks.results_page -->", "<!-- {0}: end -->
 MT_PLAIN, MT_DEFAULT = "smollm2-135m plain split b1 bf16 greedy", "smollm2-135m eagle3+ngram split b1 bf16 greedy"
 KINDS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 MT_INSIDE = MT_DEFAULT.replace("split", "colocated")
+MT_PLAIN_32, MT_INSIDE_32 = (case.replace("bf16", "fp32") for case in (MT_PLAIN, MT_INSIDE))
 """What the default is on a CPU of few cores."""
 MT_BENCH = "mt_bench_80_cpu"
 CHECKOUTS = "smollm2-135m default b1 greedy"
@@ -75,6 +76,7 @@ def mt_runs() -> str:
     """Every run of the default against plain decoding, those with products of four bits first."""
     services, inside = "draft service", "verify's process"
     both = {MT_DEFAULT: services, MT_INSIDE: inside}
+    plain_of = {MT_DEFAULT: MT_PLAIN, MT_INSIDE: MT_PLAIN, MT_INSIDE_32: MT_PLAIN_32}
     after, before = ({f"{CHECKOUTS} {which}": services} for which in ("after", "before"))
     lines = []
     for products, name, asked, cases in (
@@ -94,6 +96,7 @@ def mt_runs() -> str:
         ("4 bits", "checkouts_four_bits_quiet_cpu", "8, 128", after),
         ("4 bits", "checkouts_four_bits_cpu", "8 short ones, 96", after),
         ("4 bits", "checkouts_four_bits_again_cpu", "8 short ones, 96", after),
+        ("32 bits, without AMX", "mt_bench_no_amx_cpu", "16, 96", {MT_INSIDE_32: inside}),
         ("16 bits", "checkouts_amx_cpu", "8 short ones, 96", before),
         ("16 bits", "checkouts_placement_cpu", "8 short ones, 96", before),
         ("16 bits", "checkouts_four_bits_quiet_cpu", "8, 128", before),
@@ -108,7 +111,7 @@ def mt_runs() -> str:
         one = report(name)
         load = one.cell("all", "load_average") if ("all", "load_average") in one else str(one.data.get("load", ""))
         for case, where in cases.items():
-            plain = MT_PLAIN if case in both else case.replace("default", "plain")
+            plain = plain_of.get(case) or case.replace("default", "plain")
             speeds = (f"{one(plain):.1f}", f"{one(case):.1f}", f"{one(case) / one(plain):.2f}")
             memory = f"{one(case, 'resident_mib'):,.0f}" if (case, "resident_mib") in one else ""
             accept = one.cell(case, "accept_length")
@@ -370,6 +373,7 @@ def kinds_table() -> str:
 def readme_table() -> str:
     """One line a configuration."""
     cpu, two, one = report(MT_BENCH), report("split_renewed_n80_h200x2"), report("live_renewed_h200")
+    no_amx = report("mt_bench_no_amx_cpu")
     inside = report("split_colocated_renewed_h200")
 
     def line(what: str, prompts: str, source: ResultFile, plain: str, drafted: str) -> Cells:
@@ -381,6 +385,7 @@ def readme_table() -> str:
     live, plain_80 = "llama-8b {} split b{} greedy", "llama-8b plain b1 n80 bf16 greedy"
     lines = [
         line("SmolLM2-135M, EAGLE-3 head and n-grams, one request", "80", cpu, MT_PLAIN, MT_INSIDE),
+        line("the same in float32, on a CPU without AMX", "16", no_amx, MT_PLAIN_32, MT_INSIDE_32),
         line("8B shape, 135M draft, one request", "80", two, PLAIN, SPLIT),
         line("the same in lockstep: draft and verify in turn", "80", two, PLAIN, LOCKSTEP),
         line("8B shape, 135M draft, 16 requests", "80", two, PLAIN_16, SPLIT_16),
