@@ -250,7 +250,8 @@ def _definitions(tools: Sequence[Tool], *, all_held: bool = False) -> dict[str, 
         else {"type": "object"}
         for index, tool in enumerate(tools)
     }
-    return {"$defs": schemas} | _exactness(tools)
+    # What is strict holds to its `oneOf`, and the library knows one rule for all.
+    return {"$defs": schemas} | (EXACT_ONE_OF if any(tool.strict for tool in tools) else {})
 
 
 def _can_be_held(tool: Tool) -> bool:
@@ -259,11 +260,6 @@ def _can_be_held(tool: Tool) -> bool:
     except InvalidRequestError:
         return False
     return True
-
-
-def _exactness(tools: Sequence[Tool]) -> dict[str, Any]:
-    """What a schema of calls says of its `oneOf`: one that is strict holds as such."""
-    return EXACT_ONE_OF if any(tool.strict for tool in tools) else {}
 
 
 _OPEN_KEYS = {"additionalProperties", "patternProperties", "propertyNames", "anyOf", "oneOf", "allOf", "$ref"}

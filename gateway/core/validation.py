@@ -45,21 +45,8 @@ _EITHER: Mapping[tuple[int | str, ...], str] = {
 """What fields of several types take, by the end of a place: the field, or a tag for what is of none of the types."""
 
 _OWN_PARTS = frozenset(
-    {
-        "[key]",
-        "@text",
-        "@texts",
-        "@ids",
-        "@lists",
-        "@list",
-        "@object",
-        "@message",
-        "@reasoning",
-        "@call",
-        "@word",
-        "@named",
-    }
-    | {"@part", "@refusal", "@output", "@allowed", "@params", "@one", "@each"}
+    {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@call", "@output"}
+    | {"@part", "@refusal", "@word", "@named", "@allowed", "@params", "@one", "@each"}
 )
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from gateway.core.answer import Delta
@@ -28,14 +28,12 @@ from gateway.core.tool_parser import ToolCallDelta
 from gateway.core.validation import validate
 from gateway.http.responses import Body
 from gateway.openai.fields import (
+    ContentOf,
     NamedRequests,
     Only,
     OpenAIRequest,
-    RefusalPart,
     TemplateFields,
-    part_kind,
-    part_text,
-    text_or_list,
+    content_text,
 )
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, TraceBody, chat_logprobs
@@ -127,14 +125,7 @@ class TextPart(StrictModel):
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
 
 
-Part = Annotated[Annotated[TextPart, Tag("@part")] | Annotated[RefusalPart, Tag("@refusal")], Discriminator(part_kind)]
-
-
-Content = Annotated[
-    Annotated[Text, Tag("@text")]
-    | Annotated[list[Part], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
-    Discriminator(text_or_list),
-]
+Content = ContentOf[TextPart]
 
 
 class ChatMessage(StrictModel):
@@ -168,11 +159,9 @@ class ChatMessage(StrictModel):
 
     def plain(self) -> RequestMessage:
         """The message as the gateway's own request has it."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "".join(map(part_text, parts))
         return RequestMessage(
             role=self.role,
-            content=text + (self.refusal or ""),
+            content=content_text(self.content or "") + (self.refusal or ""),
             name=self.name,
             reasoning_content=self.reasoning_content,
             tool_calls=[call.plain() for call in self.tool_calls] if self.tool_calls else None,

@@ -7,12 +7,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from gateway.core.request import (
+    MAX_MESSAGES,
     ClientRequest,
     OutputFields,
     ReasoningEffort,
@@ -120,16 +121,26 @@ class RefusalPart(StrictModel):
     refusal: Text
 
 
-def part_kind(value: Any) -> str:
-    """The tag of a part of a message."""
+def _part_kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "@refusal" if kind == "refusal" else "@part"
 
 
-def part_text(part: Any) -> str:
-    """What the template is shown of a part of a message."""
-    text: str = part.refusal if isinstance(part, RefusalPart) else part.text
-    return text
+P = TypeVar("P", bound=StrictModel)
+_Part = Annotated[Annotated[P, Tag("@part")] | Annotated[RefusalPart, Tag("@refusal")], Discriminator(_part_kind)]
+ContentOf = Annotated[
+    Annotated[Text, Tag("@text")]
+    | Annotated[list[_Part[P]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+    Discriminator(text_or_list),
+]
+"""A message's text, or its parts: those of a class with a `text`, and refusals."""
+
+
+def content_text(content: str | list[Any]) -> str:
+    """What the template is shown of a ContentOf."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
 class StreamOptions(StrictModel):

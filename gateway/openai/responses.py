@@ -161,6 +161,8 @@ class _Item:
 
 
 _ID_PREFIXES: dict[ItemKind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_CONTENTS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
+"""What the events of an item's content are called by; of one with parts also the type of its part."""
 _Piece = tuple[ItemKind, str, ToolCallDelta | None]
 
 
@@ -264,13 +266,13 @@ class ResponsesBuilder(ResponseBuilder):
         if piece:
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             place = self._place(len(self._items) - 1)
-            yield self._event(f"response.{_content(kind)}.delta", **place, delta=piece, **more)
+            yield self._event(f"response.{_CONTENTS[kind]}.delta", **place, delta=piece, **more)
 
     def _end(self, index: int, status: ItemStatus) -> Iterator[ResponseEvent]:
         """The last events of an item."""
         item = self._items[index]
         kind, body, place = item.kind, item.body(status), self._place(index)
-        name = f"response.{_content(kind)}.done"
+        name = f"response.{_CONTENTS[kind]}.done"
         if body.content is None:
             yield self._event(name, **place, arguments=body.arguments)
         else:
@@ -319,15 +321,9 @@ def _as_sent(value: Any) -> Any:
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
-def _content(kind: ItemKind) -> str:
-    """What the events of an item's content are called by."""
-    return "function_call_arguments" if kind == "function_call" else _part(kind, "").type
-
-
 def _part(kind: ItemKind, text: str) -> OutputPart:
-    if kind == "reasoning":
-        return OutputPart(type="reasoning_text", text=text)
-    return OutputPart(type="output_text", text=text, annotations=[], logprobs=[])
+    about: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    return OutputPart(type=_CONTENTS[kind], text=text, **about)
 
 
 def _usage(usage: Usage) -> ResponseUsage:

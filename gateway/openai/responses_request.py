@@ -24,6 +24,7 @@ from gateway.core.request import (
 from gateway.core.tool_grammar import check_tools
 from gateway.core.validation import validate
 from gateway.openai.fields import (
+    ContentOf,
     FormBody,
     Forms,
     GenerationBody,
@@ -31,10 +32,8 @@ from gateway.openai.fields import (
     JsonSchema,
     NamedRequests,
     Only,
-    RefusalPart,
     check_goes_with,
-    part_kind,
-    part_text,
+    content_text,
     template_values,
     text_or_list,
 )
@@ -55,24 +54,19 @@ class InputPart(StrictModel):
     logprobs: list[Any] | None = Field(None, description="Taken and not used.")
 
 
-Part = Annotated[Annotated[InputPart, Tag("@part")] | Annotated[RefusalPart, Tag("@refusal")], Discriminator(part_kind)]
+class _ItemHead(StrictModel):
+    """What items of an earlier answer have beside what they say."""
+
+    id: Text | None = Field(None, description="Taken and not used.")
+    status: Text | None = Field(None, description="Taken and not used.")
 
 
-_Texts = Annotated[
-    Annotated[Text, Tag("@text")]
-    | Annotated[list[Part], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
-    Discriminator(text_or_list),
-]
-
-
-class InputMessage(StrictModel):
+class InputMessage(_ItemHead):
     """A message of the conversation, sent anew or as an earlier answer had it."""
 
     type: Literal["message"] | None = None
     role: Speaker
-    content: _Texts
-    id: Text | None = Field(None, description="Taken and not used.")
-    status: Text | None = Field(None, description="Taken and not used.")
+    content: ContentOf[InputPart]
     phase: Text | None = Field(None, description="Taken and not used.")
 
 
@@ -83,36 +77,30 @@ class ReasoningText(StrictModel):
     text: Text
 
 
-class InputReasoning(StrictModel):
+class InputReasoning(_ItemHead):
     """What the assistant thought before its next message, as an earlier answer had it."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     summary: list[Any] | None = Field(None, description="Taken and not used.")
     encrypted_content: Annotated[Any, Only(why="reasoning is not encrypted here")] = None
-    id: Text | None = Field(None, description="Taken and not used.")
-    status: Text | None = Field(None, description="Taken and not used.")
 
 
-class InputCall(StrictModel):
+class InputCall(_ItemHead):
     """A call of a function, as an earlier answer had it."""
 
     type: Literal["function_call"]
     call_id: Annotated[Text, Field(max_length=256)]
     name: Annotated[Text, Field(min_length=1, max_length=256)]
     arguments: Text = Field(description="JSON, as the answer had it.")
-    id: Text | None = Field(None, description="Taken and not used.")
-    status: Text | None = Field(None, description="Taken and not used.")
 
 
-class InputCallOutput(StrictModel):
+class InputCallOutput(_ItemHead):
     """What the client found by calling the function."""
 
     type: Literal["function_call_output"]
     call_id: Annotated[Text, Field(max_length=256)] = Field(description="The call that this answers.")
-    output: _Texts
-    id: Text | None = Field(None, description="Taken and not used.")
-    status: Text | None = Field(None, description="Taken and not used.")
+    output: ContentOf[InputPart]
 
 
 _TAGS = {"reasoning": "@reasoning", "function_call": "@call", "function_call_output": "@output"}
@@ -254,10 +242,10 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
                     )
                 calls.append(ToolCall(id=item.call_id, name=item.name, arguments=item.arguments))
             elif isinstance(item, InputCallOutput):
-                found.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+                found.append({"role": "tool", "content": content_text(item.output), "tool_call_id": item.call_id})
             else:
                 about = about if item.role == "assistant" else {}
-                found.append({"role": item.role, "content": _text(item.content), **about})
+                found.append({"role": item.role, "content": content_text(item.content), **about})
             thought = ""
         return found
 
@@ -286,7 +274,3 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
             "chat.tool_choice": "tool_choice",
         }
         return [(validate(ClientRequest, fields, names=names), names)]
-
-
-def _text(content: str | list[Any]) -> str:
-    return content if isinstance(content, str) else "".join(map(part_text, content))
