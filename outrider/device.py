@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.compiling import share_l1
+from kernels.cpu.isa import best_isa
 from kernels.kv_cache import stamp
 from kernels.launch import num_processors
 from outrider.errors import ConfigError
@@ -63,8 +64,9 @@ def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str 
     """The torch dtype for "float32", "bfloat16", "float16" or "auto", which is logged with its reason.
 
     "auto" follows from hardware and `checkpoint` (its dtype) alone, so that every start of a machine answers alike. On
-    a GPU it takes the checkpoint's half format, bfloat16 if it has none. On a CPU it takes bfloat16 where there are
-    instructions for it and oneDNN uses them; without, bfloat16 is emulated, and slower than float32.
+    a GPU it takes the checkpoint's half format, bfloat16 if it has none. On a CPU it takes bfloat16 where kernels.cpu
+    multiplies with it, or where there are instructions for it and oneDNN uses them; elsewhere it is emulated, and slower
+    than float32.
     """
     if name != "auto":
         return _DTYPES[name]
@@ -72,19 +74,27 @@ def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str 
         chosen = torch.float16 if checkpoint == "float16" else torch.bfloat16
         why = f"the checkpoint is {checkpoint}" if checkpoint else "the checkpoint names no format"
     else:
-        chosen, why = _cpu_dtype(_cpu_flags())
+        chosen, why = cpu_dtype()
     log.info("dtype auto: %s (%s); --dtype chooses another", str(chosen).removeprefix("torch."), why)
     return chosen
 
 
-def _cpu_dtype(flags: set[str]) -> tuple[torch.dtype, str]:
-    """The faster dtype on a CPU with these `flags`, and why."""
-    found = next((flag for flag in _BF16_FLAGS if flag in flags), "")
+def cpu_dtype() -> tuple[torch.dtype, str]:
+    """The faster dtype on this CPU, and why."""
+    if (isa := best_isa()) is not None:
+        return torch.bfloat16, f"this CPU has {isa.name}"
+    found = bf16_flag()
     if not found:
         return torch.float32, "this CPU has no bfloat16 instructions"
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32, f"this CPU has {found}, and this build of torch does not use it"
     return torch.bfloat16, f"this CPU has {found}"
+
+
+def bf16_flag() -> str:
+    """The instructions for products in bfloat16 that this CPU has; empty if there are none."""
+    flags = _cpu_flags()
+    return next((flag for flag in _BF16_FLAGS if flag in flags), "")
 
 
 def _cpu_flags() -> set[str]:

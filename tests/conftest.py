@@ -9,10 +9,14 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import uvloop
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from kernels.cpu.isa import Isa
 
 # What a property's example takes hangs on what else the machine does.
 settings.register_profile("outrider", deadline=None)
@@ -108,3 +112,16 @@ def nothing_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     ours = (record for record in caplog.get_records("call") if not record.name.startswith("grpc"))
     failed = [record for record in ours if record.levelno >= logging.ERROR and not _is_late(record)]
     assert not failed, [(record.getMessage(), record.exc_info) for record in failed]
+
+
+@pytest.fixture(scope="module", params=["AMX", "AVX512", "AVX2"])
+def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
+    """Functions of kernels.cpu are compiled for each instruction set that this processor has."""
+    from kernels.cpu import isa
+
+    wanted = isa.Isa[request.param]
+    if wanted not in isa.supported():
+        pytest.skip(f"no {request.param} here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isa, "supported", lambda: (wanted,))
+        yield wanted

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I8, I16, I32, I64, Code
+from kernels.cpu.code import I8, I16, I32, I64, Code, Module
 from kernels.cpu.layout import ITEM, KEYS, LANES, LAYER, QUERIES, RUN, TILE, StackShape
 
 _HIDDEN = -1e30
@@ -19,11 +19,9 @@ _AHEAD, _STAGES = 2, 4
 """Tiles of keys that are laid side by side before one is multiplied, and that are kept, so that nothing waits."""
 _SCORES, _KEYS, _QUERIES = range(3)
 """Tiles."""
-_MAX_TOTALS = 16
-"""Vectors that sums of values are kept in: half of the registers."""
 
 
-def write_attention(module: Any, shape: StackShape) -> None:
+def write_attention(module: Module, shape: StackShape) -> None:
     """`attend`: up to 16 queries of a kv head over their keys, by two passes over scores in a thread's own memory."""
     code = Code(module, "attend", ["run", "layer", "item", "scratch"])
     _Attention(code, shape).write()
@@ -38,34 +36,42 @@ class _Attention:
         where = code.plus(self.run["queries"], code.times(self.item["queries"], 8 * len(QUERIES)))
         self.queries = code.fields(where, QUERIES)
         scratch = code.args["scratch"]
-        self.pairs, self.seen, self.scores = (
-            code.plus(scratch, self.run[name]) for name in ("at_pairs", "at_seen", "at_scores")
+        self.laid, self.seen, self.scores = (
+            code.plus(scratch, self.run[name]) for name in ("at_queries", "at_seen", "at_scores")
         )
+        self.has_tiles, self.some = code.isa.has_tiles, code.isa.registers // 2
         self.num_keys = self.queries["num_keys"]
         self.num_lanes = code.times(self.item["count"], shape.group)
         self.first = code.plus(self.queries["first"], self.item["first"])
 
     def write(self) -> None:
         self._lay_out_queries()
-        self._score()
+        if self.has_tiles:
+            self._score_by_tiles()
+        else:
+            self._score()
         self._hide()
         sums = self._weigh()
         self._add_up(sums)
 
     def _lay_out_queries(self) -> None:
-        """Pairs of columns, each of all queries side by side."""
+        """Columns as float32, each of all queries side by side; for tiles pairs of columns, as they are."""
         code, shape = self.code, self.shape
-        with code.loop(0, shape.head_dim * 32, 64) as at:
-            code.store(code.number(0.0), code.plus(self.pairs, at))
+        columns = 2 if self.has_tiles else 1
+        with code.loop(0, shape.head_dim // columns * 64, 64) as at:
+            code.store(code.number(0.0), code.plus(self.laid, at))
         with code.loop(0, self.item["count"]) as row:
             for member in range(shape.group):
                 head = code.plus(code.times(self.item["head"], shape.group), member)
                 source = code.plus(code.times(code.plus(self.first, row), shape.num_all), head)
                 source = code.plus(self.run["heads"], code.times(source, 2 * shape.head_dim))
-                target = code.plus(self.pairs, code.times(row, 4 * shape.group), 4 * member)
-                with code.loop(0, shape.head_dim // 2) as pair:
-                    value = code.load(I32, source, code.times(pair, 4))
-                    code.store(value, target, code.times(pair, 64))
+                target = code.plus(self.laid, code.times(row, 4 * shape.group), 4 * member)
+                with code.loop(0, shape.head_dim // columns) as number:
+                    if self.has_tiles:
+                        value = code.load(I32, source, code.times(number, 4))
+                    else:
+                        value = code.load_half(source, code.times(number, 2))
+                    code.store(value, target, code.times(number, 64))
 
     def _key(self, number: Any, name: str) -> Any:
         """Where the key, or its value, of this number lies."""
@@ -75,6 +81,28 @@ class _Attention:
         return code.plus(self.layer[name], code.times(place, 2 * shape.head_dim))
 
     def _score(self) -> None:
+        """Products of queries and some keys at a time, which are made float32 first. Behind the last key it is taken
+        again, and what comes of it not used."""
+        code, width, some = self.code, 4 * self.shape.head_dim, self.some
+        room, last = code.room(some * width), code.plus(self.num_keys, -1)
+        totals = [code.variable(code.number(0.0)) for _ in range(some)]
+        with code.loop(0, self.num_keys, some) as first:
+            for number, total in enumerate(totals):
+                key = self._key(code.least(code.plus(first, number), last), "keys")
+                for column in range(0, self.shape.head_dim, LANES):
+                    code.store(code.load_halves(key, 2 * column), room, number * width + 4 * column)
+                ahead = code.least(code.plus(first, number + _FETCHED), last)
+                code.fetch(self._key(ahead, "keys"), width // 2)
+                total.set(code.number(0.0))
+            with code.loop(0, self.shape.head_dim) as column:
+                queries = code.load_vector(self.laid, code.times(column, 64))
+                keys = code.plus(room, code.times(column, 4))
+                for number, total in enumerate(totals):
+                    total.set(code.fma(queries, code.load_same(keys, number * width), total.get()))
+            for number, total in enumerate(totals):
+                code.store(total.get(), code.plus(self.scores, code.times(first, 64)), 64 * number)
+
+    def _score_by_tiles(self) -> None:
         """Products of queries and some keys at a time, which are a tile's rows once they lie side by side. Behind the
         last key it is taken again, and what comes of it not used."""
         code, size = self.code, 2 * self.shape.head_dim
@@ -106,7 +134,7 @@ class _Attention:
         code, size, nothing = self.code, 2 * self.shape.head_dim, ir.VoidType()
         code.call("llvm.x86.tilezero", nothing, I8(_SCORES))
         for part in range(size // 64):
-            queries = code.plus(self.pairs, 64 * TILE * part)
+            queries = code.plus(self.laid, 64 * TILE * part)
             for tile, at, stride in ((_KEYS, code.plus(stage, 64 * part), size), (_QUERIES, queries, 64)):
                 code.call("llvm.x86.tileloadd64", nothing, I8(tile), code.at(at), I64(stride))
             code.call("llvm.x86.tdpbf16ps", nothing, I8(_SCORES), I8(_KEYS), I8(_QUERIES))
@@ -145,14 +173,14 @@ class _Attention:
             weight = code.build.select(counts, code.exp(below), code.number(0.0))
             sums.set(code.build.fadd(sums.get(), weight))
             code.store(weight, place)
-        code.store(code.build.fdiv(code.number(1.0), sums.get()), self.pairs)
-        return self.pairs
+        code.store(code.build.fdiv(code.number(1.0), sums.get()), self.laid)
+        return self.laid
 
     def _add_up(self, shares: Any) -> None:
         """Values times weights, for some queries at a time."""
         code, shape = self.code, self.shape
         columns = range(0, shape.head_dim, LANES)
-        some = max(1, _MAX_TOTALS // len(columns))
+        some = max(1, self.some // len(columns))
         with code.loop(0, self.num_lanes, some) as lane:
             totals = [[code.variable(code.number(0.0)) for _ in columns] for _ in range(some)]
             with code.loop(0, self.num_keys) as key:

@@ -14,12 +14,12 @@ from typing import Any
 from llvmlite import binding as llvm
 from llvmlite import ir
 
+from kernels.cpu.isa import Isa
 from kernels.cpu.layout import LANES, LINE
 
 I8, I16, I32, I64, F32, PTR = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.PointerType())
 VECTOR = ir.VectorType(F32, LANES)
 _WORDS = ir.VectorType(I32, LANES)
-_CPU = "sapphirerapids"
 _SPINS = 2000
 """Looks at a counter before a thread lets others have its core: some 0.1 ms."""
 
@@ -30,6 +30,15 @@ class _BFloat16(ir.Type):  # type: ignore[misc]
 
 
 _HALVES = ir.VectorType(_BFloat16(), LANES)
+_BITS = ir.VectorType(I16, LANES)
+
+
+class Module(ir.Module):  # type: ignore[misc]
+    """Functions in the making, for processors with some instruction set."""
+
+    def __init__(self, isa: Isa) -> None:
+        super().__init__()
+        self.isa = isa
 
 
 class Variable:
@@ -53,13 +62,13 @@ class Variable:
 class Code:
     """One function in the making: `names` are its arguments, int64, found as attributes of `args`."""
 
-    def __init__(self, module: Any, name: str, names: Sequence[str]) -> None:
+    def __init__(self, module: Module, name: str, names: Sequence[str]) -> None:
         kind = ir.FunctionType(ir.VoidType(), [I64] * len(names))
         self.function = ir.Function(module, kind, name)
         self.function.attributes.add("nounwind")
         self.args = dict(zip(names, self.function.args, strict=True))
         self.build = ir.IRBuilder(self.function.append_basic_block())
-        self._module = module
+        self._module, self.isa = module, module.isa
 
     def room(self, size: int) -> Any:
         """The address of so many bytes on the stack, a multiple of 64."""
@@ -136,16 +145,30 @@ class Code:
 
     def load_halves(self, address: Any, offset: Any = 0) -> Any:
         """16 bfloat16 numbers as float32."""
-        words = self.build.zext(self.load(ir.VectorType(I16, LANES), address, offset), _WORDS)
+        words = self.build.zext(self.load(_BITS, address, offset), _WORDS)
         return self.build.bitcast(self.build.shl(words, _WORDS([16] * LANES)), VECTOR)
+
+    def load_half(self, address: Any, offset: Any = 0) -> Any:
+        """A bfloat16 number as float32."""
+        word = self.build.zext(self.load(I16, address, offset), I32)
+        return self.build.bitcast(self.build.shl(word, I32(16)), F32)
 
     def store_halves(self, value: Any, address: Any, offset: Any = 0) -> None:
         """16 float32 numbers, rounded to bfloat16."""
         self.store(self.halves(value), address, offset)
 
     def halves(self, value: Any) -> Any:
-        """16 float32 numbers, rounded to bfloat16."""
-        return self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, value)
+        """The bits, int16, of 16 float32 numbers rounded to bfloat16."""
+        build = self.build
+        if self.isa is Isa.AMX:
+            return build.bitcast(self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, value), _BITS)
+        bits, upper = build.bitcast(value, _WORDS), _WORDS([16] * LANES)
+        is_odd = build.and_(build.lshr(bits, upper), _WORDS([1] * LANES))
+        rounded = build.add(build.add(bits, _WORDS([0x7FFF] * LANES)), is_odd)
+        # Rounding up, a NaN of all ones would become zero.
+        quiet = build.or_(bits, _WORDS([1 << 22] * LANES))
+        rounded = build.select(build.fcmp_unordered("uno", value, value), quiet, rounded)
+        return build.trunc(build.lshr(rounded, upper), _BITS)
 
     def rounded(self, value: Any) -> Any:
         """The integer next to the number in each lane."""
@@ -334,11 +357,11 @@ class Code:
         self.build.ret_void()
 
 
-def machine() -> Any:
+def machine(isa: Isa) -> Any:
     """What code is made for, on whatever processor."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    return llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu=_CPU, opt=2)
+    return llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu=isa.value, opt=2)
 
 
 def parsed(text: str) -> Any:
@@ -346,22 +369,22 @@ def parsed(text: str) -> Any:
     return llvm.parse_assembly(text)
 
 
-def made(module: Any) -> Any:
+def made(module: Module) -> Any:
     """A module of functions as LLVM has it, with its optimizations."""
     found = parsed(str(module))
     for function in found.functions:
         if not function.is_declaration:
             function.add_function_attribute("nounwind")
     options = llvm.create_pipeline_tuning_options(speed_level=2)
-    builder = llvm.create_pass_builder(machine(), options)
+    builder = llvm.create_pass_builder(machine(module.isa), options)
     builder.getModulePassManager().run(found, builder)
     return found
 
 
-def compiled(*modules: Any) -> Any:
+def compiled(isa: Isa, *modules: Any) -> Any:
     """An engine that holds the memory of all functions of modules that call each other."""
     first, *others = modules
-    engine = llvm.create_mcjit_compiler(first, machine())
+    engine = llvm.create_mcjit_compiler(first, machine(isa))
     for module in others:
         engine.add_module(module)
     engine.finalize_object()
@@ -375,8 +398,8 @@ def function(engine: Any, name: str, count: int) -> Any:
     return found
 
 
-def single(name: str, names: Sequence[str], write: Callable[[Code], None]) -> Any:
+def single(isa: Isa, name: str, names: Sequence[str], write: Callable[[Code], None]) -> Any:
     """A function of these arguments that calls no other of ours, compiled."""
-    module = ir.Module()
+    module = Module(isa)
     write(Code(module, name, names))
-    return function(compiled(made(module)), name, len(names))
+    return function(compiled(isa, made(module)), name, len(names))

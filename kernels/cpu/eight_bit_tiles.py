@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import F32, I8, I32, I64, VECTOR, Code
+from kernels.cpu.code import F32, I8, I32, I64, VECTOR, Code, Module
 from kernels.cpu.layout import BLOCKS, CODES, CODES_ROWS, GROUP, LANES, PREPARE, TILE, TILES
 from kernels.cpu.tiles import call_variants
 
@@ -34,7 +34,7 @@ _SLOTS = 4
 """Products that are kept: none of them is waited for when the next is written."""
 
 
-def write_prepare(module: Any) -> None:
+def write_prepare(module: Module) -> None:
     """`prepare` of PREPARE: codes of rows, CODES_ROWS of them side by side in each block."""
     code = Code(module, "prepare", PREPARE)
     args, build = code.args, code.build
@@ -71,7 +71,7 @@ def _all(value: int) -> Any:
     return _WORDS([value] * LANES)
 
 
-def write_tiles(module: Any, wide: bool = False) -> None:
+def write_tiles(module: Module, wide: bool = False) -> None:
     """`tiles_eight` of TILES for any number of rows, CODES_ROWS at a time. `wide`: results stay float32."""
     for rows in _VARIANTS:
         _write_some(Code(module, f"tiles_eight_{rows}", TILES), rows, wide)

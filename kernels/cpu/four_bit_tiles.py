@@ -10,11 +10,9 @@ up block i - 2, whose product lies where that of i + 2 will.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kernels.cpu.code import Code
+from kernels.cpu.code import Code, Module
 from kernels.cpu.layout import BLOCKS, PREPARE, TILE, TILES
 from kernels.cpu.tiles import call_variants
 
@@ -47,7 +45,7 @@ attributes #0 = { nounwind }
 """
 
 
-def write_calls(module: Any) -> None:
+def write_calls(module: Module) -> None:
     """`tiles_four` of TILES and `prepare` of PREPARE: for any number of rows."""
     for name, names in (("tiles_four", TILES), ("prepare", PREPARE)):
         call_variants(Code(module, name, names), name, _VARIANTS, 4)

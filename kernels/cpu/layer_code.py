@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
-
 from kernels.cpu.attention import write_attention
-from kernels.cpu.code import F32, I64, Code
+from kernels.cpu.code import F32, I64, Code, Module
+from kernels.cpu.isa import Isa
 from kernels.cpu.layout import (
     BLOCKS,
     COUNTERS,
@@ -24,6 +23,7 @@ from kernels.cpu.layout import (
 )  # fmt: skip
 from kernels.cpu.norm import float_bits, norm_row, write_norm
 from kernels.cpu.pool import write_call
+from kernels.cpu.products import is_prepared
 
 _FETCHED = 8 << 10
 """Bytes of weights that are asked of memory before a phase begins."""
@@ -31,9 +31,9 @@ _TILE_BYTES = 2 * TILE
 """Of a row's results in a tile."""
 
 
-def layers_module(shape: StackShape, threads: int) -> Any:
+def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
     """The function `run` of RUN, and all that it calls but products."""
-    module = ir.Module()
+    module = Module(isa)
     write_norm(module)
     _write_turn(module, shape)
     write_attention(module, shape)
@@ -43,7 +43,7 @@ def layers_module(shape: StackShape, threads: int) -> Any:
     return module
 
 
-def _write_part(module: Any) -> None:
+def _write_part(module: Module) -> None:
     """All layers, in one of the threads."""
     code = Code(module, "all_layers", ["run", "me"])
     run, me = code.fields(code.args["run"], RUN), code.args["me"]
@@ -55,7 +55,7 @@ def _write_part(module: Any) -> None:
     code.done()
 
 
-def _write_turn(module: Any, shape: StackShape) -> None:
+def _write_turn(module: Module, shape: StackShape) -> None:
     """A head of q, k or v of all rows: bias, norm and rotation in its place, then to the cache unless it is of q."""
     code = Code(module, "turn", ["run", "layer", "head"])
     run, layer, head = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER), code.args["head"]
@@ -97,7 +97,7 @@ def _rotate(code: Code, place: Any, size: int, cos: Any, sin: Any) -> None:
 
 
 class _Layer:
-    def __init__(self, module: Any, shape: StackShape, threads: int) -> None:
+    def __init__(self, module: Module, shape: StackShape, threads: int) -> None:
         self.code = code = Code(module, "layer", ["run", "layer", "counters", "scratch", "me"])
         self.args, self.shape, self.threads = code.args, shape, threads
         self.run, self.layer = code.fields(code.args["run"], RUN), code.fields(code.args["layer"], LAYER)
@@ -140,7 +140,7 @@ class _Layer:
         return lambda: self.code.fetch(self.code.plus(weights, self.code.times(self.args["me"], block)), _FETCHED)
 
     def _prepare(self, source: Any, size: int) -> None:
-        if self.shape.kind != "half":
+        if is_prepared(self.shape.kind, self.code.isa):
             self.code.run("prepare", source, 2 * size, size // GROUP, self.rows, self.prepared)
 
     def _norm(self, weight: Any) -> None:

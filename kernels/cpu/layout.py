@@ -16,6 +16,8 @@ CODES_ROWS = 8
 """Rows whose codes lie side by side, for weights of eight bits."""
 CODES = 576
 """Bytes of a block of such codes, their scales and what is missing to whole lines of memory."""
+FLOATS = 4 * GROUP
+"""Bytes of a row's columns of a block in float32."""
 _CHUNK = 256 << 10
 """Bytes of weights that a thread takes at a time."""
 LINE = 64
@@ -27,14 +29,15 @@ PHASES = 5
 TILES = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "prepared")
 """Of some tiles of a product, all int64: address of rows and bytes from one to the next, address of weights, the same
 of results as of rows, blocks of a tile, the first tile and the one behind the last, rows, and the address of what was
-prepared of them: sums, which weights of four bits are moved by, or codes, for weights of eight bits."""
+prepared of them: for tiles sums, which weights of four bits are moved by, or codes, for weights of eight bits; else
+float32 numbers."""
 PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
 """Of what prepares that."""
 KEYS = TILE
 """Keys that are multiplied with queries at once."""
 RUN = (
     "stream", "rows", "layers", "num_layers", "cos", "sin", "slots", "items", "num_items", "queries", "heads",
-    "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part", "at_pairs", "at_seen",
+    "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part", "at_queries", "at_seen",
     "at_scores", "counters",
 )  # fmt: skip
 """What a run is told, all int64: addresses and counts. See DecoderStack.run."""
@@ -92,8 +95,10 @@ class StackShape:
         return self.num_heads + 2 * self.num_kv_heads
 
 
-def prepared_size(kind: str, rows: int, size: int) -> int:
+def prepared_size(kind: str, rows: int, size: int, has_tiles: bool) -> int:
     """Bytes of what is prepared of so many rows of `size` columns."""
+    if not has_tiles:
+        return -(-rows // TILE) * TILE * (size // GROUP) * FLOATS
     per_group = {"four": (TILE, 4 * TILE), "eight": (CODES_ROWS, CODES), "half": (TILE, 0)}
     together, block = per_group[kind]
     return -(-rows // together) * (size // GROUP) * block

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kernels.cpu.isa import Isa, needed_isa
 from kernels.cpu.layout import GROUP, LANES, TILE
 from kernels.cpu.products import Packed, packed_eight
 
@@ -50,16 +51,16 @@ def _codes(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0], weight.shape[1] // GROUP)
     found = torch.zeros(1, dtype=torch.int64)
-    _finder()(weight.data_ptr(), scales.numel(), codes.data_ptr(), scales.data_ptr(), found.data_ptr())
+    _finder(needed_isa())(weight.data_ptr(), scales.numel(), codes.data_ptr(), scales.data_ptr(), found.data_ptr())
     return (codes, scales) if int(found) == scales.numel() else None
 
 
 @cache
-def _finder() -> Any:
+def _finder(isa: Isa) -> Any:
     """`find` of _FIND."""
     from kernels.cpu.code import single
 
-    return single("find", _FIND, _write)
+    return single(isa, "find", _FIND, _write)
 
 
 def _write(code: Code) -> None:

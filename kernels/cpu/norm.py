@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kernels.cpu.isa import Isa, best_isa, needed_isa
 from kernels.cpu.layout import LANES
-from kernels.cpu.products import has_amx
 
 if TYPE_CHECKING:
-    from kernels.cpu.code import Code
+    from kernels.cpu.code import Code, Module
 
 _NORM = ("x", "weight", "out", "count", "size", "eps")
 """All int64: addresses, rows, columns, and the bits of a float32."""
@@ -21,14 +21,14 @@ _NORM = ("x", "weight", "out", "count", "size", "eps")
 
 def fits_norm(rows: Tensor) -> bool:
     """Whether `rms_norm` takes these rows."""
-    is_served = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.ndim == 2 and has_amx()
-    return is_served and rows.shape[1] % LANES == 0 and rows.is_contiguous()
+    is_served = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.ndim == 2
+    return is_served and rows.shape[1] % LANES == 0 and rows.is_contiguous() and best_isa() is not None
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Rows bfloat16 [M, N] scaled to unit root mean square, then by float32 `weight` [N], rounded once."""
     out = torch.empty_like(rows)
-    compiled_norm()(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, float_bits(eps))
+    compiled_norm(needed_isa())(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, float_bits(eps))
     return out
 
 
@@ -38,18 +38,16 @@ def float_bits(value: float) -> int:
 
 
 @cache
-def compiled_norm() -> Any:
+def compiled_norm(isa: Isa) -> Any:
     """`norm` of _NORM."""
-    from llvmlite import ir
-
     from kernels.cpu import code
 
-    module = ir.Module()
+    module = code.Module(isa)
     write_norm(module)
-    return code.function(code.compiled(code.made(module)), "norm", len(_NORM))
+    return code.function(code.compiled(isa, code.made(module)), "norm", len(_NORM))
 
 
-def write_norm(module: Any) -> None:
+def write_norm(module: Module) -> None:
     """`norm` of _NORM."""
     from kernels.cpu.code import F32, I32, Code
 

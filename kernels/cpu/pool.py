@@ -13,7 +13,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I64, Code, compiled, function, made
+from kernels.cpu.code import I64, Code, Module, compiled, function, made
+from kernels.cpu.isa import needed_isa
 
 # Of the memory that all share, in bytes: jobs so far, the one that may be joined, threads within it, and whether a
 # caller has it; then what is to be called, with what, and by how many at most.
@@ -30,9 +31,9 @@ class HelperThreads:
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(_SIZE + 64)
         self.address = ctypes.addressof(self._memory) + -ctypes.addressof(self._memory) % 64
-        module = ir.Module()
+        module = Module(needed_isa())
         _write_helper(module)
-        self._help = function(compiled(made(module)), "help", 2)
+        self._help = function(compiled(module.isa, made(module)), "help", 2)
         self._lock, self._started = threading.Lock(), 1
         # The threads are in this code and look at this memory for as long as the process lives, and a little longer.
         for kept in (self._memory, self._help):
@@ -49,7 +50,7 @@ class HelperThreads:
             self._started = max(self._started, threads)
 
 
-def write_call(module: Any, name: str, names: tuple[str, ...], part: str, cleared: tuple[str, int, str]) -> None:
+def write_call(module: Module, name: str, names: tuple[str, ...], part: str, cleared: tuple[str, int, str]) -> None:
     """A function of `names`, `pool` and `threads` that runs `part` in some threads: of an array with its arguments, and
     the thread's number.
 
@@ -88,7 +89,7 @@ def _futex(code: Code, address: Any, operation: int, value: Any) -> None:
     code.call("syscall", I64, I64(_FUTEX), address, I64(operation), value, I64(0), I64(0), I64(0))
 
 
-def _write_helper(module: Any) -> None:
+def _write_helper(module: Module) -> None:
     """`help` of the pool and a thread's number, which never returns."""
     code = Code(module, "help", ["pool", "me"])
     build, pool = code.build, code.args["pool"]

@@ -1,24 +1,23 @@
-"""Products of rows with a matrix on a CPU by the tile instructions (AMX) of Intel's since 2023.
+"""Products of rows in bfloat16 with a matrix on a CPU, whose weights are read as they are stored, in few bits.
 
-A tile of AMX holds 16 rows of 64 bytes, and one instruction multiplies 16 rows of 32 columns in bfloat16 with those of
-16 weight rows. So sixteen rows take hardly longer than one, which is bound by the reading of the weights; torch's own
-product of four bits takes as often as long as there are fours of rows. The code is in kernels.cpu.four_bit_tiles,
-eight_bit_tiles and tiles, and compiled by llvmlite when the first product is made.
+Where there are tile instructions (AMX, Intel's since 2023), one of these multiplies 16 rows of 32 columns with those of
+16 weight rows, so that sixteen rows take hardly longer than one, which is bound by the reading of the weights: see
+kernels.cpu.four_bit_tiles, eight_bit_tiles and tiles. Elsewhere weights are made float32 in registers: kernels.cpu.fma.
+The code is compiled by llvmlite when the first product is made.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.cpu.isa import Isa, best_isa, needed_isa
 from kernels.cpu.layout import BLOCKS, COUNTERS, GROUP, PREPARE, TILE, TILES, prepared_size
 
 MAX_ROWS = 64
@@ -43,14 +42,6 @@ _PRODUCT = (
 )
 
 
-@cache
-def has_amx() -> bool:
-    """Whether products run here: on Linux, with AMX and llvmlite."""
-    if sys.platform != "linux" or not torch.cpu._is_amx_tile_supported() or find_spec("llvmlite") is None:
-        return False
-    return bool(torch.cpu._init_amx())
-
-
 class Packed(NamedTuple):
     """A matrix [num_out, size] as products read it.
 
@@ -67,7 +58,7 @@ def fits(weight: Tensor) -> bool:
     """Whether weights of this shape can be packed so, and multiplied here: [out, in] in bfloat16, on a CPU."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
-    return weight.shape[0] % TILE == 0 and weight.shape[1] % GROUP == 0 and has_amx()
+    return weight.shape[0] % TILE == 0 and weight.shape[1] % GROUP == 0 and best_isa() is not None
 
 
 def packed_four(codes: Tensor, scales: Tensor, middles: Tensor) -> Packed:
@@ -138,13 +129,14 @@ def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat
         raise ValueError(f"{count} rows; {MAX_ROWS} can be taken with weights of few bits")
     if weight.kind == "four" and dtype == torch.float32:
         return tile_product(rows, weight).float()
+    isa = needed_isa()
     out = torch.empty(count, weight.num_out, dtype=dtype)
-    prepared = torch.empty(prepared_size(weight.kind, count, size), dtype=torch.uint8)
+    prepared = torch.empty(prepared_size(weight.kind, count, size, isa.has_tiles), dtype=torch.uint8)
     tiles, threads = weight.num_out // TILE, num_threads()
     chunk = max(1, -(-tiles // (_CHUNKS * threads))) if threads > 1 else tiles
     counters = torch.empty(COUNTERS, dtype=torch.uint8)
     if count:
-        _compiled(weight.kind, dtype == torch.float32)(
+        _compiled(isa, weight.kind, dtype == torch.float32)(
             rows.data_ptr(), rows.stride(0) * 2, weight.blocks.data_ptr(),
             out.data_ptr(), weight.num_out * dtype.itemsize, size // GROUP, tiles, count, prepared.data_ptr(),
             chunk, -(-tiles // chunk), counters.data_ptr(), *pool(threads),
@@ -191,40 +183,44 @@ def pool(threads: int) -> tuple[int, int]:
 def prepare(kind: str) -> None:
     """Compile the products with weights of a kind, which takes a third of a second, before the first is asked for."""
     for wide in (False,) if kind == "four" else (False, True):
-        _compiled(kind, wide)
+        _compiled(needed_isa(), kind, wide)
 
 
 @cache
-def _compiled(kind: str, wide: bool) -> Any:
+def _compiled(isa: Isa, kind: str, wide: bool) -> Any:
     """What multiplies."""
     from kernels.cpu import code
 
-    if not has_amx():
-        raise RuntimeError("these products need Linux, a processor with AMX, and llvmlite")
-    return code.function(code.compiled(*modules(kind, wide)), "product", len(_PRODUCT) + 2)
+    return code.function(code.compiled(isa, *modules(isa, kind, wide)), "product", len(_PRODUCT) + 2)
 
 
-def modules(kind: str, wide: bool = False) -> list[Any]:
+def is_prepared(kind: str, isa: Isa) -> bool:
+    """Whether `prepare` comes before products."""
+    return kind != "half" or not isa.has_tiles
+
+
+def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
     """All functions: `tiles_four` or the like of TILES, `prepare` of PREPARE, and `product`, which calls them in all
     threads. `wide`: of products in float32."""
-    from llvmlite import ir
-
     from kernels.cpu import eight_bit_tiles, four_bit_tiles
-    from kernels.cpu.code import Code, made, parsed
+    from kernels.cpu.code import Code, Module, made, parsed
+    from kernels.cpu.fma import write_products
     from kernels.cpu.pool import write_call
     from kernels.cpu.tiles import write_tiles
 
-    module = ir.Module()
+    module = Module(isa)
     part = Code(module, "part", ["array", "me"])
     given = part.fields(part.args["array"], _PRODUCT)
-    if kind == "four":
+    if not isa.has_tiles:
+        write_products(module, kind, wide)
+    elif kind == "four":
         four_bit_tiles.write_calls(module)
     elif kind == "eight":
         eight_bit_tiles.write_prepare(module)
         eight_bit_tiles.write_tiles(module, wide)
     else:
         write_tiles(module, "tiles_half", wide)
-    if kind != "half":
+    if is_prepared(kind, isa):
         # Each thread for itself: they are few.
         part.run("prepare", *(given[name] for name in PREPARE))
     with part.chunks(given["chunks"], given["counters"]) as chunk:
@@ -233,4 +229,4 @@ def modules(kind: str, wide: bool = False) -> list[Any]:
     part.done()
     write_call(module, "product", _PRODUCT, "part", ("counters", COUNTERS, ""))
     found = made(module)
-    return [parsed(four_bit_tiles.assembly()), found] if kind == "four" else [found]
+    return [parsed(four_bit_tiles.assembly()), found] if kind == "four" and isa.has_tiles else [found]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kernels.cpu.isa import Isa, best_isa, needed_isa
 from kernels.cpu.layout import LANES
-from kernels.cpu.products import has_amx
 
 if TYPE_CHECKING:
     from kernels.cpu.code import Code, Variable
@@ -26,8 +26,10 @@ _LEAST = float("-inf")
 
 def fits_ranks(ranks: Tensor, best: int) -> bool:
     """Whether `best_of` takes these."""
-    is_served = ranks.device.type == "cpu" and ranks.dtype == torch.float32 and ranks.is_contiguous() and has_amx()
-    return is_served and ranks.shape[1] % LANES == 0 and best <= min(MAX_BEST, ranks.shape[1])
+    is_served = ranks.device.type == "cpu" and ranks.dtype == torch.float32 and ranks.is_contiguous()
+    return (
+        is_served and best_isa() is not None and ranks.shape[1] % LANES == 0 and best <= min(MAX_BEST, ranks.shape[1])
+    )
 
 
 def best_of(ranks: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
@@ -39,21 +41,23 @@ def best_of(ranks: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
         tokens: int32 [M, k], contiguous as `scores`; -1 where there are no more.
         scores: float32 [M, k], 0 at most; -inf where there are no more.
     """
-    _compiled()(ranks.data_ptr(), *ranks.shape, ids.data_ptr(), tokens.data_ptr(), scores.data_ptr(), tokens.shape[1])
+    _compiled(needed_isa())(
+        ranks.data_ptr(), *ranks.shape, ids.data_ptr(), tokens.data_ptr(), scores.data_ptr(), tokens.shape[1]
+    )
 
 
 def prepare_ranks() -> None:
     """Compile `best_of`, if it serves here, before it is first asked for."""
-    if has_amx():
-        _compiled()
+    if (isa := best_isa()) is not None:
+        _compiled(isa)
 
 
 @cache
-def _compiled() -> Any:
+def _compiled(isa: Isa) -> Any:
     """`ranks` of _ARGUMENTS."""
     from kernels.cpu.code import single
 
-    return single("ranks", _ARGUMENTS, _write)
+    return single(isa, "ranks", _ARGUMENTS, _write)
 
 
 def _write(code: Code) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import products
+from kernels.cpu.isa import Isa, needed_isa
 from kernels.cpu.layout import (
     COUNTERS,
     KEYS,
@@ -76,8 +77,9 @@ class DecoderStack:
             raise ValueError(f"{shape} has no function")
         self._shape, self._layers = shape, list(layers)
         # Here and not at the first forward, which would take a second.
-        compiled_norm()
-        _compiled(shape, products.num_threads())
+        isa = needed_isa()
+        compiled_norm(isa)
+        _compiled(isa, shape, products.num_threads())
         # Behind the last layer its weights are asked of memory again, in vain.
         self._table = np.zeros((len(layers) + 1, len(LAYER)), np.int64)
         for row, layer in zip(self._table, [*layers, layers[-1]], strict=True):
@@ -155,7 +157,7 @@ class StackPlan:
             "scratch": self._scratch.data_ptr() + -self._scratch.data_ptr() % 64, "scratch_size": size,
             "counters": self._counters.data_ptr(),
         }  # fmt: skip
-        self._function = _compiled(shape, self._threads)
+        self._function = _compiled(needed_isa(), shape, self._threads)
         self._pool = products.pool(self._threads)
 
     def run(self, stream: Tensor, first: int, last: int, given: Tensor | None = None) -> None:
@@ -196,9 +198,9 @@ def _scratch(
     ))  # fmt: skip
     sizes = {
         "normed": rows * shape.hidden * 2,
-        "at_prepared": prepared_size(shape.kind, rows, widest),
+        "at_prepared": prepared_size(shape.kind, rows, widest, needed_isa().has_tiles),
         "at_part": rows * part * TILE * 2,
-        "at_pairs": shape.head_dim * 32,
+        "at_queries": shape.head_dim * 4 * LANES,
         "at_seen": masked * 2,
         "at_scores": (keys + KEYS + 1) * 64,
     }
@@ -211,12 +213,10 @@ def _scratch(
 
 
 @cache
-def _compiled(shape: StackShape, threads: int) -> Any:
+def _compiled(isa: Isa, shape: StackShape, threads: int) -> Any:
     """The function `run`, of RUN and threads."""
     from kernels.cpu import code
     from kernels.cpu.layer_code import layers_module
 
-    if not products.has_amx():
-        raise RuntimeError("few rows of a whole model need Linux, a processor with AMX, and llvmlite")
-    engine = code.compiled(*products.modules(shape.kind), code.made(layers_module(shape, threads)))
+    engine = code.compiled(isa, *products.modules(isa, shape.kind), code.made(layers_module(isa, shape, threads)))
     return code.function(engine, "run", len(RUN) + 2)

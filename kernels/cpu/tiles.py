@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I8, I64, Code
+from kernels.cpu.code import I8, I64, Code, Module
 from kernels.cpu.layout import BLOCKS, TILE, TILES
 
 _BLOCK = BLOCKS["half"]
@@ -19,7 +19,7 @@ _X, _W = 4, 6
 _PRODUCTS, _STACK = 64, 64 + 4 * 1024
 
 
-def write_tiles(module: Any, name: str, wide: bool = False) -> None:
+def write_tiles(module: Module, name: str, wide: bool = False) -> None:
     """A function of TILES for any number of rows: 32 at a time while each pair of weights is at hand, the rest
     behind. `wide`: results stay float32."""
     for groups in (1, 2):

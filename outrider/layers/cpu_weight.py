@@ -1,4 +1,4 @@
-"""A matrix as a CPU multiplies with it: in tiles where there is AMX, else in oneDNN's own layout."""
+"""A matrix as a CPU multiplies with it: in blocks of kernels.cpu where these take it, else in oneDNN's own layout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kernels.cpu.layout import GROUP
 from kernels.cpu.levels import eight_bits
 from kernels.cpu.products import MAX_ROWS, Packed, fits, packed_four, packed_half, prepare, tile_product
 from kernels.quant_weight import QuantWeight, unpacked
+from outrider.device import bf16_flag
 
 # oneDNN's packed product is slower for fewer rows than for five: all of SmolLM2-135M's layers take 21, 25, 20, 20, 18,
 # 18 ms for 1 to 6 rows in float32. So fewer are padded with zeros to five.
@@ -25,14 +26,15 @@ _SAMPLE = 16
 class CpuWeight:
     """W [out, in], packed.
 
-    In bfloat16 with AMX: tiles (kernels.cpu), and, where weights lie on 16 or 255 levels in each group, four or eight
-    bits of each for up to MAX_ROWS rows, which take as long as their weights take to be read. A row's result does not
-    depend on the rows beside it, while they are as few, or more. Measured on two cores of a Xeon with AMX, [3072, 576]
-    in ms for 1, 16, 64 and 512 rows: tiles 0.06, 0.08, 0.26, 1.96, oneDNN 0.12, 0.14, 0.31, 1.78.
+    In bfloat16: by kernels.cpu, and, where weights lie on 16 or 255 levels in each group, four or eight bits of each for
+    up to MAX_ROWS rows, which take as long as their weights take to be read. A row's result does not depend on the rows
+    beside it, while they are as few, or more. Measured on two cores of a Xeon with AMX, [3072, 576] in ms for 1, 16, 64
+    and 512 rows: tiles 0.06, 0.08, 0.26, 1.96, oneDNN 0.12, 0.14, 0.31, 1.78; on one with AVX-512 without it, in 16 bits,
+    16, 64 and 512 rows: 0.31, 0.78, 5.9, oneDNN in float32 0.47, 1.29, 6.5, in bfloat16 1.9, 5.5, 32.
     """
 
     def __init__(self, wide: Packed | Tensor, few: Packed | None = None) -> None:
-        """`wide`: tiles or oneDNN's; `few`: four or eight bits."""
+        """`wide`: our blocks or oneDNN's; `few`: four or eight bits."""
         self._wide, self._few = wide, few
         for packed in (wide, few):
             if isinstance(packed, Packed):
@@ -44,11 +46,15 @@ class CpuWeight:
         if fits(weight):
             few = four_bits(weight) or eight_bits(weight) if quantized is None else four_bits_of(quantized)
             return cls(packed_half(weight), few)
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight, None)) if can_pack(weight) else None
+        if not can_pack(weight):
+            return None
+        # Without instructions for it a product in bfloat16 takes several times as long.
+        wide = weight if bf16_flag() else weight.float()
+        return cls(torch.ops.mkldnn._reorder_linear_weight(wide, None))
 
     @property
     def of_few(self) -> Packed | None:
-        """What few rows are multiplied with; None without AMX."""
+        """What few rows are multiplied with; None where kernels.cpu does not take the matrix."""
         if self._few is not None:
             return self._few
         return self._wide if isinstance(self._wide, Packed) else None
@@ -89,6 +95,9 @@ def can_pack(weight: Tensor) -> bool:
 def _by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """The sum is rounded once, whatever the number of rows: few must say what they say among many."""
     count, missing = rows.shape[0], max(MIN_ROWS - rows.shape[0], 0)
+    if rows.dtype != weight.dtype:
+        added = (None if part is None else part.to(weight.dtype) for part in (bias, residual))
+        return _by_onednn(rows.to(weight.dtype), weight, *added).to(rows.dtype)
     rows = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
     if residual is None:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")

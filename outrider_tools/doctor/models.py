@@ -24,7 +24,6 @@ from outrider_tools.doctor.machine import cpu_flags
 PROBE_SECONDS = 180.0
 _GIB = 2**30
 _FAST_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16")
-_HALF_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _FIXES = {
     "target": "choose another --model, or fetch it: outrider models pull NAME",
     "draft model": "choose another --speculative-draft-model-path or --speculative-algorithm (docs/drafters.md)",
@@ -139,12 +138,11 @@ def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptio
     flags = cpu_flags()
     found = [flag for flag in _FAST_FLAGS if flag in flags]
     text = f"{told['torch']['machine']}, torch uses {told['torch']['cpu']}; has {', '.join(found) or 'no wide vectors'}"
-    if _HALF_FLAGS & set(found):
-        yield ok("cpu", f"{text}: bfloat16 in hardware")
+    dtype, why = told["torch"]["cpu_dtype"]
+    if dtype == "bfloat16":
+        yield ok("cpu", f"{text}: models run in bfloat16 ({why})")
     else:
-        yield warning(
-            "cpu", f"{text}; no bfloat16 instructions (avx512_bf16, amx_bf16)", "float32 is used, at twice the memory"
-        )
+        yield warning("cpu", f"{text}: {why}", "float32 is used, at twice the memory")
 
 
 def driver_version() -> str:

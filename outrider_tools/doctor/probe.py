@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
+from outrider.device import cpu_dtype
 from outrider.errors import OutriderError
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
@@ -49,6 +50,7 @@ def _torch() -> dict[str, Any]:
         "cuda": torch.version.cuda or "",
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu_dtype": [str(cpu_dtype()[0]).removeprefix("torch."), cpu_dtype()[1]],
         "mkldnn": torch.backends.mkldnn.is_available(),
     }
 

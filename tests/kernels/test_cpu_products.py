@@ -1,4 +1,4 @@
-"""Products by AMX against products in float64."""
+"""Products of each instruction set against products in float64."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu import products
+from kernels.cpu.isa import Isa
 from kernels.cpu.layout import GROUP, TILE
-from kernels.cpu.products import MAX_ROWS, Packed, has_amx, packed_eight, packed_four, packed_half, tile_product
+from kernels.cpu.products import MAX_ROWS, Packed, packed_eight, packed_four, packed_half, tile_product
 
-with_amx = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+on_each_isa = pytest.mark.usefixtures("isa")
 KINDS = ("four", "eight", "half")
 
 
@@ -35,7 +36,7 @@ def made(kind: str, num_out: int, size: int, seed: int = 0) -> tuple[Packed, Ten
     return packed_four(codes, scales, middles), wide[0] * (codes - 8) + wide[1]
 
 
-@with_amx
+@on_each_isa
 @settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
@@ -61,7 +62,7 @@ def test_products_are_those_of_the_wide_weights(kind: str, tiles: int, groups: i
         assert torch.equal(tile_product(rows[row : row + 1], weight)[0], found[row]), "by itself"
 
 
-@with_amx
+@on_each_isa
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_may_lie_within_wider_ones_and_threads_may_call_at_once(kind: str) -> None:
     weight, _ = made(kind, 96, 128)
@@ -73,7 +74,7 @@ def test_rows_may_lie_within_wider_ones_and_threads_may_call_at_once(kind: str) 
             assert torch.equal(found, expected)
 
 
-@with_amx
+@on_each_isa
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_lay_on_the_stack_is_in_no_result(kind: str) -> None:
     weight, wide = made(kind, 32, 64)
@@ -94,8 +95,13 @@ def test_rows_that_it_does_not_take_are_refused() -> None:
         tile_product(torch.zeros(MAX_ROWS + 1, 64).bfloat16(), weight)
 
 
+@pytest.mark.parametrize("isa", Isa)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_compiles_on_any_processor(kind: str) -> None:
+def test_it_compiles_on_any_processor(kind: str, isa: Isa) -> None:
     code = pytest.importorskip("kernels.cpu.code", exc_type=ImportError)
-    text = "".join(code.machine().emit_assembly(module) for module in products.modules(kind))
-    assert text.count("tdpbssd" if kind == "eight" else "tdpbf16ps") >= 4
+    text = "".join(code.machine(isa).emit_assembly(module) for module in products.modules(isa, kind))
+    if isa.has_tiles:
+        assert text.count("tdpbssd" if kind == "eight" else "tdpbf16ps") >= 4
+    else:
+        assert text.count("vfmadd") > 500 and "tile" not in text.replace(f"tiles_{kind}", "")
+        assert ("%zmm" in text) is (isa is Isa.AVX512)

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu.layout import LANES
-from kernels.cpu.products import has_amx
 from kernels.cpu.ranks import MAX_BEST, best_of, fits_ranks
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 @settings(max_examples=60)

@@ -13,10 +13,9 @@ from test_cpu_products import made
 from torch import Tensor
 
 from kernels.cpu.layout import GROUP
-from kernels.cpu.products import has_amx
 from kernels.cpu.stack import MAX_ROWS, DecoderStack, LayerWeights, Queries, StackShape
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+pytestmark = pytest.mark.usefixtures("isa")
 EPS, NUM_LAYERS = 1e-5, 2
 WIDE = StackShape(96, 4, 2, 32, 160, EPS, 32**-0.5)
 SHAPES = [

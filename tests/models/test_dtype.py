@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from kernels.cpu import isa
 from outrider import device
 from outrider.device import choose_dtype
 
@@ -19,6 +20,7 @@ def flags(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_cpu_with_bfloat16_instructions_takes_it_and_says_so(
     flag: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(isa, "supported", tuple)
     flags(monkeypatch, "sse2", flag)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
     with caplog.at_level(logging.INFO):
@@ -29,6 +31,7 @@ def test_a_cpu_with_bfloat16_instructions_takes_it_and_says_so(
 def test_a_cpu_without_them_or_a_torch_that_ignores_them_takes_float32(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(isa, "supported", tuple)
     with caplog.at_level(logging.INFO):
         flags(monkeypatch, "avx2", "avx512f")
         assert choose_dtype("auto", CPU, "bfloat16") == torch.float32
@@ -36,6 +39,17 @@ def test_a_cpu_without_them_or_a_torch_that_ignores_them_takes_float32(
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False, raising=False)
         assert choose_dtype("auto", CPU) == torch.float32
     assert "has no bfloat16 instructions" in caplog.text and "this build of torch does not use it" in caplog.text
+
+
+@pytest.mark.parametrize("found", isa.Isa)
+def test_a_cpu_that_our_products_run_on_takes_bfloat16(
+    found: isa.Isa, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(isa, "supported", lambda: (found,))
+    flags(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        assert choose_dtype("auto", CPU, "float32") == torch.bfloat16
+    assert f"dtype auto: bfloat16 (this CPU has {found.name})" in caplog.text
 
 
 @pytest.mark.parametrize(("checkpoint", "chosen"), [("float16", torch.float16), ("float32", torch.bfloat16)])

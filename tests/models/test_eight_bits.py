@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kernels.cpu.layout import GROUP, TILE
 from kernels.cpu.levels import eight_bits, round_to_eight_bits
-from kernels.cpu.products import MAX_ROWS, has_amx, tile_product
+from kernels.cpu.products import MAX_ROWS, tile_product
 from outrider.layers.cpu_weight import CpuWeight
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 def stored(num_out: int, size: int, seed: int, largest: float = 0.3) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Forwards of few rows in bfloat16 on a CPU with AMX: all layers in one function, against layer by layer."""
+"""Forwards of few rows in bfloat16 on a CPU: all layers in one function, against layer by layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tiny_models import save_tiny
 from torch import Tensor
 
-from kernels.cpu.products import MAX_ROWS, has_amx
+from kernels.cpu.products import MAX_ROWS
 from outrider.attention.base import ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
@@ -21,7 +21,7 @@ from outrider.models.drafters.loader import load_draft_model
 from outrider.models.few_rows import LayerStack
 from outrider.models.loader import load_model
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+pytestmark = pytest.mark.usefixtures("isa")
 SIZES = {
     "hidden_size": 96,
     "intermediate_size": 160,

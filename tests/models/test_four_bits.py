@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.layout import GROUP
-from kernels.cpu.products import MAX_ROWS, has_amx, tile_product
+from kernels.cpu.products import MAX_ROWS, tile_product
 from kernels.quant_weight import QuantWeight, packed
 from outrider.layers.cpu_weight import CpuWeight, four_bits, four_bits_of
 from outrider.layers.linear import Linear
@@ -15,7 +15,7 @@ from outrider.layers.linear import Linear
 CPU = torch.device("cpu")
 
 
-with_amx = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+on_each_isa = pytest.mark.usefixtures("isa")
 
 
 def on_levels(num_out: int, size: int) -> Tensor:
@@ -28,7 +28,7 @@ def on_levels(num_out: int, size: int) -> Tensor:
     return (steps * codes + lowest).view(num_out, size)
 
 
-@with_amx
+@on_each_isa
 def test_few_rows_get_the_product_and_each_the_same_bits_whatever_is_beside_it() -> None:
     weight = on_levels(48, 96)
     found_weight = CpuWeight.of(weight.bfloat16())
@@ -52,7 +52,7 @@ def test_a_matrix_of_other_weights_has_no_codes() -> None:
     assert four_bits(weight.bfloat16()) is None
 
 
-@with_amx
+@on_each_isa
 def test_other_matrices_lie_in_tiles_and_those_of_float32_as_they_did() -> None:
     found = CpuWeight.of(torch.randn(48, 96).bfloat16())
     assert found is not None and found.of_few is not None and found.of_few.kind == "half"
@@ -62,7 +62,7 @@ def test_other_matrices_lie_in_tiles_and_those_of_float32_as_they_did() -> None:
     assert odd is None or odd.of_few is None, "20 rows are no tiles"
 
 
-@with_amx
+@on_each_isa
 def test_groups_of_equal_weights_are_zeros_of_a_scale() -> None:
     weight = torch.zeros(16, 64)
     weight[:, GROUP:] = 0.5
@@ -72,7 +72,7 @@ def test_groups_of_equal_weights_are_zeros_of_a_scale() -> None:
     assert torch.equal(tile_product(rows, found), torch.full((1, 16), 16.0, dtype=torch.bfloat16))
 
 
-@with_amx
+@on_each_isa
 @pytest.mark.parametrize("has_zeros", [False, True])
 def test_codes_of_a_checkpoint_are_taken_as_they_are(has_zeros: bool) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -87,7 +87,7 @@ def test_codes_of_a_checkpoint_are_taken_as_they_are(has_zeros: bool) -> None:
     assert (tile_product(rows, found) - exact).norm() < 0.006 * exact.norm()
 
 
-@with_amx
+@on_each_isa
 def test_a_layer_multiplies_few_rows_and_many_alike_but_for_rounding() -> None:
     linear = Linear(64, 32, True, torch.bfloat16, CPU)
     linear.weight.copy_(on_levels(32, 64))

@@ -1,4 +1,4 @@
-"""On a CPU with AMX, in bfloat16, what a request is told has the same bits whatever runs beside it.
+"""On a CPU, in bfloat16, what a request is told has the same bits whatever runs beside it.
 
 Log-probabilities are compared, which tell of every bit where tokens tell of near ties alone.
 """
@@ -14,7 +14,7 @@ from harness import PAGE_SIZE, Answer, make_engine, make_request, run_all
 from local_draft import LocalDraft, oracle
 from threaded_engine import ThreadedEngine
 
-from kernels.cpu.products import MAX_ROWS, has_amx
+from kernels.cpu.products import MAX_ROWS
 from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.params import SamplingParams
@@ -22,7 +22,7 @@ from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Nodes
 from verify_service.executors.torch_executor import TorchExecutor
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX here")
+pytestmark = pytest.mark.usefixtures("isa")
 VOCAB = 64
 PARAMS = SamplingParams(temperature=0.7, seed=3, num_logprobs=2)
 PAGES = 64
