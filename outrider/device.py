@@ -65,8 +65,8 @@ def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str 
 
     "auto" follows from hardware and `checkpoint` (its dtype) alone, so that every start of a machine answers alike. On
     a GPU it takes the checkpoint's half format, bfloat16 if it has none. On a CPU it takes bfloat16 where kernels.cpu
-    multiplies with it, or where there are instructions for it and oneDNN uses them; elsewhere it is emulated, and slower
-    than float32.
+    multiplies with it, or where there are instructions for it and oneDNN uses them; elsewhere it is emulated, which is
+    slower than float32.
     """
     if name != "auto":
         return _DTYPES[name]

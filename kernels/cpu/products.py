@@ -228,5 +228,5 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
         part.run(f"tiles_{kind}", *(given[name] for name in TILES))
     part.done()
     write_call(module, "product", _PRODUCT, "part", ("counters", COUNTERS, ""))
-    found = made(module)
+    found = made(module, is_straight=not isa.has_tiles)
     return [parsed(four_bit_tiles.assembly()), found] if kind == "four" and isa.has_tiles else [found]

@@ -26,11 +26,11 @@ _SAMPLE = 16
 class CpuWeight:
     """W [out, in], packed.
 
-    In bfloat16: by kernels.cpu, and, where weights lie on 16 or 255 levels in each group, four or eight bits of each for
-    up to MAX_ROWS rows, which take as long as their weights take to be read. A row's result does not depend on the rows
-    beside it, while they are as few, or more. Measured on two cores of a Xeon with AMX, [3072, 576] in ms for 1, 16, 64
-    and 512 rows: tiles 0.06, 0.08, 0.26, 1.96, oneDNN 0.12, 0.14, 0.31, 1.78; on one with AVX-512 without it, in 16 bits,
-    16, 64 and 512 rows: 0.31, 0.78, 5.9, oneDNN in float32 0.47, 1.29, 6.5, in bfloat16 1.9, 5.5, 32.
+    In bfloat16: by kernels.cpu, and, where weights lie on 16 or 255 levels in each group, in four or eight bits for up
+    to MAX_ROWS rows, which take as long as their weights take to be read. A row's result does not depend on the rows
+    beside it, while they are as few, or more. Measured on two cores, [3072, 576] with weights of 16 bits, ms for 16, 64
+    and 512 rows: on a Xeon with AMX 0.08, 0.26, 1.96, oneDNN 0.14, 0.31, 1.78; on one with AVX-512 without AMX 0.31,
+    0.78, 5.9, oneDNN in bfloat16 1.9, 5.5, 32 and in float32 0.47, 1.29, 6.5.
     """
 
     def __init__(self, wide: Packed | Tensor, few: Packed | None = None) -> None:

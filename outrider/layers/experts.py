@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.cpu.products import fits
 from kernels.expert_tiles import Gating, Routes
 from kernels.experts import combine, expert_linear, gate, route
 from kernels.quant_weight import QuantWeight, joined
 from outrider.attention.base import AttentionPlan
+from outrider.layers.cpu_weight import CpuWeight
 from outrider.layers.exchange import Exchange
 from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.humming_weight import HummingExperts, humming_experts
@@ -42,11 +44,12 @@ class ExpertLinear:
         scheme: Scheme | None,
     ) -> None:
         """`parts`: rows of matrices that lie upon each other and are apart in checkpoints."""
-        rows = sum(parts)
+        self.num_out = rows = sum(parts)
         self.weight = torch.empty(num_experts, 0 if scheme else rows, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(num_experts, rows, dtype=dtype, device=device) if bias else None
         self.quantized: QuantWeight | None = None
         self.library: HummingExperts | None = None
+        self.on_cpu: list[CpuWeight] = []
         self._parts, self._scheme = list(parts), scheme
         self._stored: list[dict[str, Tensor]] = []
 
@@ -76,6 +79,7 @@ class ExpertLinear:
     def pack(self) -> None:
         """Make what is multiplied of what was loaded."""
         if self._scheme is None:
+            self._pack_on_cpu(None)
             return
         quantized = joined([decode(self._scheme, part) for part in self._stored])
         self._stored = []
@@ -85,14 +89,37 @@ class ExpertLinear:
             self.quantized = None if self.library is not None else quantized
         else:
             self.weight = quantized.dequantized(self.weight.dtype)
+            self._pack_on_cpu(quantized)
+
+    def _pack_on_cpu(self, quantized: QuantWeight | None) -> None:
+        """Where kernels.cpu takes the matrices, which `quantized` may be what was stored of."""
+        if not fits(self.weight[0]):
+            return
+        stored = [None if quantized is None else quantized.of_expert(expert) for expert in range(len(self.weight))]
+        found = [CpuWeight.of(weight, part) for weight, part in zip(self.weight, stored, strict=True)]
+        self.on_cpu = [packed for packed in found if packed is not None]
+        self.weight = self.weight.new_empty(0)
 
     def __call__(self, rows: Tensor, routes: Routes, gating: Gating | None = None, interleaved: bool = False) -> Tensor:
         """See kernels.experts.expert_linear."""
         if self.library is not None:
             pairs = self.library(rows, routes)
             return pairs if gating is None else gate(pairs, gating, interleaved)
+        if self.on_cpu:
+            pairs = self._by_expert(rows, routes.experts.flatten())
+            return pairs if gating is None else gate(pairs, gating, interleaved)
         weight = self.weight if self.quantized is None else self.quantized
         return expert_linear(rows, weight, routes, bias=self.bias, gating=gating, interleaved=interleaved)
+
+    def _by_expert(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """[P, out] for `experts` [P] of pairs; those of padding are negative."""
+        per_row = len(experts) // len(rows)
+        out = rows.new_zeros(len(experts), self.num_out)
+        for expert in experts[experts >= 0].unique().tolist():
+            pairs = (experts == expert).nonzero().flatten()
+            bias = None if self.bias is None else self.bias[expert]
+            out[pairs] = self.on_cpu[expert].product(rows[pairs // per_row], bias)
+        return out
 
     def tile(self, num_pairs: int) -> int:
         """`tile` of kernels.experts.route for so many pairs."""

@@ -284,9 +284,14 @@ def test_gpus_that_do_not_reach_each_other_and_full_ones_are_warned_of() -> None
 
 
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem() -> None:
-    told = {"torch": {"cuda": "", "version": "2", "machine": "x86_64", "cpu": "AVX2"}, "gpus": [], "peers": []}
+    cpu = {"cuda": "", "version": "2", "machine": "x86_64", "cpu": "AVX2", "cpu_dtype": ["float32", "it has no AVX"]}
+    told: dict[str, Any] = {"torch": cpu, "gpus": [], "peers": []}
     found = list(check_devices(told, VerifyOptions(device="cuda:1"), DraftOptions()))
     assert "torch sees none, and --device cuda:1 asks for one" in words(found, Level.PROBLEM)
+    assert "it has no AVX" in words(found, Level.WARNING)
+    cpu["cpu_dtype"] = ["bfloat16", "this CPU has AVX2"]
+    found = list(check_devices(told, VerifyOptions(), DraftOptions()))
+    assert "models run in bfloat16 (this CPU has AVX2)" in words(found, Level.OK)
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

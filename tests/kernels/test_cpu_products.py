@@ -103,5 +103,5 @@ def test_it_compiles_on_any_processor(kind: str, isa: Isa) -> None:
     if isa.has_tiles:
         assert text.count("tdpbssd" if kind == "eight" else "tdpbf16ps") >= 4
     else:
-        assert text.count("vfmadd") > 500 and "tile" not in text.replace(f"tiles_{kind}", "")
+        assert text.count("vfmadd") >= 40 and "tile" not in text.replace(f"tiles_{kind}", "")
         assert ("%zmm" in text) is (isa is Isa.AVX512)

@@ -11,10 +11,13 @@ from tiny_models import save_tiny
 from torch import Tensor
 
 from kernels.cpu.products import MAX_ROWS
+from kernels.expert_tiles import Gating
+from kernels.experts import SWIGLU, expert_linear, route
 from outrider.attention.base import ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model.region_attention import RegionAttention, RowSteps, StepBatch
+from outrider.layers.experts import ExpertLinear
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.heads import Eagle3Head
 from outrider.models.drafters.loader import load_draft_model
@@ -161,3 +164,25 @@ def test_layers_of_two_kinds_run_layer_by_layer(tmp_path: Path) -> None:
         layer.finish_loading = lambda: None  # type: ignore[method-assign]
     mixed.finish_loading()
     assert mixed._few is None, "one normed stream, and one that is given"
+
+
+@pytest.mark.parametrize(("gating", "interleaved"), [(None, False), (SWIGLU, False), (SWIGLU, True)])
+def test_experts_give_the_same_and_each_row_the_same_bits_whatever_is_beside_it(
+    gating: Gating | None, interleaved: bool
+) -> None:
+    experts = ExpertLinear(4, 64, [32, 32], True, torch.bfloat16, torch.device("cpu"), None)
+    assert experts.bias is not None
+    generator = torch.Generator().manual_seed(7)
+    for tensor in (experts.weight, experts.bias):
+        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    weight, rows = experts.weight.clone(), torch.randn(9, 64, generator=generator).bfloat16()
+    experts.pack()
+    assert len(experts.on_cpu) == 4
+    slots = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, -1], dtype=torch.int32)
+    logits = torch.randn(9, 4, generator=generator)
+    routes = route(logits, 2, True, slots)
+    found = experts(rows, routes, gating, interleaved)
+    expected = expert_linear(rows, weight, routes, bias=experts.bias, gating=gating, interleaved=interleaved)
+    assert near(found[:-2], expected[:-2])
+    alone = experts(rows[3:4], route(logits[3:4], 2, True, slots[:1]), gating, interleaved)
+    assert torch.equal(alone, found[6:8])
