@@ -88,8 +88,8 @@ class DraftOptions(PeerServiceOptions):
     device: str = option("auto", 'Where a draft model runs: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU if any.')
     dtype: str = option(
         "auto",
-        "Number format of a draft model; auto: on a CPU bfloat16 if it has instructions "
-        "for it, on a GPU the checkpoint's half format.",
+        "Number format of a draft model; auto: on a CPU bfloat16 where it is "
+        "faster, on a GPU the checkpoint's half format.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     attention_backend: str = option(

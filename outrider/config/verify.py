@@ -30,8 +30,8 @@ class VerifyOptions(PeerServiceOptions):
     )
     dtype: str = option(
         "auto",
-        "Number format of weights and KV; auto: on a CPU bfloat16 if it has instructions "
-        "for it, on a GPU the checkpoint's half format.",
+        "Number format of weights and KV; auto: on a CPU bfloat16 where it is "
+        "faster, on a GPU the checkpoint's half format.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     model_impl: str = option(
