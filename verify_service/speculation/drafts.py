@@ -49,7 +49,8 @@ MAX_CALIBRATORS = 64
 """Drafts whose calibration is remembered; those behind a DNS name come with ever new addresses."""
 
 _MAX_UNSENT_TOKENS = 64
-"""Committed tokens at most that a draft is not told of because no round waited for it: it computes them when it is."""
+"""Committed tokens at most that a draft is not told of because no round waited for it, or it rests: it computes them
+when it is."""
 
 _MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
@@ -74,7 +75,7 @@ class SpeculativeRequest:
     num_features_sent: int = 0
     """Positions whose features the draft was sent, or that are on their way."""
     num_unsent_tokens: int = 0
-    """Committed tokens that the draft was not told of, because it is in doubt or no round waited for it."""
+    """Committed tokens that the draft was not told of, because it is in doubt, rests, or no round waited for it."""
     num_used_nodes: float = 0.0
     """Nodes that its rounds took lately."""
 
@@ -144,6 +145,20 @@ class Drafts:
         self._wait_mode = DraftWaitMode(lockstep, turns)
         self._next_number = 1
 
+    @property
+    def resting(self) -> bool:
+        """Whether rounds are to be plain for now, whatever trees have."""
+        return self._wait_mode.resting
+
+    def rest(self, resting: bool) -> None:
+        """Have drafts rest: they are told of commits seldom, and grow little. Or end that: they are told of all."""
+        ends = self._wait_mode.resting and not resting
+        self._wait_mode.resting = resting
+        for spec in self._requests.values() if ends else ():
+            if spec.replica is not None and spec.num_unsent_tokens and not spec.backoff.in_doubt:
+                self._tell(spec)
+        self.flush()
+
     def spec(self, request: Request) -> SpeculativeRequest | None:
         """The speculative request; None if the request does not speculate."""
         return self._requests.get(request)
@@ -183,7 +198,7 @@ class Drafts:
         if spec is None:
             return 0
         spec.num_used_nodes = max(num_nodes, spec.num_used_nodes + 0.2 * (num_nodes - spec.num_used_nodes))
-        if spec.backoff.in_doubt:
+        if spec.backoff.in_doubt or self.resting:
             rounds, share = CREDIT_ROUNDS // 4, 0
         else:
             is_roomy = 2 * share >= self._max_nodes / CREDIT_ROUNDS - 1  # about half of a round or more
@@ -213,7 +228,10 @@ class Drafts:
 
     def _can_wait(self, spec: SpeculativeRequest) -> bool:
         """Whether its draft need not be told of a commit before a round waits for it: what it grew beside a round would
-        take the round's cores, and follow a commit that is outdated by the time the tree is there."""
+        take the round's cores, and follow a commit that is outdated by the time the tree is there. Nor while it rests.
+        """
+        if self.resting:
+            return spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
         is_turn = self._wait_mode.turns and spec.replica is not None and spec.replica.terms.takes_turns
         if not is_turn or self._wait_mode.lockstep or spec.backoff.in_doubt:
             return False
@@ -316,7 +334,9 @@ class Drafts:
         return spec is not None and spec.replica is not None
 
     def may_have_nodes(self, request: Request) -> bool:
-        """Whether a draft grows the request's tree that is not in doubt, or the tree has nodes."""
+        """Whether a draft grows the request's tree that is not in doubt, or the tree has nodes, and none rests."""
+        if self.resting:
+            return False
         spec = self._requests.get(request)
         return spec is not None and (spec.mirror.has_nodes or (spec.replica is not None and not spec.backoff.in_doubt))
 
