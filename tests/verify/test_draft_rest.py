@@ -19,7 +19,7 @@ from outrider.protocol.speculation import Commit
 from verify_service.engine.round import Entry
 from verify_service.speculation.budget import WIDTHS, CostModel
 from verify_service.speculation.draft_rest import DraftRest
-from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
+from verify_service.speculation.drafts import Drafts
 
 PROMISE = 0.98
 
@@ -104,7 +104,7 @@ def test_neither_way_to_decode_costs_more_than_was_promised(
     accepted: float, gap: float, plain: float, num_requests: int, seed: int
 ) -> None:
     rounds = Rounds(plain, gap, accepted, num_requests, seed)
-    rounds.run(700 * (plain + gap))
+    rounds.run(1200 * (plain + gap))
     # Three trials of a draft at rest.
     assert rounds.run(14.0) > PROMISE / plain
     gain = 1 - 1 / (plain * rounds.drafted_speed)
@@ -197,7 +197,7 @@ def test_a_draft_at_rest_is_told_seldom_and_then_of_all() -> None:
         assert not spec.wait.expects
         told += [message for message in port.take(drafts) if isinstance(message, Commit)]
     assert 2 <= len(told) <= 4
-    assert drafts.credit(one, 63, 0) < CREDIT_ROUNDS * 16
+    assert all(commit.credit <= 16 for commit in told)
     drafts.rest(False)
     told += [message for message in port.sent if isinstance(message, Commit)]
     assert sum(len(commit.token_ids) for commit in told) == 200

@@ -35,7 +35,8 @@ _PLAIN_TRIAL_SHARE = 0.005
 _FIRST_TRIAL_SHARE = 0.02
 """Part of the time in which drafts are in use that trials of plain decoding may cost; and before the first of them."""
 _LEAST_LOSS = 0.1
-"""Part of a trial's time that counts as lost, however fast plain decoding is thought to be: trees must grow anew."""
+"""Part of a trial's time that counts as lost, however fast plain decoding is thought to be. To that time belong the
+rounds in which trees grow anew."""
 
 
 class _Speed:
@@ -159,7 +160,8 @@ class DraftRest:
         if load.was_tried and plain > _HYSTERESIS * load.drafted.rate:
             return True
         share = _PLAIN_TRIAL_SHARE if load.was_tried else _FIRST_TRIAL_SHARE
-        return load.since_trial * share >= max(lost, _LEAST_LOSS) * (_PLAIN_SETTLING + _PLAIN_ROUNDS) / plain
+        num_rounds = _PLAIN_SETTLING + _PLAIN_ROUNDS + _DRAFTED_SETTLING
+        return load.since_trial * share >= max(lost, _LEAST_LOSS) * num_rounds / plain
 
     def _begin_trial(self, load: _Load) -> None:
         """Measure anew, or go on with a trial that ended because the number of requests changed."""

@@ -55,6 +55,9 @@ when it is."""
 _MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
 
+_RESTING_CREDIT = 16
+"""Live nodes that a draft at rest may hold for a request: its guesses are still judged."""
+
 
 @dataclass(eq=False, slots=True)
 class SpeculativeRequest:
@@ -157,7 +160,8 @@ class Drafts:
         for spec in self._requests.values() if ends else ():
             if spec.replica is not None and spec.num_unsent_tokens and not spec.backoff.in_doubt:
                 self._tell(spec)
-        self.flush()
+        if ends:
+            self.flush()
 
     def spec(self, request: Request) -> SpeculativeRequest | None:
         """The speculative request; None if the request does not speculate."""
@@ -197,8 +201,9 @@ class Drafts:
         spec = self._requests.get(request)
         if spec is None:
             return 0
-        spec.num_used_nodes = max(num_nodes, spec.num_used_nodes + 0.2 * (num_nodes - spec.num_used_nodes))
-        if spec.backoff.in_doubt or self.resting:
+        if not self.resting:
+            spec.num_used_nodes = max(num_nodes, spec.num_used_nodes + 0.2 * (num_nodes - spec.num_used_nodes))
+        if spec.backoff.in_doubt:
             rounds, share = CREDIT_ROUNDS // 4, 0
         else:
             is_roomy = 2 * share >= self._max_nodes / CREDIT_ROUNDS - 1  # about half of a round or more
@@ -245,7 +250,8 @@ class Drafts:
         spec.replica.health.sent(spec.number, len(tokens))
         length_before, token_ids = len(tokens) - num_tokens, tokens[-num_tokens:]
         state = (mirror.epoch, mirror.received_through, mirror.resolved_root)
-        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, spec.credit))
+        credit = min(spec.credit, _RESTING_CREDIT) if self.resting else spec.credit
+        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, credit))
 
     def pause(self, request: Request) -> None:
         """The request was preempted: nothing need grow, with this draft or one that connects before it runs again."""
