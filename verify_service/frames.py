@@ -76,6 +76,8 @@ class RoundFigures(NamedTuple):
     """How long each of the drafts' answers took since the round before."""
     drafting: float | None = None
     """How long the device drafted behind the round before; None where it did not."""
+    resting: bool = False
+    """Whether the drafts that serve its requests were left out, since rounds are faster so."""
 
 
 class RoundReport(msgspec.Struct, frozen=True, array_like=True):

@@ -8,12 +8,15 @@ tokens per second can be seen in a minute on a CPU, without noise. Agreement of 
 
 python -m benchmarks.simulate.split --batch 1 16 --answers 32
 python -m benchmarks.simulate.split --batch 16 --cost host=0.5 --set planner._STEP_NODES_PER_ROW=6
+
+An EAGLE-3 head as it was measured with 16 requests, whose draft rests:
+python -m benchmarks.simulate.split --batch 16 --answers 192 --spread 0.5 --flatten 1.2 \\
+    --language fluent=0 shares=0.03,0.3 --cost step=0.55 line=1.2 gap_trees=0.9 host=2
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 from collections import Counter
@@ -54,6 +57,8 @@ _MODULES = (publisher, growth, planner, drafter, batch_manager, draft_wait, heal
 MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}
 """Of which `--set` changes constants."""
 MAX_NODES, MAX_DEPTH, MAX_RUNNING, PROMPT = 63, 31, 32, 67
+_LOOK_SECONDS = 5e-4
+"""Between two looks of verify's engine at whether it is time to launch the next round."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,10 @@ class Scene:
     batch: int
     answers: int
     tokens: int = 256
+    """Of an answer, on average."""
+    spread: float = 0.0
+    """Part of that by which one may be shorter or longer. Answers of one length end together without drafts, and their
+    followers' prompts are computed together; drafts end that."""
     speculate: bool = True
     seed: int = 0
     costs: Costs = field(default_factory=Costs)
@@ -91,34 +100,36 @@ class Round:
 class Device:
     """Runs rounds: see Executor. The target says what the language does behind the request's prompt."""
 
-    launches_ahead = False
+    launches_ahead = True
 
     def __init__(self, actor: Actor, scene: Scene) -> None:
         self._actor, self._scene = actor, scene
-        self._ends: float | None = None
-        self._round: Round | None = None
-        self._text = cache(lambda prompt: scene.language.text(prompt, scene.tokens + 1))
+        self._rounds: list[Round] = []
+        """Those that have not ended, and the last one that was launched."""
+        self._text = cache(lambda prompt: scene.language.text(prompt, round((1 + scene.spread) * scene.tokens) + 1))
 
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Round:
-        """See Executor."""
+        """See Executor. Behind a round that is under way it begins when that one ends."""
         costs, now = self._scene.costs, self._actor.now
         decoded = [entry for entry in entries if entry.samples]
         chunk = sum(entry.num_extend for entry in entries if not entry.samples)
         gpu = costs.of_round(sum(entry.num_tokens for entry in decoded), len(decoded)) if decoded else 0.0
         prefill = 1e-3 * (costs.prefill + costs.prefill_token * chunk) if chunk else 0.0
         results = [Result(self._accepted(entry)) if entry.samples else Result() for entry in entries]
-        gap = None if self._ends is None else max(now - self._ends, 0.0)
-        self._ends = now + gpu + prefill
-        self._round = Round(self._actor, self._ends, gap, gpu, results)
-        return self._round
+        before = self._rounds[-1].ends if self._rounds else None
+        gap = None if before is None else max(now - before, 0.0)
+        ends = max(now, before or 0.0) + gpu + prefill
+        self._rounds = [*(one for one in self._rounds if one.ends > now), Round(self._actor, ends, gap, gpu, results)]
+        return self._rounds[-1]
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor."""
 
     def idle(self, entries: Sequence[Entry]) -> None:
-        """The engine has nothing to do until something comes, or the round is over."""
-        ends = self._round.ends if self._round is not None else math.inf
-        self._actor.wait(ends if ends > self._actor.now else self._actor.now + 1e-5)
+        """The engine has nothing to do until something comes, a round is over, or the next one may be launched."""
+        now = self._actor.now
+        ends = [one.ends for one in self._rounds if one.ends > now]
+        self._actor.wait(min(ends[0], now + _LOOK_SECONDS) if ends else now + 1e-5)
 
     def forget(self, request: Request) -> None:
         """See Executor."""
@@ -126,7 +137,7 @@ class Device:
     def _accepted(self, entry: Entry) -> list[int]:
         request, nodes = entry.request, entry.nodes
         text = self._text(tuple(request.tokens[: request.prompt_len]))
-        place = request.committed_len - request.prompt_len
+        place = entry.start + entry.num_extend - request.prompt_len
         below = {edge: node for node, edge in enumerate(zip(nodes.parents, nodes.token_ids, strict=True))}
         node, count = below.get((-1, text[place])), 1
         while node is not None and place + count < len(text):
@@ -158,7 +169,8 @@ class Simulation:
         """Why bursts ended."""
         self._actor = self.world.verify
         self._luck = random.Random(scene.seed)
-        self._waiting: list[list[int]] = []
+        self._waiting: list[tuple[list[int], int]] = []
+        """Prompts, and tokens of their answers."""
         self._left = 0
         self._device = Device(self._actor, scene)
         self.draft = DraftService(self.world.draft, scene.costs, scene.language, self._deliver)
@@ -180,18 +192,19 @@ class Simulation:
     def _ask(self, answers: int) -> None:
         """Clients begin to ask for so many."""
         self._left = answers
-        self._waiting = [[self._luck.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(answers)]
+        least, most = (round(self.scene.tokens * (1 + sign * self.scene.spread)) for sign in (-1, 1))
+        prompts = [[self._luck.randrange(VOCAB) for _ in range(PROMPT)] for _ in range(answers)]
+        self._waiting = [(prompt, self._luck.randint(least, most) if most > least else most) for prompt in prompts]
         for _ in range(min(self.scene.batch, answers)):
             self._submit(self._actor.now)
 
     def _submit(self, at: float) -> None:
         if self._waiting:
-            prompt = self._waiting.pop()
-            self._actor.post(at, lambda _: self._begin(prompt))
+            prompt, count = self._waiting.pop()
+            self._actor.post(at, lambda _: self._begin(prompt, count))
 
-    def _begin(self, prompt: list[int]) -> None:
+    def _begin(self, prompt: list[int], count: int) -> None:
         params = SamplingParams(temperature=0.0)
-        count = self.scene.tokens
         self.engine.submit(
             Request.begin(
                 GenerationRequest("r", prompt, params, count, disable_speculation=not self.scene.speculate),
@@ -260,12 +273,16 @@ class Simulation:
     def _charge(self, engine: verify_engine.VerifyEngine) -> None:
         """Have verify's host work take its time."""
         costs, running = self.scene.costs, engine.scheduler.running
-        trees = self.scene.speculate
+        trees, drafts = self.scene.speculate, engine.drafts
+
+        def told() -> int:
+            return 0 if drafts.resting else len(running)
+
         for owner, name, ms in (
             (engine.scheduler, "plan", lambda: costs.gap + costs.gap_row * max(len(running) - 1, 0)),
-            (engine.scheduler, "choose", lambda *_: costs.gap_trees * trees),
+            (engine.scheduler, "choose", lambda *_: costs.gap_trees * (trees and not drafts.resting)),
             (engine.scheduler, "take", lambda plan: costs.gap_node * plan.choice.num_nodes),
-            (engine._postprocessor, "_send_commits", lambda _: costs.tell_commit * len(running)),
+            (engine._postprocessor, "_send_commits", lambda _: costs.tell_commit * told()),
             (engine.drafts, "learn", lambda: costs.settle + costs.settle_row * len(running)),
         ):
             setattr(owner, name, self._actor.charged(name, getattr(owner, name), ms))
@@ -352,16 +369,31 @@ def parse_costs(changes: Sequence[str]) -> Costs:
     return replace(usual, **values)
 
 
+def parse_language(changes: Sequence[str], flatten: float) -> Language:
+    """A language with some of its figures changed: name=value, or name=value,value,... of those that are several."""
+    known = {one.name for one in fields(Language)}
+    values: dict[str, Any] = {"flatten": flatten}
+    for change in changes:
+        name, value = change.split("=")
+        if name not in known:
+            raise SystemExit(f"--language: there is no {name}; there are {', '.join(sorted(known))}")
+        several = tuple(float(one) for one in value.split(","))
+        values[name] = several if isinstance(getattr(Language(), name), tuple) else several[0]
+    return Language(**values)
+
+
 def main() -> None:
     """Parse options, simulate, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--answers", type=int, default=0, help="0: 6 of one at a time, else two of each client")
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--spread", type=float, default=0.0, help="part by which answers are shorter or longer")
     parser.add_argument("--seeds", type=int, default=1, help="runs, each with other texts")
     parser.add_argument(
         "--cost", nargs="*", default=[], help="name=ms, of `round` and `step` name=factor: see simulate_world.Costs"
     )
+    parser.add_argument("--language", nargs="*", default=[], help="name=value: see simulate_language.Language")
     parser.add_argument("--set", nargs="*", default=[], help="module._NAME=value, of " + ", ".join(MODULES))
     parser.add_argument("--flatten", type=float, default=1.0, help="above 1: the draft's scores promise too little")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
@@ -373,8 +405,8 @@ def main() -> None:
     rows: list[Row] = []
     for batch in told.batch:
         answers = told.answers or (6 if batch == 1 else 2 * batch)
-        language = Language(flatten=told.flatten)
-        scene = Scene(batch, answers, told.tokens, True, 0, parse_costs(told.cost), language)
+        language = parse_language(told.language, told.flatten)
+        scene = Scene(batch, answers, told.tokens, told.spread, True, 0, parse_costs(told.cost), language)
         scenes = [replace(scene, seed=seed) for seed in range(told.seeds)]
         runs = [Simulation(one).run() for one in scenes]
         plain = [Simulation(replace(one, speculate=False)).run()["tokens_per_second"] for one in scenes]

@@ -97,6 +97,15 @@ def test_the_page_shows_the_engine_s_last_word() -> None:
         assert f"outrider_verify_{line}\n" in page
 
 
+def test_a_round_that_leaves_its_drafts_out_is_neither_drafted_nor_a_fallback() -> None:
+    metrics = VerifyMetrics()
+    metrics._has_drafts = True
+    metrics.observe(RoundReport(0, 0, [1], [], 0, RoundFigures(0.02, 0.0, ready=0, resting=True)))
+    names = ("resting", "drafted", "fallback")
+    values = [metrics.registry.get_sample_value(f"outrider_verify_{name}_rounds_total") for name in names]
+    assert values == [1, 0, 0]
+
+
 def test_a_round_of_tokens_that_no_draft_serves_is_a_fallback_only_where_drafts_are_configured() -> None:
     def fallbacks(dialers: list[SimpleNamespace]) -> float | None:
         metrics = VerifyMetrics()

@@ -77,6 +77,9 @@ class VerifyMetrics:
         self._fallback_rounds = counter(
             "fallback_rounds", "Rounds that no draft served though drafts are configured: tokens at plain speed."
         )
+        self._resting_rounds = counter(
+            "resting_rounds", "Rounds that left out the drafts of their requests since plain decoding is faster."
+        )
         self._has_drafts = False
         self._hit_rounds = counter(
             "hit_rounds", "Drafted rounds with at least half of the usual number of nodes there without waiting."
@@ -181,6 +184,9 @@ class VerifyMetrics:
             self._held_rounds.inc()
         for seconds in figures.answers:
             self._answer_seconds.observe(seconds)
+        if figures.resting:
+            self._resting_rounds.inc()
+            return
         if figures.ready is None:
             # A round that commits nothing is prefill alone, which no draft takes part in.
             if self._has_drafts and report.committed:

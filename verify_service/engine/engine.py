@@ -29,6 +29,7 @@ from verify_service.frames import ENGINE_FAILED, ENGINE_STOPPED
 from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.connection import DraftConnection
+from verify_service.speculation.draft_rest import DraftRest
 from verify_service.speculation.draft_wait import DraftWaitPolicy, DraftWaitState
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
 
@@ -120,9 +121,12 @@ class VerifyEngine:
         """Actions of messages that were received and not processed yet."""
         self._garbage = GarbageCollector()
         self._gaps = GapWatch()
+        # Elsewhere plain rounds take what rounds with drafts do, nodes and waits aside, and the budget knows that.
+        may_rest = executor.launches_ahead and growth is None and not limits.lockstep
         self._postprocessor = RoundPostprocessor(
-            self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes, growth
-        )
+            self.scheduler, self.drafts, self.features, self._active_requests, observer, cost, limits.max_nodes, growth,
+            DraftRest(cost) if may_rest else None,
+        )  # fmt: skip
         self._ahead: tuple[Batch, Pending] | None = None
         """The round behind the one that runs, if it was launched."""
         self._ended_at: float | None = None

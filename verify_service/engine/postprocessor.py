@@ -14,6 +14,7 @@ from verify_service.engine.scheduler import Scheduler
 from verify_service.features.sender import FeatureSender
 from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import CostModel
+from verify_service.speculation.draft_rest import DraftRest
 from verify_service.speculation.drafts import Drafts
 
 _MAX_EARLY_COMMITS = 4
@@ -33,8 +34,9 @@ class RoundPostprocessor:
         cost: CostModel,
         max_nodes: int,
         growth: RoundGrowth | None = None,
+        rest: DraftRest | None = None,
     ) -> None:
-        """`max_nodes`: of a round. `growth`: of trees on verify's own device."""
+        """`max_nodes`: of a round. `growth`: of trees on verify's own device. `rest`: where drafts may rest."""
         self._scheduler = scheduler
         self._drafts = drafts
         self._features = features
@@ -43,6 +45,7 @@ class RoundPostprocessor:
         self._cost = cost
         self._max_nodes = max_nodes
         self._growth = growth
+        self._rest = rest
         self._done: RoundDone | None = None
         self._commits_sent = False
         """Whether the commits of that round were sent to drafts."""
@@ -84,6 +87,7 @@ class RoundPostprocessor:
             ready=done.batch.num_ready_nodes if drafted else None,
             answers=self._drafts.take_answer_seconds(),
             drafting=done.pending.drafting_seconds,
+            resting=drafted and self._drafts.resting,
         )
         self._observer.round(done.batch.entries, updates, figures)
         self._observer.flush()
@@ -96,7 +100,11 @@ class RoundPostprocessor:
             self._growth.learn(done.batch.taken, done.batch.entries, done.results, done.pending.drafting_seconds)
         self._cost.follow_contexts(sum(entry.start for entry in done.batch.entries if entry.samples))
         # Behind a round with prefill the device may still be busy with it.
-        if not done.prefills and not self._prefilled:
+        is_usual = not done.prefills and not self._prefilled
+        if self._rest is not None and drafted:
+            self._rest.observe(*done.num_sampled, done.wall_seconds, is_usual and done.host_gap is not None)
+            self._drafts.rest(self._rest.rests)
+        if is_usual:
             own, gpu_seconds = self._growth is not None, done.pending.gpu_seconds
             # Drafting on verify's device lies between the rounds' ends.
             seconds = gpu_seconds if own and gpu_seconds is not None else done.seconds + (done.host_gap or 0.0)
@@ -192,6 +200,17 @@ class RoundDone(NamedTuple):
     """From the end of the round before to this one's launch, in seconds, waits for drafts aside; None after a pause."""
     phases: Phases = ()
     """Phases of the host's time between the round before and this one."""
+
+    @property
+    def num_sampled(self) -> tuple[int, int]:
+        """Requests whose next token was sampled, and tokens that were committed."""
+        num_requests = sum(entry.samples for entry in self.batch.entries)
+        return num_requests, sum(len(commit.tokens) for commit in self.commits if commit is not None)
+
+    @property
+    def wall_seconds(self) -> float:
+        """From the end of the round before to its own; without a round just before, from its launch."""
+        return self.seconds + self.batch.wait_seconds + (self.host_gap or 0.0)
 
     @property
     def gap(self) -> float | None:

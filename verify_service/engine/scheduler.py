@@ -244,7 +244,7 @@ class Scheduler:
         depths: list[int] = []
         awaited: list[DraftWaitState] = []
         num_tokens = num_roots = num_apart = 0
-        spec_of, max_depth = self._drafts.spec, self._limits.max_depth
+        spec_of, max_depth, resting = self._drafts.spec, self._limits.max_depth, self._drafts.resting
         for entry in entries:
             is_apart = self._limits.is_apart(entry)
             if is_apart:
@@ -259,7 +259,7 @@ class Scheduler:
                 # Rows of a forward round with its width: what is told of a prompt must not depend on a draft.
                 continue
             spec = spec_of(entry.request)
-            if spec is None or (room := entry.request.draft_room) <= 0:
+            if resting or spec is None or (room := entry.request.draft_room) <= 0:
                 continue
             if (state := spec.wait).expects:
                 awaited.append(state)

@@ -78,6 +78,8 @@ class DraftWaitMode:
     """Every answer is waited for, whatever it brings."""
     turns: bool = False
     """Drafts share cores with rounds and grow between them: the answer to every commit may be worth a wait."""
+    resting: bool = False
+    """Rounds without drafts are faster: none waits for them."""
     launched_at: float = math.inf
     """When the round was launched that runs now; what drafts do from then on is slow where they take turns."""
 
@@ -148,7 +150,7 @@ class DraftWaitState:
         """Whether the draft may bring nodes soon that a round would want."""
         if not self.awaits_answer and self.answered_at is None:
             return False
-        return not (self.paused or self.skips_wait or self.backoff.in_doubt)
+        return not (self.paused or self.mode.resting or self.skips_wait or self.backoff.in_doubt)
 
     @property
     def skips_wait(self) -> bool:
@@ -200,7 +202,7 @@ class DraftWaitState:
         self.num_messages = self.num_late = 0
         self.sent_at = None
         self._forget_answer()
-        self.awaits_answer = health is not None and (mode.every_answer or not has_nodes)
+        self.awaits_answer = health is not None and not mode.resting and (mode.every_answer or not has_nodes)
         self.is_miss = self.awaits_answer and self.has_answered and not mode.every_answer
         self.after_hit = mode.turns and has_nodes
         self.promised = sum(self._best_chances(PROMISE_NODES)[0]) if self.after_hit else 0.0

@@ -49,10 +49,14 @@ MAX_CALIBRATORS = 64
 """Drafts whose calibration is remembered; those behind a DNS name come with ever new addresses."""
 
 _MAX_UNSENT_TOKENS = 64
-"""Committed tokens at most that a draft is not told of because no round waited for it: it computes them when it is."""
+"""Committed tokens at most that a draft is not told of because no round waited for it, or it rests: it computes them
+when it is."""
 
 _MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
+
+_RESTING_CREDIT = 16
+"""Live nodes that a draft at rest may hold for a request: its guesses are still judged."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +78,7 @@ class SpeculativeRequest:
     num_features_sent: int = 0
     """Positions whose features the draft was sent, or that are on their way."""
     num_unsent_tokens: int = 0
-    """Committed tokens that the draft was not told of, because it is in doubt or no round waited for it."""
+    """Committed tokens that the draft was not told of, because it is in doubt, rests, or no round waited for it."""
     num_used_nodes: float = 0.0
     """Nodes that its rounds took lately."""
 
@@ -144,6 +148,21 @@ class Drafts:
         self._wait_mode = DraftWaitMode(lockstep, turns)
         self._next_number = 1
 
+    @property
+    def resting(self) -> bool:
+        """Whether rounds are to be plain for now, whatever trees have."""
+        return self._wait_mode.resting
+
+    def rest(self, resting: bool) -> None:
+        """Have drafts rest: they are told of commits seldom, and grow little. Or end that: they are told of all."""
+        ends = self._wait_mode.resting and not resting
+        self._wait_mode.resting = resting
+        for spec in self._requests.values() if ends else ():
+            if spec.replica is not None and spec.num_unsent_tokens and not spec.backoff.in_doubt:
+                self._tell(spec)
+        if ends:
+            self.flush()
+
     def spec(self, request: Request) -> SpeculativeRequest | None:
         """The speculative request; None if the request does not speculate."""
         return self._requests.get(request)
@@ -182,7 +201,8 @@ class Drafts:
         spec = self._requests.get(request)
         if spec is None:
             return 0
-        spec.num_used_nodes = max(num_nodes, spec.num_used_nodes + 0.2 * (num_nodes - spec.num_used_nodes))
+        if not self.resting:
+            spec.num_used_nodes = max(num_nodes, spec.num_used_nodes + 0.2 * (num_nodes - spec.num_used_nodes))
         if spec.backoff.in_doubt:
             rounds, share = CREDIT_ROUNDS // 4, 0
         else:
@@ -213,7 +233,10 @@ class Drafts:
 
     def _can_wait(self, spec: SpeculativeRequest) -> bool:
         """Whether its draft need not be told of a commit before a round waits for it: what it grew beside a round would
-        take the round's cores, and follow a commit that is outdated by the time the tree is there."""
+        take the round's cores, and follow a commit that is outdated by the time the tree is there. Nor while it rests.
+        """
+        if self.resting:
+            return spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
         is_turn = self._wait_mode.turns and spec.replica is not None and spec.replica.terms.takes_turns
         if not is_turn or self._wait_mode.lockstep or spec.backoff.in_doubt:
             return False
@@ -227,7 +250,8 @@ class Drafts:
         spec.replica.health.sent(spec.number, len(tokens))
         length_before, token_ids = len(tokens) - num_tokens, tokens[-num_tokens:]
         state = (mirror.epoch, mirror.received_through, mirror.resolved_root)
-        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, spec.credit))
+        credit = min(spec.credit, _RESTING_CREDIT) if self.resting else spec.credit
+        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, credit))
 
     def pause(self, request: Request) -> None:
         """The request was preempted: nothing need grow, with this draft or one that connects before it runs again."""
@@ -316,7 +340,9 @@ class Drafts:
         return spec is not None and spec.replica is not None
 
     def may_have_nodes(self, request: Request) -> bool:
-        """Whether a draft grows the request's tree that is not in doubt, or the tree has nodes."""
+        """Whether a draft grows the request's tree that is not in doubt, or the tree has nodes, and none rests."""
+        if self.resting:
+            return False
         spec = self._requests.get(request)
         return spec is not None and (spec.mirror.has_nodes or (spec.replica is not None and not spec.backoff.in_doubt))
 
