@@ -16,10 +16,10 @@ from kernels.cpu.isa import Isa
 from kernels.cpu.layout import BLOCKS, FLOATS, GROUP, LANES, PREPARE, TILE, TILES
 from kernels.cpu.tiles import call_variants
 
-_TILES_OF = {1: 4, 2: 4, 4: 2, 8: 1, 16: 1}
+_TILES_OF = {1: 2, 2: 2, 4: 2, 8: 1, 16: 1}
 """Tiles that are taken at once, by the rows that products are compiled for."""
 _TILES_OF_AVX2 = {1: 4, 2: 2, 4: 1}
-_FETCHED = 16
+_FETCHED = 48
 """Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
 _WORDS = ir.VectorType(I32, LANES)
 _FRACTION, _ONE = 0xF << 19, 0x3F800000
