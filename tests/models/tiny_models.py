@@ -38,6 +38,10 @@ def save_tiny(folder: Path, family: str = "Llama", max_shard_size: str = "1GB", 
     model = getattr(transformers, f"{family.removesuffix('Text')}{head}")(config).eval()
     # Others leave out caps of scores in some versions.
     model.set_attn_implementation("eager")
+    for module in model.modules():
+        if hasattr(module, "limit"):
+            # Up to transformers 5.17 gpt-oss has 7.0, whatever the configuration says.
+            module.limit = config.swiglu_limit
     with torch.no_grad():
         # The default start, biases of zero and norms of one, would hide a weight in the wrong place.
         for parameter in model.parameters():

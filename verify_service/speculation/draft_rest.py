@@ -17,10 +17,9 @@ _LEAST_ROUNDS = 32
 _PLAIN_ROUNDS = 8
 _DRAFTED_ROUNDS = 24
 """Rounds of a trial that are measured: plain ones take the same time each, what drafts bring differs."""
-_PLAIN_SETTLING = 3
-"""First rounds without drafts that say nothing: two were planned before, and drafts still work on what came before."""
-_DRAFTED_SETTLING = 8
-"""First rounds with drafts that say nothing: drafts follow what was committed meanwhile, and their trees are small."""
+_SETTLING = 8
+"""First rounds of a kind that say nothing. Without drafts: two were planned before, and drafts, maybe on the same
+device, still use up their credit. With them: drafts follow what was committed meanwhile, and their trees are small."""
 _LASTING_ROUNDS = 12
 """Rounds in a row with fewer or more requests, after which what is known of so many counts: when answers end together
 others take their places within that."""
@@ -147,7 +146,7 @@ class DraftRest:
         self._settle()
 
     def _settle(self) -> None:
-        self._num_settling = _PLAIN_SETTLING if self.rests else _DRAFTED_SETTLING
+        self._num_settling = _SETTLING
 
     def _is_due(self, load: _Load, num_requests: int) -> bool:
         """Whether the other way to decode is to be tried."""
@@ -160,7 +159,7 @@ class DraftRest:
         if load.was_tried and plain > _HYSTERESIS * load.drafted.rate:
             return True
         share = _PLAIN_TRIAL_SHARE if load.was_tried else _FIRST_TRIAL_SHARE
-        num_rounds = _PLAIN_SETTLING + _PLAIN_ROUNDS + _DRAFTED_SETTLING
+        num_rounds = _SETTLING + _PLAIN_ROUNDS + _SETTLING
         return load.since_trial * share >= max(lost, _LEAST_LOSS) * num_rounds / plain
 
     def _begin_trial(self, load: _Load) -> None:

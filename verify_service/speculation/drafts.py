@@ -55,8 +55,9 @@ when it is."""
 _MIN_GRANTED_NODES = 4
 """Nodes of a round that a request is granted at least, however many others there are."""
 
-_RESTING_CREDIT = 16
-"""Live nodes that a draft at rest may hold for a request: its guesses are still judged."""
+_RESTING_CREDIT = 1
+"""Live nodes that a draft at rest may hold for a request: its guesses are still judged, and it takes little of a device
+that rounds may run on, too."""
 
 
 @dataclass(eq=False, slots=True)
