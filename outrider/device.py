@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.compiling import share_l1
-from kernels.cpu.isa import best_isa
+from kernels.cpu.isa import best_isa, cpu_flags
 from kernels.kv_cache import stamp
 from kernels.launch import num_processors
 from outrider.errors import ConfigError
@@ -93,15 +92,7 @@ def cpu_dtype() -> tuple[torch.dtype, str]:
 
 def bf16_flag() -> str:
     """The instructions for products in bfloat16 that this CPU has; empty if there are none."""
-    flags = _cpu_flags()
-    return next((flag for flag in _BF16_FLAGS if flag in flags), "")
-
-
-def _cpu_flags() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    words = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return set(words.split())
+    return next((flag for flag in _BF16_FLAGS if flag in cpu_flags()), "")
 
 
 def check_fp8(device: torch.device, what: str) -> None:

@@ -7,8 +7,13 @@ import sys
 from enum import Enum
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
+
+_AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
+_AVX512 = _AVX2 | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
+_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
 
 
 class Isa(Enum):
@@ -31,13 +36,23 @@ class Isa(Enum):
 
 
 @cache
+def cpu_flags() -> frozenset[str]:
+    """Instructions and more that the processor has, as Linux names them; empty elsewhere."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    words = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(words.split())
+
+
+@cache
 def supported() -> tuple[Isa, ...]:
     """Those that run here, best first. They need Linux and llvmlite."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or find_spec("llvmlite") is None:
         return ()
-    found = {Isa.AVX512: torch.cpu._is_avx512_supported(), Isa.AVX2: torch.cpu._is_avx2_supported()}
-    found[Isa.AMX] = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
-    return tuple(isa for isa in Isa if found[isa])
+    needed = {Isa.AMX: _AMX, Isa.AVX512: _AVX512, Isa.AVX2: _AVX2}
+    found = [isa for isa in Isa if needed[isa] <= cpu_flags()]
+    # The system has to let this process have tiles.
+    return tuple(isa for isa in found if isa is not Isa.AMX or torch.cpu._init_amx())
 
 
 def best_isa() -> Isa | None:

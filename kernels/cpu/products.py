@@ -26,6 +26,8 @@ _AHEAD = 2
 """Blocks before the first and twice as many behind the last that are read, and not used."""
 _CHUNKS = 4
 """Pieces of a product for each thread."""
+_TOGETHER = 256
+"""Rows that are made float32 at once, by each thread for itself."""
 _PRODUCT = (
     "x",
     "row_stride",
@@ -131,14 +133,16 @@ def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat
         return tile_product(rows, weight).float()
     isa = needed_isa()
     out = torch.empty(count, weight.num_out, dtype=dtype)
-    prepared = torch.empty(prepared_size(weight.kind, count, size, isa.has_tiles), dtype=torch.uint8)
+    some = max(count, 1) if isa.has_tiles else _TOGETHER
+    prepared = torch.empty(prepared_size(weight.kind, min(count, some), size, isa.has_tiles), dtype=torch.uint8)
     tiles, threads = weight.num_out // TILE, num_threads()
     chunk = max(1, -(-tiles // (_CHUNKS * threads))) if threads > 1 else tiles
     counters = torch.empty(COUNTERS, dtype=torch.uint8)
-    if count:
+    x_stride, out_stride = rows.stride(0) * 2, weight.num_out * dtype.itemsize
+    for first in range(0, count, some):
         _compiled(isa, weight.kind, dtype == torch.float32)(
-            rows.data_ptr(), rows.stride(0) * 2, weight.blocks.data_ptr(),
-            out.data_ptr(), weight.num_out * dtype.itemsize, size // GROUP, tiles, count, prepared.data_ptr(),
+            rows.data_ptr() + first * x_stride, x_stride, weight.blocks.data_ptr(), out.data_ptr() + first * out_stride,
+            out_stride, size // GROUP, tiles, min(count - first, some), prepared.data_ptr(),
             chunk, -(-tiles // chunk), counters.data_ptr(), *pool(threads),
         )  # fmt: skip
     return out

@@ -19,6 +19,7 @@ from outrider.attention.base import (
     TokenBatch,
 )
 from outrider.cache.kv import KVCache
+from outrider.device import bf16_flag
 from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary, rotate
 
@@ -307,6 +308,9 @@ def _capped_attention(
     rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, scores: ScoreRules
 ) -> Tensor:
     """Of folded rows [B, K, G * n, D], with capped scores and sinks; weights are float32."""
+    if rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and not bf16_flag():
+        # Without instructions for it products in bfloat16 take many times as long.
+        return _capped_attention(rows.float(), k.float(), v.float(), mask, scale, scores).to(rows.dtype)
     products = torch.matmul(rows, k.transpose(2, 3)).float() * scale
     if scores.softcap:
         products = torch.tanh(products / scores.softcap) * scores.softcap

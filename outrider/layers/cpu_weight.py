@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.cpu.isa import needed_isa
 from kernels.cpu.layout import GROUP
 from kernels.cpu.levels import eight_bits
 from kernels.cpu.products import MAX_ROWS, Packed, fits, packed_four, packed_half, prepare, tile_product
@@ -45,12 +46,12 @@ class CpuWeight:
         """For a matrix, of which `quantized` may be what was stored; None where there is no layout for it."""
         if fits(weight):
             few = four_bits(weight) or eight_bits(weight) if quantized is None else four_bits_of(quantized)
-            return cls(packed_half(weight), few)
-        if not can_pack(weight):
-            return None
-        # Without instructions for it a product in bfloat16 takes several times as long.
-        wide = weight if bf16_flag() else weight.float()
-        return cls(torch.ops.mkldnn._reorder_linear_weight(wide, None))
+            has_faster = few is not None and not needed_isa().has_tiles and bf16_flag() and can_pack(weight)
+            return cls(_reordered(weight) if has_faster else packed_half(weight), few)
+        if weight.dtype == torch.bfloat16 and not bf16_flag():
+            # Without instructions for it a product in bfloat16 takes several times as long.
+            weight = weight.float()
+        return cls(_reordered(weight)) if can_pack(weight) else None
 
     @property
     def of_few(self) -> Packed | None:
@@ -90,6 +91,11 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
 
 
 def _by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

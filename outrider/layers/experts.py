@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.products import fits
 from kernels.expert_tiles import Gating, Routes
 from kernels.experts import combine, expert_linear, gate, route
 from kernels.quant_weight import QuantWeight, joined
@@ -92,12 +91,15 @@ class ExpertLinear:
             self._pack_on_cpu(quantized)
 
     def _pack_on_cpu(self, quantized: QuantWeight | None) -> None:
-        """Where kernels.cpu takes the matrices, which `quantized` may be what was stored of."""
-        if not fits(self.weight[0]):
+        """In bfloat16, each expert for itself; `quantized` may be what was stored of them."""
+        if self.weight.device.type != "cpu" or self.weight.dtype != torch.bfloat16:
             return
         stored = [None if quantized is None else quantized.of_expert(expert) for expert in range(len(self.weight))]
-        found = [CpuWeight.of(weight, part) for weight, part in zip(self.weight, stored, strict=True)]
-        self.on_cpu = [packed for packed in found if packed is not None]
+        for weight, part in zip(self.weight, stored, strict=True):
+            packed = CpuWeight.of(weight, part)
+            if packed is None:
+                return
+            self.on_cpu.append(packed)
         self.weight = self.weight.new_empty(0)
 
     def __call__(self, rows: Tensor, routes: Routes, gating: Gating | None = None, interleaved: bool = False) -> Tensor:

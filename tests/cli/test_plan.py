@@ -76,8 +76,9 @@ def test_the_formula_is_what_the_loader_allocates_for_smollm2(
     from outrider.layers.cpu_weight import can_pack
     from outrider.models.loader import load_model
 
-    # With AMX matrices lie in tiles, and some as codes, too; the plan is of a GPU's memory.
+    # On CPUs matrices may lie in blocks, and as codes besides, or in float32; the plan is of a GPU's memory.
     monkeypatch.setattr("outrider.layers.cpu_weight.fits", lambda weight: False)
+    monkeypatch.setattr("outrider.layers.cpu_weight.bf16_flag", lambda: "bf16")
     kind = getattr(torch, dtype)
     packed = can_pack(torch.empty(1, 1, dtype=kind))
     model = load_model(model_path, kind)

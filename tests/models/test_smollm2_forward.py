@@ -10,9 +10,9 @@ import torch
 import transformers
 from tiny_models import relative_error, run_one
 
+from kernels.cpu.isa import cpu_flags
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.device import _cpu_flags
 from outrider.models.decoder import CausalLM
 from outrider.models.loader import load_model
 
@@ -46,7 +46,7 @@ def test_default_model_logits_equal_transformers(model: CausalLM, reference: Any
             assert relative_error(logits, reference(ids[None]).logits[0]) <= 1e-4
 
 
-@pytest.mark.skipif("avx512_bf16" not in _cpu_flags(), reason="measured with these instructions alone")
+@pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="measured with these instructions alone")
 def test_a_root_in_bfloat16_has_the_same_bits_alone_and_above_any_tree(model_path: Path) -> None:
     model = load_model(model_path, torch.bfloat16)
     generator = torch.Generator().manual_seed(4)

@@ -20,6 +20,8 @@ _DRAFTED_ROUNDS = 24
 _SETTLING = 8
 """First rounds of a kind that say nothing. Without drafts: two were planned before, and drafts, maybe on the same
 device, still use up their credit. With them: drafts follow what was committed meanwhile, and their trees are small."""
+_PROMPT_ROUNDS = 2
+"""Times as many rounds after which a trial ends, however few of them could be measured beside prompts."""
 _LASTING_ROUNDS = 12
 """Rounds in a row with fewer or more requests, after which what is known of so many counts: when answers end together
 others take their places within that."""
@@ -89,7 +91,7 @@ class DraftRest:
         self._num_outside = 0
         """Rounds in a row with other numbers."""
         self._on_trial = False
-        self._num_settling = 0
+        self._num_settling = self._num_on_trial = 0
         self._behind = 0.0
         """Seconds by which a trial of drafts is behind plain decoding."""
 
@@ -108,22 +110,27 @@ class DraftRest:
             return
         load = self._load
         load.since_trial += seconds
-        if not is_usual or not num_tokens:
-            return
-        tokens = num_tokens / num_requests
+        was_resting, self._num_on_trial = self.rests, self._num_on_trial + self._on_trial
+        if is_usual and num_tokens:
+            self._learn(load, num_requests, num_tokens / num_requests, seconds)
+        num_measured = _DRAFTED_ROUNDS if load.rests else _PLAIN_ROUNDS
+        if self._on_trial and self._num_on_trial >= _PROMPT_ROUNDS * (_SETTLING + num_measured):
+            self._end_trial()
+        if self.rests != was_resting:
+            self._num_settling = _SETTLING
+
+    def _learn(self, load: _Load, num_requests: int, tokens: float, seconds: float) -> None:
+        """From a round in which a request got so many tokens."""
         if self._on_trial and load.rests:
             self._behind += seconds - tokens / load.plain.rate
         if self._num_settling:
             self._num_settling -= 1
         else:
             (load.plain if self.rests else load.drafted).note(tokens, seconds)
-        was_resting = self.rests
         if self._on_trial:
             self._judge(load)
         elif self._is_due(load, num_requests):
             self._begin_trial(load)
-        if self.rests != was_resting:
-            self._settle()
 
     def _is_at(self, num_requests: int) -> bool:
         """Whether what is known now is of so many requests. It is once there have been so many for some rounds."""
@@ -144,16 +151,12 @@ class DraftRest:
         self._numbers = range(least - (least >> 3), most + (most >> 3) + 1)
         if self._on_trial:
             self._end_trial()
-        self._load = self._loads.setdefault(power, _Load())
-        self._settle()
-
-    def _settle(self) -> None:
-        self._num_settling = _SETTLING
+        self._load, self._num_settling = self._loads.setdefault(power, _Load()), _SETTLING
 
     def _is_due(self, load: _Load, num_requests: int) -> bool:
         """Whether the other way to decode is to be tried."""
         if load.rests:
-            return load.since_trial >= _MAX_REST_SECONDS
+            return load.since_trial >= max(_MAX_REST_SECONDS, self._least_allowance / (2 * _DRAFTED_TRIAL_SHARE))
         if load.drafted.num_rounds < _LEAST_ROUNDS:
             return False
         plain = load.plain.rate or 1 / self._cost.seconds(num_requests)
@@ -164,9 +167,14 @@ class DraftRest:
         num_rounds = _SETTLING + _PLAIN_ROUNDS + _SETTLING
         return load.since_trial * share >= max(lost, _LEAST_LOSS) * num_rounds / plain
 
+    @property
+    def _least_allowance(self) -> float:
+        """Seconds by which a trial of drafts may be behind so that it is not given up while their trees grow anew."""
+        return _SETTLING / 2 / self._load.plain.rate
+
     def _begin_trial(self, load: _Load) -> None:
         """Measure anew, or go on with a trial that ended because the number of requests changed."""
-        self._on_trial, self._behind = True, 0.0
+        self._on_trial, self._behind, self._num_on_trial = True, 0.0, 0
         if load.rests and load.drafted.num_rounds >= _DRAFTED_ROUNDS:
             load.drafted = _Speed()
         elif not load.rests and load.plain.num_rounds >= _PLAIN_ROUNDS:
@@ -179,7 +187,7 @@ class DraftRest:
         """End a trial that has shown what it can, or costs too much."""
         if load.rests:
             is_over = load.drafted.num_rounds >= _DRAFTED_ROUNDS
-            gives_up = self._behind > _DRAFTED_TRIAL_SHARE * load.since_trial
+            gives_up = self._behind > max(_DRAFTED_TRIAL_SHARE * load.since_trial, self._least_allowance)
             is_better = is_over and load.drafted.rate > _HYSTERESIS * load.plain.rate
         else:
             is_over, gives_up = load.plain.num_rounds >= _PLAIN_ROUNDS, False

@@ -251,8 +251,10 @@ class Drafts:
         spec.replica.health.sent(spec.number, len(tokens))
         length_before, token_ids = len(tokens) - num_tokens, tokens[-num_tokens:]
         state = (mirror.epoch, mirror.received_through, mirror.resolved_root)
-        credit = min(spec.credit, _RESTING_CREDIT) if self.resting else spec.credit
-        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, credit))
+        spec.replica.outbox.append(Commit(spec.number, length_before, token_ids, *state, self._granted(spec)))
+
+    def _granted(self, spec: SpeculativeRequest) -> int:
+        return min(spec.credit, _RESTING_CREDIT) if self.resting else spec.credit
 
     def pause(self, request: Request) -> None:
         """The request was preempted: nothing need grow, with this draft or one that connects before it runs again."""
@@ -270,7 +272,7 @@ class Drafts:
             return
         spec.wait.paused = False
         if spec.replica is not None:
-            spec.replica.outbox.append(Resume(spec.number, spec.credit))
+            spec.replica.outbox.append(Resume(spec.number, self._granted(spec)))
 
     def close(self, request: Request) -> None:
         """The request ended."""
@@ -431,7 +433,7 @@ class Drafts:
         request = spec.request
         replica.health.sent(spec.number, request.committed_len)
         tokens, params = request.tokens[:], request.params
-        opened = Open(spec.number, tokens, request.prompt_len, params.sampling, spec.credit, params.tenant)
+        opened = Open(spec.number, tokens, request.prompt_len, params.sampling, self._granted(spec), params.tenant)
         replica.outbox.append(opened)
         if spec.wait.paused:
             replica.outbox.append(Pause(spec.number))
