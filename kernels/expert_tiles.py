@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -11,6 +12,26 @@ from kernels.launch import ceil_div, power_of_two
 
 MAX_EXPERTS = 1024
 MIN_TILE, MAX_TILE = 16, 128
+
+
+def by_expert(rows: Tensor, experts: Tensor, num_out: int, product: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The product of each expert that was woken with the rows of its pairs, where the host knows which these are.
+
+    Args:
+        rows: [M, I], the tokens' rows, or [P, I], one a pair.
+        experts: [M, K] of P = M * K pairs; those of padding are negative.
+        product: of an expert's number and rows [n, I], [n, num_out].
+
+    Returns:
+        [P, num_out] in the dtype of `rows`; zeros for pairs of padding.
+    """
+    flat = experts.flatten()
+    per_row = len(flat) // len(rows)
+    out = rows.new_zeros(len(flat), num_out)
+    for expert in flat[flat >= 0].unique().tolist():
+        pairs = (flat == expert).nonzero().flatten()
+        out[pairs] = product(expert, rows[pairs // per_row]).to(out.dtype)
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kernels.cpu.layout import LANES, LINE
 
 I8, I16, I32, I64, F32, PTR = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.PointerType())
 VECTOR = ir.VectorType(F32, LANES)
-_WORDS = ir.VectorType(I32, LANES)
+WORDS = ir.VectorType(I32, LANES)
 _SPINS = 2000
 """Looks at a counter before a thread lets others have its core: some 0.1 ms."""
 
@@ -31,6 +31,11 @@ class _BFloat16(ir.Type):  # type: ignore[misc]
 
 _HALVES = ir.VectorType(_BFloat16(), LANES)
 _BITS = ir.VectorType(I16, LANES)
+
+
+def words(value: int) -> Any:
+    """An int32 constant in all lanes."""
+    return WORDS([value] * LANES)
 
 
 class Module(ir.Module):  # type: ignore[misc]
@@ -145,8 +150,8 @@ class Code:
 
     def load_halves(self, address: Any, offset: Any = 0) -> Any:
         """16 bfloat16 numbers as float32."""
-        words = self.build.zext(self.load(_BITS, address, offset), _WORDS)
-        return self.build.bitcast(self.build.shl(words, _WORDS([16] * LANES)), VECTOR)
+        wide = self.build.zext(self.load(_BITS, address, offset), WORDS)
+        return self.build.bitcast(self.build.shl(wide, words(16)), VECTOR)
 
     def load_half(self, address: Any, offset: Any = 0) -> Any:
         """A bfloat16 number as float32."""
@@ -162,11 +167,11 @@ class Code:
         build = self.build
         if self.isa is Isa.AMX:
             return build.bitcast(self.call("llvm.x86.avx512bf16.cvtneps2bf16.512", _HALVES, value), _BITS)
-        bits, upper = build.bitcast(value, _WORDS), _WORDS([16] * LANES)
-        is_odd = build.and_(build.lshr(bits, upper), _WORDS([1] * LANES))
-        rounded = build.add(build.add(bits, _WORDS([0x7FFF] * LANES)), is_odd)
+        bits, upper = build.bitcast(value, WORDS), words(16)
+        is_odd = build.and_(build.lshr(bits, upper), words(1))
+        rounded = build.add(build.add(bits, words(0x7FFF)), is_odd)
         # Rounding up, a NaN of all ones would become zero.
-        quiet = build.or_(bits, _WORDS([1 << 22] * LANES))
+        quiet = build.or_(bits, words(1 << 22))
         rounded = build.select(build.fcmp_unordered("uno", value, value), quiet, rounded)
         return build.trunc(build.lshr(rounded, upper), _BITS)
 
@@ -180,17 +185,17 @@ class Code:
 
     def farthest(self, values: Sequence[Any]) -> Any:
         """The largest number of some vectors without its sign, float32; a NaN if there is one."""
-        words = [self.build.bitcast(self.absolute(value), _WORDS) for value in values]
+        words = [self.build.bitcast(self.absolute(value), WORDS) for value in values]
         largest = words[0]
         for other in words[1:]:
-            largest = self.call("llvm.smax.v16i32", _WORDS, largest, other)
+            largest = self.call("llvm.smax.v16i32", WORDS, largest, other)
         return self.build.bitcast(self.call("llvm.vector.reduce.smax.v16i32", I32, largest), F32)
 
     def same(self, value: Any) -> Any:
         """A float32 or int32 number in all lanes."""
         kind = ir.VectorType(value.type, LANES)
         one = self.build.insert_element(kind(ir.Undefined), value, I32(0))
-        return self.build.shuffle_vector(one, kind(ir.Undefined), _WORDS([0] * LANES))
+        return self.build.shuffle_vector(one, kind(ir.Undefined), words(0))
 
     def number(self, value: float) -> Any:
         """A constant in all lanes."""
@@ -236,7 +241,7 @@ class Code:
         """The sum over all lanes, float32, always in the same order."""
         for size in (8, 4, 2, 1):
             other = self.build.shuffle_vector(
-                value, value.type(ir.Undefined), _WORDS([(lane + size) % LANES for lane in range(LANES)])
+                value, value.type(ir.Undefined), WORDS([(lane + size) % LANES for lane in range(LANES)])
             )
             value = self.build.fadd(value, other)
         return self.build.extract_element(value, I32(0))
@@ -251,7 +256,7 @@ class Code:
         found = self.number(1 / 5040)
         for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
             found = self.fma(found, left, self.number(factor))
-        power = build.shl(build.add(build.fptosi(turns, _WORDS), _WORDS([127] * LANES)), _WORDS([23] * LANES))
+        power = build.shl(build.add(build.fptosi(turns, WORDS), words(127)), words(23))
         return build.fmul(found, build.bitcast(power, VECTOR))
 
     @contextmanager

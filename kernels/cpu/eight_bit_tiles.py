@@ -11,9 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import F32, I8, I32, I64, VECTOR, Code, Module
+from kernels.cpu.code import F32, I8, I64, VECTOR, WORDS, Code, Module, words
 from kernels.cpu.layout import BLOCKS, CODES, CODES_ROWS, GROUP, LANES, PREPARE, TILE, TILES
-from kernels.cpu.tiles import call_variants
+from kernels.cpu.tiles import call_variants, write_out
 
 _BLOCK = BLOCKS["eight"]
 _VARIANTS = (1, 2, 4, CODES_ROWS)
@@ -26,7 +26,7 @@ _LOW_BITS = 7
 _LARGEST = 127 << _LOW_BITS
 _LEAST = 2.0**-90
 """Groups whose largest number is less count as zeros: its inverse could not be told in float32."""
-_WORDS, _BYTES = (ir.VectorType(kind, LANES) for kind in (I32, I8))
+_BYTES = ir.VectorType(I8, LANES)
 _PRODUCT, _X, _W = 0, 4, 6
 _PRODUCTS = 64
 _BEHIND = 2
@@ -59,16 +59,12 @@ def _write_codes(code: Code, source: Any, target: Any, place: Any) -> None:
     code.store(build.fmul(largest, F32(1 / _LARGEST)), target, code.plus(code.times(place, 4), _SCALES))
     for half, value in enumerate(values):
         number = code.rounded(build.fmul(value, code.same(inverse)))
-        number = build.fptosi(number, _WORDS)
-        high = build.ashr(build.add(number, _all(1 << (_LOW_BITS - 1))), _all(_LOW_BITS))
-        low = build.sub(number, build.shl(high, _all(_LOW_BITS)))
+        number = build.fptosi(number, WORDS)
+        high = build.ashr(build.add(number, words(1 << (_LOW_BITS - 1))), words(_LOW_BITS))
+        low = build.sub(number, build.shl(high, words(_LOW_BITS)))
         for part, found in enumerate((high, low)):
             at = code.plus(code.times(place, 2 * GROUP), part * GROUP + half * LANES)
             code.store(build.trunc(found, _BYTES), target, at)
-
-
-def _all(value: int) -> Any:
-    return _WORDS([value] * LANES)
 
 
 def write_tiles(module: Module, wide: bool = False) -> None:
@@ -105,15 +101,11 @@ def _write_some(code: Code, rows: int, wide: bool) -> None:
                 codes = code.plus(args["prepared"], code.times(before, CODES))
                 scales, slot = code.load_vector(block, _SCALES), slot_of(before)
                 for row, total in enumerate(totals):
-                    high, low = (code.load(_WORDS, slot, 64 * (2 * row + part)) for part in range(2))
-                    found = build.sitofp(build.add(build.shl(high, _all(_LOW_BITS)), low), VECTOR)
+                    high, low = (code.load(WORDS, slot, 64 * (2 * row + part)) for part in range(2))
+                    found = build.sitofp(build.add(build.shl(high, words(_LOW_BITS)), low), VECTOR)
                     found = build.fmul(found, code.load_same(codes, _SCALES + 4 * row))
                     total.set(code.fma(found, scales, total.get()))
-        for row, total in enumerate(totals):
-            with code.when(build.icmp_signed(">", args["count"], I64(row))):
-                put, size = (code.store, 4) if wide else (code.store_halves, 2)
-                where = code.plus(args["y"], code.times(args["out_stride"], row), code.times(tile, size * TILE))
-                put(total.get(), where)
+        write_out(code, tile, totals, wide)
     code.call("llvm.x86.tilerelease", ir.VoidType())
     code.done()
 

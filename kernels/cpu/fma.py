@@ -11,17 +11,16 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I32, I64, VECTOR, Code, Module
+from kernels.cpu.code import VECTOR, WORDS, Code, Module, words
 from kernels.cpu.isa import Isa
 from kernels.cpu.layout import BLOCKS, FLOATS, GROUP, LANES, PREPARE, TILE, TILES
-from kernels.cpu.tiles import call_variants
+from kernels.cpu.tiles import call_variants, write_out
 
 _TILES_OF = {1: 2, 2: 2, 4: 2, 8: 1, 16: 1}
 """Tiles that are taken at once, by the rows that products are compiled for."""
 _TILES_OF_AVX2 = {1: 4, 2: 2, 4: 1}
 _FETCHED = 48
 """Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
-_WORDS = ir.VectorType(I32, LANES)
 _FRACTION, _ONE = 0xF << 19, 0x3F800000
 """A code in the four highest bits of a float32's fraction, and the bits of 1.0: 1 + code / 16, without a conversion."""
 
@@ -51,7 +50,7 @@ def _write_prepare(code: Code, rows: int) -> None:
 
 def _write_some(code: Code, kind: str, rows: int, tiles: int, wide: bool) -> None:
     """As many rows as `count` says, `rows` at most, and some tiles at a time. Behind the last it is taken again."""
-    args, build = code.args, code.build
+    args = code.args
     tile_size, last = code.times(args["blocks"], BLOCKS[kind]), code.plus(args["last"], -1)
     totals = [[code.variable(code.number(0.0)) for _ in range(rows)] for _ in range(tiles)]
     with code.loop(args["first"], args["last"], tiles) as first:
@@ -67,11 +66,7 @@ def _write_some(code: Code, kind: str, rows: int, tiles: int, wide: bool) -> Non
                 code, _WIDENED[kind], blocks, code.plus(args["prepared"], code.times(number, rows * FLOATS)), totals
             )
         for tile, some in zip(taken, totals, strict=True):
-            for row, total in enumerate(some):
-                with code.when(build.icmp_signed(">", args["count"], I64(row))):
-                    put, size = (code.store, 4) if wide else (code.store_halves, 2)
-                    where = code.plus(args["y"], code.times(args["out_stride"], row), code.times(tile, size * TILE))
-                    put(total.get(), where)
+            write_out(code, tile, some, wide)
     code.done()
 
 
@@ -79,7 +74,7 @@ def _multiply(code: Code, kind: type[_Weights], blocks: list[Any], rows: Any, to
     """A block of each tile times the rows."""
     weights = [kind(code, block) for block in blocks]
     with code.loop(0, GROUP // kind.columns) as word:
-        of_tiles = [code.load(_WORDS, block, code.times(word, 64)) for block in blocks]
+        of_tiles = [code.load(WORDS, block, code.times(word, 64)) for block in blocks]
         columns = code.plus(rows, code.times(word, 4 * kind.columns))
         for column in range(kind.columns):
             found = [tile.wide(bits, column) for tile, bits in zip(weights, of_tiles, strict=True)]
@@ -99,7 +94,7 @@ class _Weights:
 
     def wide(self, bits: Any, column: int) -> Any:
         """A column of these words as float32: of bfloat16, the upper half is there."""
-        bits = self.build.and_(bits, _all(-1 << 16)) if column else self.build.shl(bits, _all(16))
+        bits = self.build.and_(bits, words(-1 << 16)) if column else self.build.shl(bits, words(16))
         return self.build.bitcast(bits, VECTOR)
 
 
@@ -117,8 +112,8 @@ class _Four(_Weights):
     def wide(self, bits: Any, column: int) -> Any:
         """Columns with even numbers are in the lower half of a word."""
         shift = 19 - (4 * (column // 2) + 16 * (column % 2))
-        bits = (self.build.shl if shift > 0 else self.build.lshr)(bits, _all(abs(shift)))
-        bits = self.build.or_(self.build.and_(bits, _all(_FRACTION)), _all(_ONE))
+        bits = (self.build.shl if shift > 0 else self.build.lshr)(bits, words(abs(shift)))
+        bits = self.build.or_(self.build.and_(bits, words(_FRACTION)), words(_ONE))
         return self.code.fma(self.build.bitcast(bits, VECTOR), self.scale, self.moved)
 
 
@@ -132,12 +127,8 @@ class _Eight(_Weights):
         self.scale = code.load_vector(block, TILE * GROUP)
 
     def wide(self, bits: Any, column: int) -> Any:
-        bits = self.build.ashr(self.build.shl(bits, _all(24 - 8 * column)), _all(24))
+        bits = self.build.ashr(self.build.shl(bits, words(24 - 8 * column)), words(24))
         return self.build.fmul(self.build.sitofp(bits, VECTOR), self.scale)
-
-
-def _all(value: int) -> Any:
-    return _WORDS([value] * LANES)
 
 
 _WIDENED: dict[str, type[_Weights]] = {"four": _Four, "eight": _Eight, "half": _Weights}

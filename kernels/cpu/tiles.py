@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I8, I64, Code, Module
+from kernels.cpu.code import I8, I64, Code, Module, Variable
 from kernels.cpu.layout import BLOCKS, TILE, TILES
 
 _BLOCK = BLOCKS["half"]
@@ -65,6 +65,14 @@ def call_variants(code: Code, name: str, variants: Sequence[int], prepared: int)
             with code.when(code.between(least, some, most)):
                 code.run(f"{name}_{most}", *given.values())
     code.done()
+
+
+def write_out(code: Code, tile: Any, totals: Sequence[Variable], wide: bool) -> None:
+    """A tile's results, one vector a row, as far as there are rows. `wide`: they stay float32."""
+    args, (put, size) = code.args, (code.store, 4) if wide else (code.store_halves, 2)
+    for row, total in enumerate(totals):
+        with code.when(code.build.icmp_signed(">", args["count"], I64(row))):
+            put(total.get(), code.plus(args["y"], code.times(args["out_stride"], row), code.times(tile, size * TILE)))
 
 
 class _Tiles:

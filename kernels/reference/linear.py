@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.expert_tiles import Gating, Routes
+from kernels.expert_tiles import Gating, Routes, by_expert
 from kernels.quant_weight import QuantWeight
 from kernels.reference.elementwise import rms_norm, rope_write
 
@@ -94,18 +94,14 @@ def expert_linear(
     interleaved: bool,
 ) -> Tensor:
     """As kernels.experts.expert_linear: only experts that were woken are looked at."""
-    num_pairs = routes.experts.numel()
-    per_row = num_pairs // rows.shape[0]
-    flat = routes.experts.flatten()
     height = weight.num_out if isinstance(weight, QuantWeight) else weight.shape[1]
-    num_out = height // (2 if gating else 1)
-    out = rows.new_zeros(num_pairs, num_out)
-    for expert in flat[flat >= 0].unique().tolist():
-        pairs = (flat == expert).nonzero().flatten()
+
+    def product(expert: int, own: Tensor) -> Tensor:
         matrix = weight.of_expert(expert).dequantized(rows.dtype) if isinstance(weight, QuantWeight) else weight[expert]
-        product = functional.linear(rows[pairs // per_row], matrix, None if bias is None else bias[expert])
-        out[pairs] = gate(product.float(), gating, interleaved).to(out.dtype) if gating else product
-    return out
+        found = functional.linear(own, matrix, None if bias is None else bias[expert])
+        return gate(found.float(), gating, interleaved) if gating else found
+
+    return by_expert(rows, routes.experts, height // (2 if gating else 1), product)
 
 
 def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.expert_tiles import Gating, Routes
+from kernels.expert_tiles import Gating, Routes, by_expert
 from kernels.experts import combine, expert_linear, gate, route
 from kernels.quant_weight import QuantWeight, joined
 from outrider.attention.base import AttentionPlan
@@ -108,20 +108,13 @@ class ExpertLinear:
             pairs = self.library(rows, routes)
             return pairs if gating is None else gate(pairs, gating, interleaved)
         if self.on_cpu:
-            pairs = self._by_expert(rows, routes.experts.flatten())
+            pairs = by_expert(rows, routes.experts, self.num_out, self._product_on_cpu)
             return pairs if gating is None else gate(pairs, gating, interleaved)
         weight = self.weight if self.quantized is None else self.quantized
         return expert_linear(rows, weight, routes, bias=self.bias, gating=gating, interleaved=interleaved)
 
-    def _by_expert(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """[P, out] for `experts` [P] of pairs; those of padding are negative."""
-        per_row = len(experts) // len(rows)
-        out = rows.new_zeros(len(experts), self.num_out)
-        for expert in experts[experts >= 0].unique().tolist():
-            pairs = (experts == expert).nonzero().flatten()
-            bias = None if self.bias is None else self.bias[expert]
-            out[pairs] = self.on_cpu[expert].product(rows[pairs // per_row], bias)
-        return out
+    def _product_on_cpu(self, expert: int, rows: Tensor) -> Tensor:
+        return self.on_cpu[expert].product(rows, None if self.bias is None else self.bias[expert])
 
     def tile(self, num_pairs: int) -> int:
         """`tile` of kernels.experts.route for so many pairs."""

@@ -116,11 +116,3 @@ def check_disk() -> Iterator[Finding]:
         yield warning("disk", text, "free some, or set OUTRIDER_HOME to another disk: a model needs its size")
     else:
         yield ok("disk", text)
-
-
-def cpu_flags() -> set[str]:
-    """Instruction sets that Linux tells of."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text("utf-8").splitlines() if info.exists() else []
-    words = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return set(words.split())

@@ -19,7 +19,6 @@ from outrider.errors import OutriderError
 from outrider.models.store import DEFAULT_ALIASES, is_hub_id, local_folder
 from outrider.models.store_folder import CONFIG_FILE
 from outrider_tools.doctor import Finding, Level, ok, problem, warning
-from outrider_tools.doctor.machine import cpu_flags
 
 PROBE_SECONDS = 180.0
 _GIB = 2**30
@@ -135,8 +134,7 @@ def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptio
         yield warning("gpu", f"there is a driver, but torch {told['torch']['version']} sees no GPU", fix)
     elif not wanted:
         yield ok("gpu", "none: models run on the CPU")
-    flags = cpu_flags()
-    found = [flag for flag in _FAST_FLAGS if flag in flags]
+    found = [flag for flag in _FAST_FLAGS if flag in told["torch"]["cpu_flags"]]
     text = f"{told['torch']['machine']}, torch uses {told['torch']['cpu']}; has {', '.join(found) or 'no wide vectors'}"
     dtype, why = told["torch"]["cpu_dtype"]
     if dtype == "bfloat16":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from kernels.cpu.isa import cpu_flags
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.device import cpu_dtype
@@ -45,12 +46,14 @@ def main() -> int:
 
 
 def _torch() -> dict[str, Any]:
+    dtype, why = cpu_dtype()
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda or "",
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "cpu_dtype": [str(cpu_dtype()[0]).removeprefix("torch."), cpu_dtype()[1]],
+        "cpu_flags": sorted(cpu_flags()),
+        "cpu_dtype": [str(dtype).removeprefix("torch."), why],
         "mkldnn": torch.backends.mkldnn.is_available(),
     }
 

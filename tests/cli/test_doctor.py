@@ -284,7 +284,8 @@ def test_gpus_that_do_not_reach_each_other_and_full_ones_are_warned_of() -> None
 
 
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem() -> None:
-    cpu = {"cuda": "", "version": "2", "machine": "x86_64", "cpu": "AVX2", "cpu_dtype": ["float32", "it has no AVX"]}
+    cpu: dict[str, Any] = {"cuda": "", "version": "2", "machine": "x86_64", "cpu": "AVX2", "cpu_flags": ["avx2"]}
+    cpu["cpu_dtype"] = ["float32", "it has no AVX"]
     told: dict[str, Any] = {"torch": cpu, "gpus": [], "peers": []}
     found = list(check_devices(told, VerifyOptions(device="cuda:1"), DraftOptions()))
     assert "torch sees none, and --device cuda:1 asks for one" in words(found, Level.PROBLEM)
