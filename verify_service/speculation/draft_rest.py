@@ -35,8 +35,6 @@ _DRAFTED_TRIAL_SHARE = 0.01
 _PLAIN_TRIAL_SHARE = 0.005
 _FIRST_TRIAL_SHARE = 0.02
 """Part of the time in which drafts are in use that trials of plain decoding may cost; and before the first of them."""
-_CLEAR_GAIN = 0.2
-"""Part of the speed with drafts that plain decoding is thought to lack, from which on no trial is in a hurry."""
 _LEAST_LOSS = 0.1
 """Part of a trial's time that counts as lost, however fast plain decoding is thought to be. To that time belong the
 rounds in which trees grow anew."""
@@ -163,7 +161,7 @@ class DraftRest:
         lost = 1 - plain / load.drafted.rate
         if load.was_tried and plain > _HYSTERESIS * load.drafted.rate:
             return True
-        share = _PLAIN_TRIAL_SHARE if load.was_tried or lost > _CLEAR_GAIN else _FIRST_TRIAL_SHARE
+        share = _PLAIN_TRIAL_SHARE if load.was_tried else _FIRST_TRIAL_SHARE
         num_rounds = _SETTLING + _PLAIN_ROUNDS + _SETTLING
         return load.since_trial * share >= max(lost, _LEAST_LOSS) * num_rounds / plain
 
