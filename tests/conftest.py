@@ -114,7 +114,7 @@ def nothing_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not failed, [(record.getMessage(), record.exc_info) for record in failed]
 
 
-@pytest.fixture(scope="module", params=["AMX", "AVX512", "AVX2"])
+@pytest.fixture(scope="module", params=["AMX", "VNNI", "AVX512", "AVX2"])
 def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
     """Functions of kernels.cpu are compiled for each instruction set that this processor has."""
     from kernels.cpu import isa

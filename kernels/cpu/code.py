@@ -366,7 +366,8 @@ def machine(isa: Isa) -> Any:
     """What code is made for, on whatever processor."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    return llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu=isa.value, opt=2)
+    target, (cpu, features) = llvm.Target.from_triple("x86_64-unknown-linux-gnu"), isa.value
+    return target.create_target_machine(cpu=cpu, features=features, opt=2)
 
 
 def parsed(text: str) -> Any:

@@ -20,10 +20,10 @@ _VARIANTS = (1, 2, 4, CODES_ROWS)
 """Rows that products are compiled for."""
 _FETCHED = 16
 """Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
-_SCALES = TILE * GROUP
+SCALES = TILE * GROUP
 """Bytes of codes in a block, behind which its scales lie; it is the same of rows."""
-_LOW_BITS = 7
-_LARGEST = 127 << _LOW_BITS
+LOW_BITS = 7
+_LARGEST = 127 << LOW_BITS
 _LEAST = 2.0**-90
 """Groups whose largest number is less count as zeros: its inverse could not be told in float32."""
 _BYTES = ir.VectorType(I8, LANES)
@@ -49,22 +49,32 @@ def write_prepare(module: Module) -> None:
     code.done()
 
 
-def _write_codes(code: Code, source: Any, target: Any, place: Any) -> None:
-    """A row's group of columns: both parts of its codes, and its scale."""
+def integers_of(code: Code, source: Any) -> tuple[Any, list[Any]]:
+    """The scale of a row's group of columns, and what they are times: integers of 15 bits, in two vectors."""
     build = code.build
     values = [code.load_halves(source, 2 * LANES * half) for half in range(2)]
     largest = code.farthest(values)
     is_small = build.fcmp_ordered("<", largest, F32(_LEAST))
     inverse = build.select(is_small, F32(0.0), build.fdiv(F32(_LARGEST), largest))
-    code.store(build.fmul(largest, F32(1 / _LARGEST)), target, code.plus(code.times(place, 4), _SCALES))
-    for half, value in enumerate(values):
-        number = code.rounded(build.fmul(value, code.same(inverse)))
-        number = build.fptosi(number, WORDS)
-        high = build.ashr(build.add(number, words(1 << (_LOW_BITS - 1))), words(_LOW_BITS))
-        low = build.sub(number, build.shl(high, words(_LOW_BITS)))
-        for part, found in enumerate((high, low)):
-            at = code.plus(code.times(place, 2 * GROUP), part * GROUP + half * LANES)
-            code.store(build.trunc(found, _BYTES), target, at)
+    scale = build.fmul(largest, F32(1 / _LARGEST))
+    return scale, [build.fptosi(code.rounded(build.fmul(value, code.same(inverse))), WORDS) for value in values]
+
+
+def bytes_of(code: Code, numbers: Any) -> tuple[Any, Any]:
+    """The high and the low part of integers of 15 bits."""
+    build = code.build
+    high = build.ashr(build.add(numbers, words(1 << (LOW_BITS - 1))), words(LOW_BITS))
+    low = build.sub(numbers, build.shl(high, words(LOW_BITS)))
+    return build.trunc(high, _BYTES), build.trunc(low, _BYTES)
+
+
+def _write_codes(code: Code, source: Any, target: Any, place: Any) -> None:
+    """A row's group of columns: both parts of its codes, and its scale."""
+    scale, integers = integers_of(code, source)
+    code.store(scale, target, code.plus(code.times(place, 4), SCALES))
+    for half, numbers in enumerate(integers):
+        for part, found in enumerate(bytes_of(code, numbers)):
+            code.store(found, target, code.plus(code.times(place, 2 * GROUP), part * GROUP + half * LANES))
 
 
 def write_tiles(module: Module, wide: bool = False) -> None:
@@ -99,11 +109,11 @@ def _write_some(code: Code, rows: int, wide: bool) -> None:
                 before = code.plus(number, -_BEHIND)
                 block = code.plus(weights, code.times(before, _BLOCK))
                 codes = code.plus(args["prepared"], code.times(before, CODES))
-                scales, slot = code.load_vector(block, _SCALES), slot_of(before)
+                scales, slot = code.load_vector(block, SCALES), slot_of(before)
                 for row, total in enumerate(totals):
                     high, low = (code.load(WORDS, slot, 64 * (2 * row + part)) for part in range(2))
-                    found = build.sitofp(build.add(build.shl(high, words(_LOW_BITS)), low), VECTOR)
-                    found = build.fmul(found, code.load_same(codes, _SCALES + 4 * row))
+                    found = build.sitofp(build.add(build.shl(high, words(LOW_BITS)), low), VECTOR)
+                    found = build.fmul(found, code.load_same(codes, SCALES + 4 * row))
                     total.set(code.fma(found, scales, total.get()))
         write_out(code, tile, totals, wide)
     code.call("llvm.x86.tilerelease", ir.VoidType())

@@ -13,21 +13,29 @@ import torch
 
 _AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"}
 _AVX512 = _AVX2 | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
-_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_AMX = _VNNI | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
 
 
 class Isa(Enum):
-    """Best first. The value is the processor's name that LLVM has for it."""
+    """Best first. The value is what LLVM calls it: a processor, and what it has besides."""
 
-    AMX = "sapphirerapids"
+    AMX = "sapphirerapids", ""
     """Products by tiles; AVX-512 with instructions for bfloat16 besides."""
-    AVX512 = "x86-64-v4"
-    AVX2 = "x86-64-v3"
+    VNNI = "x86-64-v4", "+avx512vnni"
+    """AVX-512 with dot products of bytes."""
+    AVX512 = "x86-64-v4", ""
+    AVX2 = "x86-64-v3", ""
 
     @property
     def has_tiles(self) -> bool:
-        """Whether products are made by tiles, else by multiplying and adding (`fma`) in float32."""
+        """Whether products are made by tiles."""
         return self is Isa.AMX
+
+    def has_dots(self, kind: str) -> bool:
+        """Whether products with weights of a kind are sums of dot products of bytes; else, without tiles, of products
+        in float32."""
+        return self is Isa.VNNI and kind != "half"
 
     @property
     def registers(self) -> int:
@@ -49,7 +57,7 @@ def supported() -> tuple[Isa, ...]:
     """Those that run here, best first. They need Linux and llvmlite."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or find_spec("llvmlite") is None:
         return ()
-    needed = {Isa.AMX: _AMX, Isa.AVX512: _AVX512, Isa.AVX2: _AVX2}
+    needed = {Isa.AMX: _AMX, Isa.VNNI: _VNNI, Isa.AVX512: _AVX512, Isa.AVX2: _AVX2}
     found = [isa for isa in Isa if needed[isa] <= cpu_flags()]
     # The system has to let this process have tiles.
     return tuple(isa for isa in found if isa is not Isa.AMX or torch.cpu._init_amx())

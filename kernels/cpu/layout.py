@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.cpu.isa import Isa
+
 LANES = 16
 """Numbers in a vector of float32."""
 GROUP = 32
@@ -18,6 +20,8 @@ CODES = 576
 """Bytes of a block of such codes, their scales and what is missing to whole lines of memory."""
 FLOATS = 4 * GROUP
 """Bytes of a row's columns of a block in float32."""
+DOT_CODES = 2 * GROUP + 8
+"""Bytes of a row's codes of a block for dot products of bytes, its scale, and what its sums are moved by."""
 _CHUNK = 256 << 10
 """Bytes of weights that a thread takes at a time."""
 LINE = 64
@@ -95,10 +99,10 @@ class StackShape:
         return self.num_heads + 2 * self.num_kv_heads
 
 
-def prepared_size(kind: str, rows: int, size: int, has_tiles: bool) -> int:
+def prepared_size(kind: str, rows: int, size: int, isa: Isa) -> int:
     """Bytes of what is prepared of so many rows of `size` columns."""
-    if not has_tiles:
-        return -(-rows // TILE) * TILE * (size // GROUP) * FLOATS
+    if not isa.has_tiles:
+        return -(-rows // TILE) * TILE * (size // GROUP) * (DOT_CODES if isa.has_dots(kind) else FLOATS)
     per_group = {"four": (TILE, 4 * TILE), "eight": (CODES_ROWS, CODES), "half": (TILE, 0)}
     together, block = per_group[kind]
     return -(-rows // together) * (size // GROUP) * block

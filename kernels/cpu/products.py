@@ -2,7 +2,8 @@
 
 Where there are tile instructions (AMX, Intel's since 2023), one of these multiplies 16 rows of 32 columns with those of
 16 weight rows, so that sixteen rows take hardly longer than one, which is bound by the reading of the weights: see
-kernels.cpu.four_bit_tiles, eight_bit_tiles and tiles. Elsewhere weights are made float32 in registers: kernels.cpu.fma.
+kernels.cpu.four_bit_tiles, eight_bit_tiles and tiles. Elsewhere weights of few bits are multiplied as bytes, where there
+are instructions for that (kernels.cpu.vnni), or made float32 in registers (kernels.cpu.fma).
 The code is compiled by llvmlite when the first product is made.
 """
 
@@ -134,7 +135,7 @@ def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat
     isa = needed_isa()
     out = torch.empty(count, weight.num_out, dtype=dtype)
     some = max(count, 1) if isa.has_tiles else _TOGETHER
-    prepared = torch.empty(prepared_size(weight.kind, min(count, some), size, isa.has_tiles), dtype=torch.uint8)
+    prepared = torch.empty(prepared_size(weight.kind, min(count, some), size, isa), dtype=torch.uint8)
     tiles, threads = weight.num_out // TILE, num_threads()
     chunk = max(1, -(-tiles // (_CHUNKS * threads))) if threads > 1 else tiles
     counters = torch.empty(COUNTERS, dtype=torch.uint8)
@@ -211,11 +212,14 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
     from kernels.cpu.fma import write_products
     from kernels.cpu.pool import write_call
     from kernels.cpu.tiles import write_tiles
+    from kernels.cpu.vnni import write_dots
 
     module = Module(isa)
     part = Code(module, "part", ["array", "me"])
     given = part.fields(part.args["array"], _PRODUCT)
-    if not isa.has_tiles:
+    if isa.has_dots(kind):
+        write_dots(module, kind, wide)
+    elif not isa.has_tiles:
         write_products(module, kind, wide)
     elif kind == "four":
         four_bit_tiles.write_calls(module)

@@ -198,7 +198,7 @@ def _scratch(
     ))  # fmt: skip
     sizes = {
         "normed": rows * shape.hidden * 2,
-        "at_prepared": prepared_size(shape.kind, rows, widest, needed_isa().has_tiles),
+        "at_prepared": prepared_size(shape.kind, rows, widest, needed_isa()),
         "at_part": rows * part * TILE * 2,
         "at_queries": shape.head_dim * 4 * LANES,
         "at_seen": masked * 2,

@@ -104,4 +104,4 @@ def test_it_compiles_on_any_processor(kind: str, isa: Isa) -> None:
         assert text.count("tdpbssd" if kind == "eight" else "tdpbf16ps") >= 4
     else:
         assert text.count("vfmadd") >= 40 and "tile" not in text.replace(f"tiles_{kind}", "")
-        assert ("%zmm" in text) is (isa is Isa.AVX512)
+        assert ("vpdpbusd" in text) is isa.has_dots(kind) and ("%zmm" in text) is (isa is not Isa.AVX2)
