@@ -2,9 +2,9 @@
 
 Where there are tile instructions (AMX, Intel's since 2023), one of these multiplies 16 rows of 32 columns with those of
 16 weight rows, so that sixteen rows take hardly longer than one, which is bound by the reading of the weights: see
-kernels.cpu.four_bit_tiles, eight_bit_tiles and tiles. Elsewhere weights of few bits are multiplied as bytes, where there
-are instructions for that (kernels.cpu.vnni), or made float32 in registers (kernels.cpu.fma).
-The code is compiled by llvmlite when the first product is made.
+kernels.cpu.four_bit_tiles, eight_bit_tiles and tiles. Elsewhere weights of few bits are multiplied as bytes where there
+are instructions for that (kernels.cpu.vnni), and all others are made float32 in registers (kernels.cpu.fma). The code
+is compiled by llvmlite when the first product is made.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class _Weights:
 class _Four(_Weights):
     """scale * code + (middle - 8 * scale); in words of eight codes, those of odd columns in the upper half."""
 
-    order = [8 * word + column for word in range(2) for column in (0, 4, 1, 5, 2, 6, 3, 7)]
+    order = tuple(8 * word + column for word in range(2) for column in (0, 4, 1, 5, 2, 6, 3, 7))
 
     def _codes(self) -> list[Any]:
         parts = ir.VectorType(ir.HalfType(), LANES)
