@@ -212,6 +212,17 @@ class Code:
         """Call a function that takes int64 values and returns nothing."""
         self.call(name, ir.VoidType(), *(I64(value) if isinstance(value, int) else value for value in values))
 
+    def run_at(self, address: Any, *values: Any) -> None:
+        """The same for one that is known by its address."""
+        values = tuple(I64(value) if isinstance(value, int) else value for value in values)
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(values))
+        self.build.call(self.build.inttoptr(address, kind.as_pointer()), values)
+
+    def copy(self, source: Any, target: Any, size: int) -> None:
+        """So many bytes, a multiple of 64."""
+        with self.loop(0, size, 64) as at:
+            self.store(self.load(WORDS, source, at), target, at)
+
     def fetch(self, address: Any, size: int) -> None:
         """Ask memory for so many bytes, for later; what is not there is no fault."""
         with self.loop(0, size, 64) as line:

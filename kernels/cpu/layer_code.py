@@ -7,6 +7,7 @@ from typing import Any
 
 from kernels.cpu.attention import write_attention
 from kernels.cpu.code import F32, I64, Code, Module
+from kernels.cpu.head_code import write_ends
 from kernels.cpu.isa import Isa
 from kernels.cpu.layout import (
     BLOCKS,
@@ -38,20 +39,27 @@ def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
     _write_turn(module, shape)
     write_attention(module, shape)
     _Layer(module, shape, threads).write()
+    write_ends(module, shape)
     _write_part(module)
-    write_call(module, "run", RUN, "all_layers", ("counters", PHASES * COUNTERS, "num_layers"))
+    write_call(module, "run", RUN, "all_layers", ("counters", PHASES * COUNTERS, "num_counted"))
     return module
 
 
 def _write_part(module: Module) -> None:
-    """All layers, in one of the threads."""
+    """All layers, in one of the threads, and what comes before and behind them in a step of a draft head."""
     code = Code(module, "all_layers", ["run", "me"])
     run, me = code.fields(code.args["run"], RUN), code.args["me"]
     scratch = code.plus(run["scratch"], code.times(me, run["scratch_size"]))
+    at_ends = code.plus(run["counters"], code.times(run["num_layers"], PHASES * COUNTERS))
+    is_head = code.build.icmp_signed("!=", run["head"], I64(0))
+    with code.when(is_head):
+        code.run("begin_head", code.args["run"], run["head"], at_ends)
     with code.loop(0, run["num_layers"]) as number:
         layer = code.plus(run["layers"], code.times(number, 8 * len(LAYER)))
         counters = code.plus(run["counters"], code.times(number, PHASES * COUNTERS))
         code.run("layer", code.args["run"], layer, counters, scratch, me)
+    with code.when(is_head):
+        code.run("end_head", code.args["run"], run["head"], at_ends, scratch)
     code.done()
 
 
@@ -72,7 +80,7 @@ def _write_turn(module: Module, shape: StackShape) -> None:
             if shape.has_qk_norm:
                 weight = code.plus(layer["qk_norm"], code.times(head, 4 * size))
                 norm_row(code, place, place, weight, I64(size), F32(shape.eps))
-            angles = code.times(row, 4 * size)
+            angles = code.times(code.load_number(run["positions"], code.times(row, 8)), 2 * size)
             _rotate(code, place, size, *(code.plus(run[name], angles) for name in ("cos", "sin")))
         slot = code.load_number(run["slots"], code.times(row, 8))
         for name, before in (("keys", shape.num_heads), ("values", num_turned)):
@@ -91,8 +99,8 @@ def _rotate(code: Code, place: Any, size: int, cos: Any, sin: Any) -> None:
         ends = column, column + half
         values = [code.load_halves(place, 2 * end) for end in ends]
         for end, value, other in zip(ends, values, values[::-1], strict=True):
-            turned = code.build.fmul(other, code.load_vector(sin, 4 * end))
-            turned = code.fma(value, code.load_vector(cos, 4 * end), turned)
+            turned = code.build.fmul(other, code.load_halves(sin, 2 * end))
+            turned = code.fma(value, code.load_halves(cos, 2 * end), turned)
             code.store_halves(turned, place, 2 * end)
 
 
@@ -178,12 +186,22 @@ class _Layer:
                 self._norm(self.layer["attention_norm"])
 
         with self._phase(-(-count // some), ahead, prepare) as chunk:
+            is_kept = code.build.icmp_signed("!=", self.layer["tap"], I64(0))
+            # All others wait for this chunk before they change the stream.
+            with code.when(code.build.and_(is_kept, code.build.icmp_signed("==", chunk, I64(0)))):
+                self._keep_stream()
             first, last = code.bounds(chunk, some, count)
             bounds = code.times(first, per_head), code.times(last, per_head)
             target = code.plus(self.run["heads"], code.times(bounds[0], _TILE_BYTES))
             self._multiply(source, size, self.layer["qkv"], bounds, target, count * shape.head_dim * 2)
             with code.loop(first, last) as head:
                 code.run("turn", self.args["run"], self.args["layer"], head)
+
+    def _keep_stream(self) -> None:
+        code, size = self.code, 2 * self.shape.hidden
+        with code.loop(0, self.rows) as row:
+            skipped = code.times(row, size)
+            code.copy(code.plus(self.run["stream"], skipped), code.plus(self.layer["tap"], skipped), size)
 
     def _write_attention(self, ahead: Callable[[], None]) -> None:
         code, args = self.code, self.args

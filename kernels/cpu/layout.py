@@ -40,13 +40,21 @@ PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
 KEYS = TILE
 """Keys that are multiplied with queries at once."""
 RUN = (
-    "stream", "rows", "layers", "num_layers", "cos", "sin", "slots", "items", "num_items", "queries", "heads",
-    "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part", "at_queries", "at_seen",
-    "at_scores", "counters",
+    "stream", "rows", "layers", "num_layers", "num_counted", "head", "cos", "sin", "positions", "slots", "items",
+    "num_items", "queries", "heads", "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part",
+    "at_queries", "at_seen", "at_scores", "counters",
 )  # fmt: skip
-"""What a run is told, all int64: addresses and counts. See DecoderStack.run."""
-LAYER = ("attention_norm", "qkv", "qkv_bias", "qk_norm", "output", "mlp_norm", "gate_up", "down", "keys", "values")
-"""Addresses of a layer's weights, and of its keys and values."""
+"""What a run is told, all int64: addresses and counts. See StackPlan."""
+LAYER = (
+    "attention_norm", "qkv", "qkv_bias", "qk_norm", "output", "mlp_norm", "gate_up", "down", "keys", "values", "tap",
+)  # fmt: skip
+"""Addresses of a layer's weights, of its keys and values, and of where the stream is kept as it enters, or 0."""
+HEAD = (
+    "tokens", "sources", "targets", "features", "embedding", "token_norm", "hidden_norm", "final_norm", "starts_normed",
+    "leaves_normed", "output", "tiles", "prepare", "num_tiles", "chunk", "num_chunks", "logits", "ranks", "divisors",
+    "ids", "best", "found", "scores",
+)  # fmt: skip
+"""What a step of a draft head is told besides, all int64. See kernels.cpu.head_step."""
 QUERIES = ("slots", "num_keys", "first", "mask", "num_masked")
 ITEM = ("queries", "head", "first", "count")
 """A piece of attention: which queries, of which kv head, from which of their rows on, and how many."""

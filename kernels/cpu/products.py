@@ -192,6 +192,13 @@ def prepare(kind: str) -> None:
 
 
 @cache
+def function_address(isa: Isa, kind: str, name: str) -> int:
+    """Of `prepare` or `tiles_<kind>` of `modules`, with results in float32."""
+    address: int = _compiled(isa, kind, True).engine.get_function_address(name)
+    return address
+
+
+@cache
 def _compiled(isa: Isa, kind: str, wide: bool) -> Any:
     """What multiplies."""
     from kernels.cpu import code

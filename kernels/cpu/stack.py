@@ -10,12 +10,14 @@ that a row does not see adds a zero. So a node of a tree has the bits that it wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu import products
@@ -25,8 +27,8 @@ from kernels.cpu.layout import (
     KEYS,
     LANES,
     LAYER,
+    LINE,
     PHASES,
-    QUERIES,
     RUN,
     TILE,
     StackShape,
@@ -75,7 +77,7 @@ class DecoderStack:
     def __init__(self, shape: StackShape, layers: Sequence[LayerWeights]) -> None:
         if not shape.fits:
             raise ValueError(f"{shape} has no function")
-        self._shape, self._layers = shape, list(layers)
+        self.shape, self._layers = shape, list(layers)
         # Here and not at the first forward, which would take a second.
         isa = needed_isa()
         compiled_norm(isa)
@@ -85,26 +87,33 @@ class DecoderStack:
         for row, layer in zip(self._table, [*layers, layers[-1]], strict=True):
             found = {name: _address(value) for name, value in layer._asdict().items()}
             row[:] = [found.get(name, 0) for name in LAYER]
+        self._known: tuple[tuple[Sequence[Tensor], Sequence[Tensor]], NDArray[np.int64]] = ((), ()), self._table
 
     def plan(
         self,
         queries: Sequence[Queries],
         own_slots: Tensor,
+        positions: Tensor,
         angles: tuple[Tensor, Tensor],
         caches: tuple[Sequence[Tensor], Sequence[Tensor]],
     ) -> StackPlan:
-        """What all runs of a forward share.
+        """What a forward needs.
 
         Args:
             queries: all rows of the forward.
             own_slots: int64 [M], where keys and values of the rows go.
-            angles: cos and signed sin, each [M, head_dim], as outrider.layers.rotary has them.
+            positions: int64 [M], of the rows.
+            angles: cos and signed sin of all positions, bfloat16 [more than any position, 1, head_dim], as
+                outrider.layers.rotary has them.
             caches: keys and values of each layer, bfloat16 [slots, num_kv_heads, head_dim].
         """
-        table = self._table.copy()
-        for place, tensors in zip((LAYER.index("keys"), LAYER.index("values")), caches, strict=True):
-            table[:-1, place] = [tensor.data_ptr() for tensor in tensors]
-        return StackPlan(self._shape, table, queries, own_slots, angles)
+        known, table = self._known
+        if known[0] is not caches[0] or known[1] is not caches[1]:
+            table = self._table.copy()
+            for name, tensors in zip(("keys", "values"), caches, strict=True):
+                table[:-1, LAYER.index(name)] = [tensor.data_ptr() for tensor in tensors]
+            self._known = caches, table
+        return StackPlan(self.shape, table.copy(), queries, own_slots, positions, angles)
 
 
 def _address(value: Tensor | Packed | None) -> int:
@@ -113,92 +122,156 @@ def _address(value: Tensor | Packed | None) -> int:
     return (value.blocks if isinstance(value, Packed) else value).data_ptr()
 
 
+class Ends(NamedTuple):
+    """What a step of a draft head is told: the address of HEAD, 0 for none, and bytes that its product prepares."""
+
+    address: int
+    prepared: int
+
+
+NO_ENDS = Ends(0, 0)
+
+
 class StackPlan:
-    """A forward of a stack: its tables, and the memory that threads share."""
+    """A forward of a stack: its tables."""
 
     def __init__(
         self,
         shape: StackShape,
-        table: np.ndarray[Any, np.dtype[np.int64]],
+        table: NDArray[np.int64],
         queries: Sequence[Queries],
         own_slots: Tensor,
+        positions: Tensor,
         angles: tuple[Tensor, Tensor],
     ) -> None:
         rows = own_slots.numel()
         if rows != sum(part.rows for part in queries) or not 0 < rows <= MAX_ROWS:
             raise ValueError(f"{rows} slots for {sum(part.rows for part in queries)} rows; {MAX_ROWS} can be taken")
-        _check(queries, own_slots)
-        self._table, self._rows, self._given = table, rows, shape.given
+        _check_numbers(queries, own_slots, positions)
+        self._table, self._shape = table, shape
+        self.rows = rows
         self._threads = products.num_threads()
         masks = [None if part.mask is None else part.mask.contiguous() for part in queries]
-        cos, sin = (part.float().contiguous() for part in angles)
-        self._queries, items, first = np.zeros((len(queries), len(QUERIES)), np.int64), [], 0
-        most = LANES // shape.group
+        lines, items, first, most = [], [], 0, LANES // shape.group
         for number, (part, mask) in enumerate(zip(queries, masks, strict=True)):
             masked = (0, 0) if mask is None else (mask.data_ptr(), mask.shape[1])
-            self._queries[number] = part.slots.data_ptr(), part.slots.numel(), first, *masked
+            lines.append((part.slots.data_ptr(), part.slots.numel(), first, *masked))
             for start in range(0, part.rows, most):
                 some = min(part.rows - start, most)
                 items += [(number, head, start, some) for head in range(shape.num_kv_heads)]
             first += part.rows
-        self._items = np.array(items, np.int64)
-        qkv, wide = shape.num_all * shape.head_dim, shape.num_heads * shape.head_dim
-        self._shared = torch.empty(rows * (qkv + wide + shape.inner), dtype=torch.bfloat16)
-        self._counters = torch.empty(len(table) * PHASES * COUNTERS, dtype=torch.uint8)
-        at, size = _scratch(shape, rows, self._threads, self._queries)
-        self._scratch = torch.empty(size * self._threads + 64, dtype=torch.uint8)
-        self._kept = (queries, masks, cos, sin, own_slots)
-        heads = self._shared.data_ptr()
-        self._fields = dict.fromkeys(RUN, 0) | at
+        self._queries, self._items = np.array(lines, np.int64), np.array(items, np.int64)
+        self._most_keys, self._most_masked = max(line[1] for line in lines), max(line[4] for line in lines)
+        self._kept = (queries, masks, angles, own_slots, positions)
+        self._fields = dict.fromkeys(RUN, 0)
         self._fields |= {
-            "rows": rows, "cos": cos.data_ptr(), "sin": sin.data_ptr(), "slots": own_slots.data_ptr(),
-            "items": self._items.ctypes.data, "num_items": len(items), "queries": self._queries.ctypes.data,
-            "heads": heads, "attended": heads + rows * qkv * 2, "inner": heads + rows * (qkv + wide) * 2,
-            "scratch": self._scratch.data_ptr() + -self._scratch.data_ptr() % 64, "scratch_size": size,
-            "counters": self._counters.data_ptr(),
+            "rows": rows, "cos": angles[0].data_ptr(), "sin": angles[1].data_ptr(), "slots": own_slots.data_ptr(),
+            "positions": positions.data_ptr(), "items": self._items.ctypes.data, "num_items": len(items),
+            "queries": self._queries.ctypes.data,
         }  # fmt: skip
         self._function = _compiled(needed_isa(), shape, self._threads)
-        self._pool = products.pool(self._threads)
 
-    def run(self, stream: Tensor, first: int, last: int, given: Tensor | None = None) -> None:
-        """Layers `first` up to `last` of the residual stream bfloat16 [M, hidden], in its place.
+    def run(
+        self,
+        stream: Tensor,
+        taps: Mapping[int, Tensor] = MappingProxyType({}),
+        given: Tensor | None = None,
+        ends: Ends = NO_ENDS,
+    ) -> None:
+        """All layers of the residual stream bfloat16 [M, hidden], in its place.
 
-        `given` bfloat16 [M, shape.given] is what a layer's q, k and v are made of, if the shape says so.
+        Args:
+            stream: what it is before, unless `ends` say it.
+            taps: like the stream, which is kept there as it enters a layer.
+            given: bfloat16 [M, shape.given], what a layer's q, k and v are made of, if the shape says so.
+            ends: what a step of a draft head does besides.
         """
-        if stream.dtype != torch.bfloat16 or not stream.is_contiguous() or stream.shape[0] != self._rows:
-            raise ValueError(f"{stream.dtype} {tuple(stream.shape)} is no stream of {self._rows} rows in bfloat16")
-        wanted = (self._rows, self._given)
-        if self._given and (given is None or given.shape != wanted or not given.is_contiguous()):
+        self._check(stream, taps, given)
+        for layer, kept in taps.items():
+            self._table[layer, _TAP] = kept.data_ptr()
+        shape, rows, count = self._shape, self.rows, len(self._table) - 1
+        sizes = _scratch(shape, rows, self._threads, self._most_keys, self._most_masked, ends.prepared)
+        qkv, wide = shape.num_all * shape.head_dim, shape.num_heads * shape.head_dim
+        shared, counted = _room(2 * rows * (qkv + wide + shape.inner)), (count + 1) * PHASES * COUNTERS
+        memory = _spare.take(sizes.total * self._threads + shared + counted)
+        heads = memory.data_ptr() + -memory.data_ptr() % LINE
+        fields = self._fields | sizes.places | {
+            "stream": stream.data_ptr(), "given": 0 if given is None else given.data_ptr(), "head": ends.address,
+            "num_layers": count, "num_counted": count + 1, "layers": self._table.ctypes.data,
+            "heads": heads, "attended": heads + 2 * rows * qkv, "inner": heads + 2 * rows * (qkv + wide),
+            "counters": heads + shared, "scratch": heads + shared + counted, "scratch_size": sizes.total,
+        }  # fmt: skip
+        self._function(*fields.values(), *products.pool(self._threads))
+        _spare.give(memory)
+
+    def _check(self, stream: Tensor, taps: Mapping[int, Tensor], given: Tensor | None) -> None:
+        wanted = (self.rows, self._shape.hidden)
+        for rows in (stream, *taps.values()):
+            if rows.dtype != torch.bfloat16 or rows.shape != wanted or not rows.is_contiguous():
+                raise ValueError(f"{rows.dtype} {tuple(rows.shape)} is no stream of {self.rows} rows in bfloat16")
+        wanted = (self.rows, self._shape.given)
+        if self._shape.given and (given is None or given.shape != wanted or not given.is_contiguous()):
             raise ValueError(f"a layer of this stack needs rows {list(wanted)} beside its stream")
-        fields = self._fields
-        fields["given"] = 0 if given is None else given.data_ptr()
-        fields["stream"], fields["num_layers"] = stream.data_ptr(), last - first
-        fields["layers"] = self._table.ctypes.data + first * self._table.strides[0]
-        self._function(*fields.values(), *self._pool)
 
 
-def _check(queries: Sequence[Queries], own_slots: Tensor) -> None:
+class _Spare:
+    """Memory that runs have for themselves, kept from one to the next: new memory costs a fault for each of its pages.
+
+    One run's is kept for each thread that calls at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """At least so many bytes, and as many more as are lost where they begin within a line of memory."""
+        try:
+            found = self._kept.pop()
+        except IndexError:
+            found = torch.empty(0, dtype=torch.uint8)
+        return found if found.numel() >= size + LINE else torch.empty(size + LINE, dtype=torch.uint8)
+
+    def give(self, memory: Tensor) -> None:
+        """What was taken is free."""
+        self._kept.append(memory)
+
+
+_spare = _Spare()
+_TAP = LAYER.index("tap")
+
+
+def _room(size: int) -> int:
+    """Whole lines of memory."""
+    return -(-size // LINE) * LINE
+
+
+def _check_numbers(queries: Sequence[Queries], *numbers: Tensor) -> None:
     """What the function reads as it lies."""
-    for slots in (own_slots, *(part.slots for part in queries)):
-        if slots.dtype != torch.int64 or not slots.is_contiguous():
-            raise ValueError("slots are int64, side by side")
+    for found in (*numbers, *(part.slots for part in queries)):
+        if found.dtype != torch.int64 or not found.is_contiguous():
+            raise ValueError("slots and positions are int64, side by side")
     for part in queries:
         if part.mask is not None and (part.mask.dtype != torch.bool or len(part.mask) != part.rows):
             raise ValueError("a mask is bool, with a row for each query")
 
 
-def _scratch(
-    shape: StackShape, rows: int, threads: int, queries: np.ndarray[Any, np.dtype[np.int64]]
-) -> tuple[dict[str, int], int]:
-    """Where each part of a thread's own memory begins, behind normed rows, and the size of it all, in bytes."""
-    keys, masked = int(queries[:, 1].max()), int(queries[:, 4].max())
+class _Scratch(NamedTuple):
+    """A thread's own memory: where each part begins, behind normed rows, and the size of it all, in bytes."""
+
+    places: dict[str, int]
+    total: int
+
+
+@lru_cache(maxsize=1024)
+def _scratch(shape: StackShape, rows: int, threads: int, keys: int, masked: int, more_prepared: int) -> _Scratch:
+    """`keys`, `masked`: the most of any queries. `more_prepared`: bytes of it at least."""
     widest = max(shape.hidden, shape.inner, shape.given, shape.num_heads * shape.head_dim)
     part = max(2 * chunk_of(shape.inner, 2 * shape.hidden, threads, shape.kind), *(
         chunk_of(shape.hidden, size, threads, shape.kind) for size in (shape.inner, shape.num_heads * shape.head_dim)
     ))  # fmt: skip
     sizes = {
         "normed": rows * shape.hidden * 2,
-        "at_prepared": prepared_size(shape.kind, rows, widest, needed_isa()),
+        "at_prepared": max(prepared_size(shape.kind, rows, widest, needed_isa()), more_prepared),
         "at_part": rows * part * TILE * 2,
         "at_queries": shape.head_dim * 4 * LANES,
         "at_seen": masked * 2,
@@ -207,9 +280,9 @@ def _scratch(
     found, size = {}, 0
     for name, need in sizes.items():
         found[name] = size
-        size += -(-need // 64) * 64
+        size += _room(need)
     del found["normed"]
-    return found, size
+    return _Scratch(found, size)
 
 
 @cache

@@ -56,11 +56,16 @@ class Rotary:
         if positions.device.type != "cpu" or not positions.numel():
             return self._computed(positions, dtype)
         # Two lookups for nine operations, each of which takes the host longer than its numbers take.
+        cos, sin = self.tables(positions, dtype)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same on a CPU for all positions up to the largest of some, and more, by position."""
         count, tables = int(positions.max()) + 1, self._tables.get(dtype)
         if tables is None or len(tables[0]) < count:
             tables = self._computed(torch.arange(max(_FIRST_ANGLES, 1 << (count - 1).bit_length())), dtype)
             self._tables[dtype] = tables
-        return tables[0].index_select(0, positions), tables[1].index_select(0, positions)
+        return tables
 
     def _computed(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.float().unsqueeze(1) * self._frequencies

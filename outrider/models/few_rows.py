@@ -63,7 +63,7 @@ class LayerStack:
 
         `given` [M, any]: what the first layer's attention takes in place of the normed stream.
         """
-        few = self._plan(batch, kv)
+        few = self.plan(batch, kv)
         if few is not None:
             return self._run_few(few, stream.clone(), wanted, given)
         plan = attention.plan(batch, kv, self._config.num_heads, self._rotary)
@@ -74,29 +74,29 @@ class LayerStack:
             stream = layer(stream, plan) if number or given is None else layer.run(given, stream, plan)
         return stream, found
 
-    def _plan(self, batch: TokenBatch, kv: KVCache) -> StackPlan | None:
+    @property
+    def few_shape(self) -> StackShape | None:
+        """Of the function; None where there is none."""
+        return None if self._few is None else self._few.shape
+
+    def plan(self, batch: TokenBatch, kv: KVCache) -> StackPlan | None:
         """The batch as the function takes it; None where it does not."""
         if self._few is None or batch.token_ids.numel() > MAX_ROWS or kv.k.dtype != torch.bfloat16:
             return None
         found = batch.queries()
         if found is None:
             return None
+        positions = batch.positions.long()
         # In bfloat16, as rotations of many rows have them.
-        cos, sin = (part.squeeze(1) for part in self._rotary.angles(batch.positions, torch.bfloat16))
-        return self._few.plan(*found, (cos, sin), (kv.k_layers, kv.v_layers))
+        angles = self._rotary.tables(positions, torch.bfloat16)
+        return self._few.plan(*found, positions, angles, (kv.k_layers, kv.v_layers))
 
     def _run_few(
         self, plan: StackPlan, stream: Tensor, wanted: Sequence[int], given: Tensor | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        done, count = 0, len(self.layers)
-        found: dict[int, Tensor] = {}
-        for stop in (*sorted(number for number in {*wanted} if number < count), count):
-            if stop > done:
-                plan.run(stream, done, stop, given)
-            done = stop
-            if stop < count:
-                found[stop] = stream.clone()
-        return stream, found
+        taps = {number: torch.empty_like(stream) for number in wanted if number < len(self.layers)}
+        plan.run(stream, taps, given)
+        return stream, taps
 
 
 def _stack(layers: Sequence[Layer], config: ModelConfig) -> DecoderStack | None:

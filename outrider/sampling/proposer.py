@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.ranks import best_of, fits_ranks, prepare_ranks
+from kernels.cpu.head_step import Ranking
+from kernels.cpu.ranks import MAX_BEST, best_of, fits_ranks, prepare_ranks
 from kernels.proposals import propose
 from kernels.sampling_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put
@@ -137,6 +139,14 @@ class HostProposer:
     def admit(self, row: int, params: SamplingParams) -> None:
         """Give a row to a request."""
         self._params[row] = params
+
+    def ranking(self, rows: Sequence[int], best: int) -> Ranking | None:
+        """What a step of a draft head finds these rows' `best` candidates by; None where their ranks need more."""
+        columns = [self._scale.columns(self._params[row].temperature, self._rank_by_noise) for row in rows]
+        if self._illegal is not None or any(noisy for _, _, noisy in columns):
+            return None
+        divisors = torch.tensor([divisor for divisor, _, _ in columns], dtype=torch.float32)
+        return Ranking(divisors, self._ids, best) if best <= min(MAX_BEST, len(self._ids)) else None
 
     def __call__(self, logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, scores: Tensor) -> None:
         """See Proposer. `logits` float32 are overwritten."""

@@ -13,7 +13,7 @@ from test_cpu_products import made
 from torch import Tensor
 
 from kernels.cpu.layout import GROUP
-from kernels.cpu.stack import MAX_ROWS, DecoderStack, LayerWeights, Queries, StackShape
+from kernels.cpu.stack import MAX_ROWS, DecoderStack, LayerWeights, Queries, StackPlan, StackShape
 
 pytestmark = pytest.mark.usefixtures("isa")
 EPS, NUM_LAYERS = 1e-5, 2
@@ -105,13 +105,15 @@ def run(
     of: Made, stream: Tensor, queries: list[Queries], own: Tensor, angles: tuple[Tensor, Tensor], threads: int = 2
 ) -> tuple[Tensor, list[Tensor]]:
     """The stream behind the layers, and what the caches hold then."""
+    # Each row has a position of its own, at which the table has its angles.
+    positions = torch.arange(len(own)).flip(0)
+    tables = angles[0][positions].bfloat16().unsqueeze(1), angles[1][positions].bfloat16().unsqueeze(1)
+    kept = torch.empty_like(stream)
     caches = [tensor.clone() for tensor in of.keys], [tensor.clone() for tensor in of.values]
     found, before = stream.clone(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        plan = DecoderStack(of.shape, of.layers).plan(queries, own, angles, caches)
-        plan.run(found, 0, 1)
-        plan.run(found, 1, NUM_LAYERS)
+        DecoderStack(of.shape, of.layers).plan(queries, own, positions, tables, caches).run(found, {1: kept})
     finally:
         torch.set_num_threads(before)
     return found, [*caches[0], *caches[1]]
@@ -119,7 +121,8 @@ def run(
 
 def angles_of(count: int, size: int) -> tuple[Tensor, Tensor]:
     turned = torch.randn(count, size // 2, generator=torch.Generator().manual_seed(count))
-    return torch.cat((turned.cos(), turned.cos()), 1), torch.cat((-turned.sin(), turned.sin()), 1)
+    cos, sin = turned.cos().bfloat16().float(), turned.sin().bfloat16().float()
+    return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
 def tree_mask(rows: int, generator: torch.Generator) -> Tensor:
@@ -179,6 +182,22 @@ def test_layers_are_those_of_the_wide_weights_and_rows_do_not_depend_on_others(
         assert torch.equal(cache[untouched], given_before[untouched])
 
 
+def test_the_stream_is_kept_as_it_enters_a_layer() -> None:
+    of = layers_of(WIDE)
+    stream = torch.randn(5, WIDE.hidden, generator=torch.Generator().manual_seed(2)).bfloat16()
+    own, tables = torch.arange(5), tuple(part.bfloat16().unsqueeze(1) for part in angles_of(5, WIDE.head_dim))
+    queries = [Queries(5, own, torch.eye(5, dtype=torch.bool))]
+
+    def plan(layers: list[LayerWeights]) -> StackPlan:
+        caches = of.keys[: len(layers)], of.values[: len(layers)]
+        return DecoderStack(WIDE, layers).plan(queries, own, own, tables, caches)
+
+    kept, behind = [torch.empty_like(stream) for _ in of.layers], [stream.clone(), stream.clone()]
+    plan(of.layers).run(behind[0], dict(enumerate(kept)))
+    plan(of.layers[:1]).run(behind[1])
+    assert torch.equal(kept[0], stream) and torch.equal(kept[1], behind[1])
+
+
 def test_keys_of_a_long_text_and_scores_far_apart() -> None:
     of = layers_of(WIDE, 3000)
     for cache in of.keys:
@@ -207,18 +226,21 @@ def test_what_it_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match="has no function"):
         DecoderStack(StackShape(100, 4, 2, 32, 160, EPS, 1.0), of.layers)
     stack, caches = DecoderStack(WIDE, of.layers), (of.keys, of.values)
+    told = torch.zeros(1, dtype=torch.int64), tuple(part.bfloat16().unsqueeze(1) for part in angles_of(1, 32))
     with pytest.raises(ValueError, match="2 slots for 1 rows"):
-        stack.plan([Queries(1, torch.arange(4), None)], torch.arange(2), angles_of(1, 32), caches)
+        stack.plan([Queries(1, torch.arange(4), None)], torch.arange(2), *told, caches)
     with pytest.raises(ValueError, match=f"{MAX_ROWS} can be taken"):
         many = MAX_ROWS + 1
-        stack.plan([Queries(many, torch.arange(many), None)], torch.arange(many), angles_of(many, 32), caches)
-    with pytest.raises(ValueError, match="slots are int64, side by side"):
-        stack.plan([Queries(1, torch.arange(4).int(), None)], torch.arange(1), angles_of(1, 32), caches)
+        stack.plan([Queries(many, torch.arange(many), None)], torch.arange(many), *told, caches)
+    with pytest.raises(ValueError, match="slots and positions are int64, side by side"):
+        stack.plan([Queries(1, torch.arange(4).int(), None)], torch.arange(1), *told, caches)
     with pytest.raises(ValueError, match="a mask is bool"):
-        stack.plan([Queries(1, torch.arange(4), torch.zeros(1, 1))], torch.arange(1), angles_of(1, 32), caches)
-    plan = stack.plan([Queries(1, torch.arange(4), None)], torch.arange(1), angles_of(1, 32), caches)
+        stack.plan([Queries(1, torch.arange(4), torch.zeros(1, 1))], torch.arange(1), *told, caches)
+    plan = stack.plan([Queries(1, torch.arange(4), None)], torch.arange(1), *told, caches)
     for stream in (torch.zeros(1, 96), torch.zeros(2, 96).bfloat16()):
         with pytest.raises(ValueError, match="is no stream of 1 rows in bfloat16"):
-            plan.run(stream, 0, 1)
+            plan.run(stream)
+    with pytest.raises(ValueError, match="is no stream of 1 rows in bfloat16"):
+        plan.run(torch.zeros(1, 96).bfloat16(), {1: torch.zeros(2, 96).bfloat16()})
     assert not StackShape(96, 34, 2, 32, 160, EPS, 1.0).fits, "more queries than lanes"
     assert GROUP == 32

@@ -119,8 +119,8 @@ def test_many_rows_and_float32_run_layer_by_layer(tmp_path: Path) -> None:
     kv = model.new_kv(128)
     for count, is_few in ((MAX_ROWS, True), (MAX_ROWS + 1, False)):
         batch = ForwardBatch(torch.arange(count), torch.arange(count), [Segment(count, torch.arange(count))])
-        assert (model._stack._plan(batch, kv) is not None) is is_few
-    assert model._stack._plan(TokenBatch(torch.arange(3), torch.arange(3)), kv) is None, "keys that no host knows"
+        assert (model._stack.plan(batch, kv) is not None) is is_few
+    assert model._stack.plan(TokenBatch(torch.arange(3), torch.arange(3)), kv) is None, "keys that no host knows"
     exact = load_model(tmp_path, torch.float32)
     assert isinstance(exact, CausalLM) and exact._stack._few is None
 

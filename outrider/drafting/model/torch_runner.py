@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.cpu.head_step import Links, Stepped
 from kernels.cpu.products import torch_alone
 from outrider.attention.base import AttentionBackend, ForwardBatch, Segment, TokenBatch
 from outrider.attention.prompts import PromptChunk
@@ -70,7 +71,8 @@ class TorchRunner(BurstRunner):
     def _make_proposer(self) -> HostProposer:
         model, options = self._model, self.options
         sizes = (self.shape.num_rows, model.vocab_size, model.target_vocab_size)
-        return HostProposer(*sizes, model.target_ids, options.rank_by_noise, model.edge_scale)
+        self._host_proposer = HostProposer(*sizes, model.target_ids, options.rank_by_noise, model.edge_scale)
+        return self._host_proposer
 
     def _queue(self, pending: PendingBurst) -> None:
         """Left to `_run_launched`, so that the host can first send what the burst before brought."""
@@ -103,10 +105,10 @@ class TorchRunner(BurstRunner):
                 break
             if head is not None:
                 logits = self._run_block(head, burst, frontier, nodes)
+                tokens, scores = self._propose_for(burst, nodes, logits, branching)
             else:
                 rows = self._row_steps(places, frontier, nodes, used)
-                logits = self._model.logits(self._run_nodes(burst, nodes, rows, attention))
-            tokens, scores = self._propose_for(burst, nodes, logits, branching)
+                tokens, scores = self._run_nodes(burst, nodes, rows, attention, branching)
             count, found = len(nodes), tokens.numpy()
             frontier.add(nodes, number * width, found.tolist(), scores.tolist())
             line[:count] = [node.place for node in nodes]
@@ -127,9 +129,9 @@ class TorchRunner(BurstRunner):
         return min(_STEP_COST * self._seconds_a_step / self._round_seconds, _MOST_GAIN)
 
     def _run_nodes(
-        self, burst: Burst, nodes: list[StepNode], steps: list[RowSteps], attention: AttentionBackend
-    ) -> Tensor:
-        """Run nodes; returns rows for `logits`."""
+        self, burst: Burst, nodes: list[StepNode], steps: list[RowSteps], attention: AttentionBackend, branching: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run nodes; returns what `_propose_for` does."""
         region, lag, rows = self.shape.region, self.shape.lag, burst.rows.rows
         table_rows = [int(rows[node.row]) for node in nodes]
         batch = StepBatch(
@@ -138,23 +140,31 @@ class TorchRunner(BurstRunner):
             kv_slots=self._kv_slots(table_rows, nodes),
             rows=steps,
         )
-        store, given = self.memory.features, None
+        store, kv = self.memory.features, self.memory.kv
+        if store is None:
+            hidden, _ = self._model.forward(batch, None, kv, attention)
+            return self._propose_for(burst, nodes, self._model.logits(hidden), branching)
         zero_row = (self.shape.num_rows + 1) * region
-        if store is not None:
-            sources = [
-                zero_row + 1 + node.feature
-                if node.feature >= 0
-                else row * region + node.parent
-                if node.parent >= 0
-                else zero_row
-                for row, node in zip(table_rows, nodes, strict=True)
-            ]
-            given = store.index_select(0, torch.tensor(sources))
-        hidden, features = self._model.forward(batch, given, self.memory.kv, attention)
-        if store is not None and features is not None:
-            targets = [row * region + node.slot for row, node in zip(table_rows, nodes, strict=True)]
-            store.index_copy_(0, torch.tensor(targets), features)
-        return hidden
+        sources = [
+            zero_row + 1 + node.feature
+            if node.feature >= 0
+            else row * region + node.parent
+            if node.parent >= 0
+            else zero_row
+            for row, node in zip(table_rows, nodes, strict=True)
+        ]
+        targets = [row * region + node.slot for row, node in zip(table_rows, nodes, strict=True)]
+        links = Links(store, torch.tensor(sources), torch.tensor(targets))
+        found = self._model.step(batch, links, kv, self._host_proposer.ranking(table_rows, branching))
+        if found is None:
+            given = store.index_select(0, links.sources)
+            hidden, features = self._model.forward(batch, given, kv, attention)
+            if features is not None:
+                store.index_copy_(0, links.targets, features)
+            found = Stepped(self._model.logits(hidden))
+        if found.tokens is None or found.scores is None:
+            return self._propose_for(burst, nodes, found.logits, branching)
+        return found.tokens, found.scores
 
     def _run_block(self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode]) -> Tensor:
         """Inject features that came, run the blocks of roots among their tokens, and read what blocks say of all nodes.

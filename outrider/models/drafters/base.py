@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.cpu.head_step import Links, Ranking, Stepped
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.exchange import Exchange
@@ -95,6 +96,11 @@ class DraftModel(ABC):
     @abstractmethod
     def logits(self, rows: Tensor) -> Tensor:
         """float32 [R, vocab_size]."""
+
+    def step(self, batch: TokenBatch, links: Links, kv: KVCache, ranking: Ranking | None) -> Stepped | None:
+        """On a CPU what `forward` and `logits` do, features of and for `links` and the search for candidates included,
+        in one function; None where there is none for the model or the batch."""
+        return None
 
     def extend(
         self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.cpu.head_step import HeadStep, HeadWeights, Links, Ranking, Stepped, fits_head
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import Linear, RMSNorm
@@ -66,6 +67,7 @@ class Eagle3Head(DraftHead):
             self.joint_norm = self.norm("input_norm", num_features * config.target_hidden_size)
         if not self.feature_norms and self.joint_norm is None:
             self._reducer = self.fc
+        self._step: HeadStep | None = None
         # The first layer's own input norm is the embedding's.
         self.token_norm = self.norm("layers.0.input_layernorm", hidden)
         self.hidden_norm = self.norm("layers.0.hidden_norm", hidden)
@@ -73,6 +75,29 @@ class Eagle3Head(DraftHead):
         self.layers.append(DecoderLayer(config.decoder, 0, dtype, device, input_size=2 * hidden, input_norm=False))
         for number in range(1, config.decoder.num_layers):
             self.layers.append(DecoderLayer(config.decoder, number, dtype, device))
+
+    def finish_loading(self) -> None:
+        """See DraftHead."""
+        super().finish_loading()
+        shape, output = self.stack.few_shape, self.output.on_cpu and self.output.on_cpu.of_few
+        if shape is None or not output or self.output.bias is not None or self.exchange is not None:
+            return
+        weights = HeadWeights(
+            self.embedding,
+            self.token_norm.wide_weight,
+            self.hidden_norm.wide_weight,
+            self.final_norm.wide_weight,
+            output,
+            starts_normed=self.config.norm_before_residual,
+            leaves_normed=self.config.norm_output,
+        )
+        self._step = HeadStep(shape, weights) if fits_head(shape, weights) else None
+
+    @torch.inference_mode()
+    def step(self, batch: TokenBatch, links: Links, kv: KVCache, ranking: Ranking | None) -> Stepped | None:
+        """See DraftModel."""
+        plan = None if self._step is None else self.stack.plan(batch, kv)
+        return None if self._step is None or plan is None else self._step(plan, batch.token_ids, links, ranking)
 
     @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
