@@ -22,13 +22,13 @@ from kernels.cpu.isa import Isa, best_isa, needed_isa
 from kernels.cpu.layout import BLOCKS, COUNTERS, GROUP, PREPARE, TILE, TILES, prepared_size
 
 MAX_ROWS = 64
-"""Rows that a product with weights of few bits takes at most: they are read for every 16, or 8."""
+"""Rows that weights of few bits are best for where tiles multiply: they are made wide for every 16, or 8."""
 _AHEAD = 2
 """Blocks before the first and twice as many behind the last that are read, and not used."""
 _CHUNKS = 4
 """Pieces of a product for each thread."""
 _TOGETHER = 256
-"""Rows that are made float32 at once, by each thread for itself."""
+"""Rows that are prepared at once, by each thread for itself."""
 _PRODUCT = (
     "x",
     "row_stride",
@@ -120,21 +120,18 @@ def _packed(kind: str, num_out: int, size: int, *parts: Tensor) -> Packed:
 
 
 def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """rows W^T, [M, num_out] in bfloat16 or float32, for bfloat16 [M, K] whose columns are contiguous. M is MAX_ROWS at
-    most with weights of four or eight bits.
+    """rows W^T, [M, num_out] in bfloat16 or float32, for bfloat16 [M, K] whose columns are contiguous.
 
     Sums are float32 and rounded once, to `dtype`; a row's result does not depend on the rows beside it.
     """
     count, size = rows.shape
     if rows.stride(1) != 1 or rows.dtype != torch.bfloat16 or size != weight.size:
         raise ValueError(f"{rows.dtype} {tuple(rows.shape)} rows for weights [{weight.num_out}, {weight.size}]")
-    if weight.kind != "half" and count > MAX_ROWS:
-        raise ValueError(f"{count} rows; {MAX_ROWS} can be taken with weights of few bits")
     if weight.kind == "four" and dtype == torch.float32:
         return tile_product(rows, weight).float()
     isa = needed_isa()
     out = torch.empty(count, weight.num_out, dtype=dtype)
-    some = max(count, 1) if isa.has_tiles else _TOGETHER
+    some = max(count, 1) if not is_prepared(weight.kind, isa) else _TOGETHER
     prepared = torch.empty(prepared_size(weight.kind, min(count, some), size, isa), dtype=torch.uint8)
     tiles, threads = weight.num_out // TILE, num_threads()
     chunk = max(1, -(-tiles // (_CHUNKS * threads))) if threads > 1 else tiles

@@ -28,14 +28,15 @@ class CpuWeight:
     """W [out, in], packed.
 
     In bfloat16: by kernels.cpu, and, where weights lie on 16 or 255 levels in each group, in four or eight bits for up
-    to MAX_ROWS rows, which take as long as their weights take to be read. A row's result does not depend on the rows
-    beside it, while they are as few, or more. Measured on two cores, [3072, 576] with weights of 16 bits, ms for 16, 64
+    to MAX_ROWS rows, which take as long as their weights take to be read; for any number of rows where codes are
+    multiplied as they are (VNNI). A row's result does not depend on the rows beside it, while they are as few, or more.
+    Measured on two cores, [3072, 576] with weights of 16 bits, ms for 16, 64
     and 512 rows: on a Xeon with AMX 0.08, 0.26, 1.96, oneDNN 0.14, 0.31, 1.78; on one with AVX-512 without AMX 0.31,
     0.78, 5.9, oneDNN in bfloat16 1.9, 5.5, 32 and in float32 0.47, 1.29, 6.5.
     """
 
     def __init__(self, wide: Packed | Tensor, few: Packed | None = None) -> None:
-        """`wide`: our blocks or oneDNN's; `few`: four or eight bits."""
+        """`wide`: our blocks or oneDNN's; `few`: four or eight bits, for few rows alone."""
         self._wide, self._few = wide, few
         for packed in (wide, few):
             if isinstance(packed, Packed):
@@ -46,6 +47,8 @@ class CpuWeight:
         """For a matrix, of which `quantized` may be what was stored; None where there is no layout for it."""
         if fits(weight):
             few = four_bits(weight) or eight_bits(weight) if quantized is None else four_bits_of(quantized)
+            if few is not None and needed_isa().has_dots(few.kind):
+                return cls(few)
             has_faster = few is not None and not needed_isa().has_tiles and bf16_flag() and can_pack(weight)
             return cls(_reordered(weight) if has_faster else packed_half(weight), few)
         if weight.dtype == torch.bfloat16 and not bf16_flag():
