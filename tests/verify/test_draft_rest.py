@@ -17,6 +17,7 @@ from scripted_peer import Clock, Recorder, follow, request, tree
 from outrider.models.decoder import CausalLM
 from outrider.protocol.speculation import Commit, Open, Resume
 from verify_service.engine.round import Entry
+from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import WIDTHS, CostModel
 from verify_service.speculation.draft_rest import DraftRest
 from verify_service.speculation.drafts import Drafts
@@ -266,6 +267,10 @@ def test_rounds_are_launched_ahead_while_drafts_rest_and_tokens_stay_the_same(
         launched.append((engine.drafts.resting, has_nodes, any(entry.is_ahead for entry in entries)))
         return launch(entries, *rest)
 
+    told: list[RoundFigures] = []
+    observer = engine._postprocessor._observer
+    tell = observer.round
+    observer.round = lambda *given: (told.append(given[-1]), tell(*given))  # type: ignore[method-assign]
     executor.launch = noting  # type: ignore[method-assign, assignment]
     engine.start()
     answers = run_all(engine, jobs(), width)
@@ -275,6 +280,9 @@ def test_rounds_are_launched_ahead_while_drafts_rest_and_tokens_stay_the_same(
     at_rest, others = ([one for one in launched if one[0] is resting] for resting in (True, False))
     assert not any(has_nodes for _, has_nodes, _ in at_rest) and any(is_ahead for _, _, is_ahead in at_rest)
     assert not any(is_ahead and has_nodes for _, has_nodes, is_ahead in launched)
+    drafted = [(figures, resting) for figures, (resting, _, _) in zip(told, launched, strict=False) if figures.ready]
+    drafted += [(figures, resting) for figures, (resting, _, _) in zip(told, launched, strict=False) if figures.resting]
+    assert all(figures.resting is resting for figures, resting in drafted), "rounds are told of as they were launched"
     last_rest = max(place for place, (resting, _, _) in enumerate(launched) if resting)
     assert any(has_nodes for _, has_nodes, _ in launched[last_rest:]), "drafts are back"
     assert any(has_nodes for _, has_nodes, _ in others)

@@ -231,7 +231,7 @@ class VerifyEngine:
             return _NOTHING
         num_grown = self._growth.num_grown if self._growth is not None else 0
         plan = self.scheduler.choose(entries, num_grown)
-        wait_seconds, num_ready = 0.0, plan.choice.num_nodes
+        wait_seconds, num_ready, resting = 0.0, plan.choice.num_nodes, self.drafts.resting
         self._gaps.mark("choose")
         # Where trees have grown for the round, there is no need to wait for others.
         if plan.awaited and not num_grown:
@@ -244,9 +244,9 @@ class VerifyEngine:
             self._gaps.mark("fetch")
         entries = self.grammars.mask(entries)
         if self._growth is None:
-            return Batch(entries, wait_seconds, num_ready)
+            return Batch(entries, wait_seconds, num_ready, resting=resting)
         taken = self._growth.take(entries)
-        return Batch(entries, wait_seconds, num_ready, self._growth.plan(entries), taken)
+        return Batch(entries, wait_seconds, num_ready, self._growth.plan(entries), taken, resting)
 
     def _launch_ahead(self, batch: Batch) -> None:
         """Launch the round behind the one that runs this batch, unless it is better laid out when that one is over.
@@ -259,7 +259,8 @@ class VerifyEngine:
         if not entries or (self._growth is not None and not self._growth.rests(entries)):
             return
         growth = None if self._growth is None else self._growth.plan(entries)
-        self._ahead = Batch(entries, 0.0, 0, growth), self._executor.launch(entries, growth)
+        batch = Batch(entries, 0.0, 0, growth, resting=self.drafts.resting)
+        self._ahead = batch, self._executor.launch(entries, growth)
 
     def _wait_for_drafts(self, entries: list[Entry], plan: NodePlan) -> tuple[list[Entry], NodePlan, float]:
         """Wait for nodes of drafts as long as that pays.

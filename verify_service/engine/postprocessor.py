@@ -87,7 +87,7 @@ class RoundPostprocessor:
             ready=done.batch.num_ready_nodes if drafted else None,
             answers=self._drafts.take_answer_seconds(),
             drafting=done.pending.drafting_seconds,
-            resting=drafted and self._drafts.resting,
+            resting=drafted and done.batch.resting,
         )
         self._observer.round(done.batch.entries, updates, figures)
         self._observer.flush()

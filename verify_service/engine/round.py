@@ -136,6 +136,8 @@ class Batch(NamedTuple):
     """What is drafted behind it on the same device, if anything."""
     taken: TakenTrees | None = None
     """What it was given of trees that were drafted so behind the round before."""
+    resting: bool = False
+    """Whether it left out nodes of drafts since plain rounds are faster."""
 
 
 @dataclass(frozen=True, slots=True)
