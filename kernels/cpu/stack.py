@@ -169,7 +169,8 @@ class StackPlan:
             "positions": positions.data_ptr(), "items": self._items.ctypes.data, "num_items": len(items),
             "queries": self._queries.ctypes.data,
         }  # fmt: skip
-        self._function = _compiled(needed_isa(), shape, self._threads)
+        self._isa = needed_isa()
+        self._function = _compiled(self._isa, shape, self._threads)
 
     def run(
         self,
@@ -190,7 +191,7 @@ class StackPlan:
         for layer, kept in taps.items():
             self._table[layer, _TAP] = kept.data_ptr()
         shape, rows, count = self._shape, self.rows, len(self._table) - 1
-        sizes = _scratch(shape, rows, self._threads, self._most_keys, self._most_masked, ends.prepared)
+        sizes = _scratch(self._isa, shape, rows, self._threads, self._most_keys, self._most_masked, ends.prepared)
         qkv, wide = shape.num_all * shape.head_dim, shape.num_heads * shape.head_dim
         shared, counted = _room(2 * rows * (qkv + wide + shape.inner)), (count + 1) * PHASES * COUNTERS
         memory = _spare.take(sizes.total * self._threads + shared + counted)
@@ -263,7 +264,9 @@ class _Scratch(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _scratch(shape: StackShape, rows: int, threads: int, keys: int, masked: int, more_prepared: int) -> _Scratch:
+def _scratch(
+    isa: Isa, shape: StackShape, rows: int, threads: int, keys: int, masked: int, more_prepared: int
+) -> _Scratch:
     """`keys`, `masked`: the most of any queries. `more_prepared`: bytes of it at least."""
     widest = max(shape.hidden, shape.inner, shape.given, shape.num_heads * shape.head_dim)
     part = max(2 * chunk_of(shape.inner, 2 * shape.hidden, threads, shape.kind), *(
@@ -271,7 +274,7 @@ def _scratch(shape: StackShape, rows: int, threads: int, keys: int, masked: int,
     ))  # fmt: skip
     sizes = {
         "normed": rows * shape.hidden * 2,
-        "at_prepared": max(prepared_size(shape.kind, rows, widest, needed_isa()), more_prepared),
+        "at_prepared": max(prepared_size(shape.kind, rows, widest, isa), more_prepared),
         "at_part": rows * part * TILE * 2,
         "at_queries": shape.head_dim * 4 * LANES,
         "at_seen": masked * 2,

@@ -45,7 +45,7 @@ def _at_scale(rows: int, row: Any) -> Any:
     return 2 * GROUP * rows + 4 * row
 
 
-def _write_prepare(code: Code, weights: type[_Weights], rows: int) -> None:
+def _write_prepare(code: Code, weights: type[_Codes], rows: int) -> None:
     """Codes, scales and sums of rows, side by side for each block. Rows that are not there are left as they are."""
     args = code.args
     with code.loop(0, args["count"]) as row:
@@ -90,7 +90,7 @@ def _write_some(code: Code, kind: str, rows: int, tiles: int, wide: bool) -> Non
     code.done()
 
 
-class _Weights:
+class _Codes:
     """Those of a block, as vectors of bytes: of each weight row four codes for columns side by side in `order`."""
 
     order: Sequence[int] = range(LANES)
@@ -98,9 +98,9 @@ class _Weights:
 
     def __init__(self, code: Code, block: Any) -> None:
         self.code, self.build, self.block = code, code.build, block
-        self.codes = self._codes()
+        self.codes = self._bytes()
 
-    def _codes(self) -> list[Any]:
+    def _bytes(self) -> list[Any]:
         raise NotImplementedError
 
     @staticmethod
@@ -123,12 +123,12 @@ class _Weights:
         return self.build.shl(sums, words(LOW_BITS))
 
 
-class _Four(_Weights):
+class _FourBits(_Codes):
     """scale * code + (middle - 8 * scale); in words of eight codes, those of odd columns in the upper half."""
 
     order = tuple(8 * word + column for word in range(2) for column in (0, 4, 1, 5, 2, 6, 3, 7))
 
-    def _codes(self) -> list[Any]:
+    def _bytes(self) -> list[Any]:
         parts = ir.VectorType(ir.HalfType(), LANES)
         self.scale, middle = (
             self.build.fpext(self.code.load(parts, self.block, 256 + 32 * part), VECTOR) for part in range(2)
@@ -146,7 +146,7 @@ class _Four(_Weights):
         return code.build.fmul(code.build.sitofp(total, F32), scale)
 
     def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
-        """See _Weights."""
+        """See _Codes."""
         high, low = parts
         sums = self._add(self._higher(self._add(words(0), high)), low)
         found = self.build.fmul(self.build.sitofp(sums, VECTOR), self.code.load_same(scale))
@@ -154,10 +154,10 @@ class _Four(_Weights):
         return self.code.fma(self.moved, self.code.load_same(moved), total)
 
 
-class _Eight(_Weights):
+class _EightBits(_Codes):
     """scale * code."""
 
-    def _codes(self) -> list[Any]:
+    def _bytes(self) -> list[Any]:
         self.scale = self.code.load_vector(self.block, SCALES)
         bits = (self.code.load(WORDS, self.block, 64 * word) for word in range(GROUP // _WORD))
         return [self.build.xor(word, words(0x80808080 - (1 << 32))) for word in bits]
@@ -168,11 +168,11 @@ class _Eight(_Weights):
         return code.build.mul(total, I32(-_MIDDLE))
 
     def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
-        """See _Weights."""
+        """See _Codes."""
         high, low = parts
         sums = self.build.add(self._higher(self._add(words(0), high)), self.code.same(self.code.load(I32, moved)))
         found = self.build.sitofp(self._add(sums, low), VECTOR)
         return self.code.fma(self.build.fmul(found, self.code.load_same(scale)), self.scale, total)
 
 
-_KINDS: dict[str, type[_Weights]] = {"four": _Four, "eight": _Eight}
+_KINDS: dict[str, type[_Codes]] = {"four": _FourBits, "eight": _EightBits}
