@@ -11,7 +11,7 @@ that a row does not see adds a zero. So a node of a tree has the bits that it wo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -191,16 +191,17 @@ class StackPlan:
         for layer, kept in taps.items():
             self._table[layer, _TAP] = kept.data_ptr()
         shape, rows, count = self._shape, self.rows, len(self._table) - 1
-        sizes = _scratch(self._isa, shape, rows, self._threads, self._most_keys, self._most_masked, ends.prepared)
+        places, size = _scratch(self._isa, shape, rows, self._threads, self._most_masked, ends.prepared)
+        size += (self._most_keys + KEYS + 1) * LINE
         qkv, wide = shape.num_all * shape.head_dim, shape.num_heads * shape.head_dim
         shared, counted = _room(2 * rows * (qkv + wide + shape.inner)), (count + 1) * PHASES * COUNTERS
-        memory = _spare.take(sizes.total * self._threads + shared + counted)
+        memory = _spare.take(size * self._threads + shared + counted)
         heads = memory.data_ptr() + -memory.data_ptr() % LINE
-        fields = self._fields | sizes.places | {
+        fields = self._fields | places | {
             "stream": stream.data_ptr(), "given": 0 if given is None else given.data_ptr(), "head": ends.address,
             "num_layers": count, "num_counted": count + 1, "layers": self._table.ctypes.data,
             "heads": heads, "attended": heads + 2 * rows * qkv, "inner": heads + 2 * rows * (qkv + wide),
-            "counters": heads + shared, "scratch": heads + shared + counted, "scratch_size": sizes.total,
+            "counters": heads + shared, "scratch": heads + shared + counted, "scratch_size": size,
         }  # fmt: skip
         self._function(*fields.values(), *products.pool(self._threads))
         _spare.give(memory)
@@ -230,7 +231,9 @@ class _Spare:
             found = self._kept.pop()
         except IndexError:
             found = torch.empty(0, dtype=torch.uint8)
-        return found if found.numel() >= size + LINE else torch.empty(size + LINE, dtype=torch.uint8)
+        # A text grows by a key a round: there is room for many more.
+        needed = size + LINE
+        return found if found.numel() >= needed else torch.empty(1 << (needed - 1).bit_length(), dtype=torch.uint8)
 
     def give(self, memory: Tensor) -> None:
         """What was taken is free."""
@@ -256,18 +259,15 @@ def _check_numbers(queries: Sequence[Queries], *numbers: Tensor) -> None:
             raise ValueError("a mask is bool, with a row for each query")
 
 
-class _Scratch(NamedTuple):
-    """A thread's own memory: where each part begins, behind normed rows, and the size of it all, in bytes."""
-
-    places: dict[str, int]
-    total: int
-
-
-@lru_cache(maxsize=1024)
+@cache
 def _scratch(
-    isa: Isa, shape: StackShape, rows: int, threads: int, keys: int, masked: int, more_prepared: int
-) -> _Scratch:
-    """`keys`, `masked`: the most of any queries. `more_prepared`: bytes of it at least."""
+    isa: Isa, shape: StackShape, rows: int, threads: int, masked: int, more_prepared: int
+) -> tuple[dict[str, int], int]:
+    """Where each part of a thread's own memory begins, behind normed rows, and where the last one does, which holds
+    scores, a line for each key.
+
+    `masked`: the most keys of any queries that a mask tells of. `more_prepared`: bytes of what is prepared at least.
+    """
     widest = max(shape.hidden, shape.inner, shape.given, shape.num_heads * shape.head_dim)
     part = max(2 * chunk_of(shape.inner, 2 * shape.hidden, threads, shape.kind), *(
         chunk_of(shape.hidden, size, threads, shape.kind) for size in (shape.inner, shape.num_heads * shape.head_dim)
@@ -278,14 +278,13 @@ def _scratch(
         "at_part": rows * part * TILE * 2,
         "at_queries": shape.head_dim * 4 * LANES,
         "at_seen": masked * 2,
-        "at_scores": (keys + KEYS + 1) * 64,
     }
     found, size = {}, 0
     for name, need in sizes.items():
         found[name] = size
         size += _room(need)
     del found["normed"]
-    return _Scratch(found, size)
+    return found | {"at_scores": size}, size
 
 
 @cache
