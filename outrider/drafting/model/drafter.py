@@ -35,7 +35,7 @@ _MAX_PART_STEPS = 2
 _LOCKSTEP_STEPS = 8
 _LOCKSTEP_WIDTH = 8
 _TURN_STEPS = 8
-_TURN_WIDTH = 4
+_TURN_WIDTH = 2
 _TURN_MIN_CHANCE = 0.2
 """Sum of the chances of the nodes of a step below which verify has waited long enough, however little a step takes
 (see TorchRunner)."""
