@@ -2,8 +2,8 @@
 
     python -m benchmarks.few_rows_text --out benchmarks/results/few_rows_text.json
 
-float32 is the reference. In bfloat16 the same tokens are read many at a time, by wide weights, and as few as take the
-product with four-bit weights where the checkpoint's were stored so.
+float32 is the reference. In bfloat16 the same tokens are read many at a time, by wide weights (with AVX-512 VNNI and no
+AMX: by codes, too), and as few as take the product with four-bit weights where the checkpoint's were stored so.
 """
 
 from __future__ import annotations

@@ -36,8 +36,13 @@ def write_products(module: Module, kind: str, wide: bool = False) -> None:
 
 
 def _write_prepare(code: Code, rows: int) -> None:
-    """Rows as float32, those of a block one behind the other. Rows that are not there are left as they are."""
+    """Rows as float32, those of a block one behind the other. Rows that are not there are zeros: processors take long
+    for numbers as small as what may lie there."""
     args = code.args
+    with code.loop(args["count"], rows) as row, code.loop(0, args["blocks"]) as number:
+        target = code.plus(args["prepared"], code.times(number, rows * FLOATS), code.times(row, FLOATS))
+        for column in range(0, GROUP, LANES):
+            code.store(code.number(0.0), target, 4 * column)
     with code.loop(0, args["count"]) as row:
         source = code.plus(args["x"], code.times(row, args["row_stride"]))
         target = code.plus(args["prepared"], code.times(row, FLOATS))

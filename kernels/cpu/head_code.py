@@ -10,10 +10,10 @@ from kernels.cpu.norm import float_bits, norm_row
 
 
 def write_ends(module: Module, shape: StackShape) -> None:
-    """`begin_head` and `end_head`: of the fields of a run and of a head, and counters; the latter of a thread's own
+    """`begin_draft` and `end_draft`: of the fields of a run and of a head, and counters; the latter of a thread's own
     memory, too."""
-    _write_begin(Code(module, "begin_head", ["run", "head", "counters"]), shape)
-    code = Code(module, "end_head", ["run", "head", "counters", "scratch"])
+    _write_begin(Code(module, "begin_draft", ["run", "head", "counters"]), shape)
+    code = Code(module, "end_draft", ["run", "head", "counters", "scratch"])
     run, head = code.fields(code.args["run"], RUN), code.fields(code.args["head"], HEAD)
     _write_logits(code, shape, run, head)
     _write_candidates(code, shape, run, head)
@@ -28,7 +28,7 @@ def _write_begin(code: Code, shape: StackShape) -> None:
         number = code.times(row, 8)
         token, feature = (
             code.plus(head[of], code.times(code.load_number(head[name], number), size))
-            for name, of in (("tokens", "embedding"), ("sources", "features"))
+            for name, of in (("tokens", "embedding"), ("taken", "features"))
         )
         given = code.plus(run["given"], code.times(row, 2 * size))
         normed = code.plus(given, size)
@@ -65,7 +65,7 @@ def _write_candidates(code: Code, shape: StackShape, run: dict[str, Any], head: 
     num_out = code.times(head["num_tiles"], TILE)
     with code.chunks(run["rows"], code.plus(code.args["counters"], 2 * COUNTERS)) as row:
         stream = code.plus(run["stream"], code.times(row, size))
-        place = code.load_number(head["targets"], code.times(row, 8))
+        place = code.load_number(head["left"], code.times(row, 8))
         target = code.plus(head["features"], code.times(place, size))
         is_normed = build.icmp_signed("!=", head["leaves_normed"], I64(0))
         with build.if_else(is_normed) as (normed, plain):

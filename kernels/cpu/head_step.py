@@ -45,13 +45,13 @@ class Links(NamedTuple):
 
     Attributes:
         features: bfloat16 [any, hidden].
-        sources: int64 [M], rows of these.
-        targets: int64 [M], others of these, each once.
+        taken: int64 [M], rows of these, one for each.
+        left: int64 [M], other rows of these, each once.
     """
 
     features: Tensor
-    sources: Tensor
-    targets: Tensor
+    taken: Tensor
+    left: Tensor
 
 
 class Ranking(NamedTuple):
@@ -112,7 +112,7 @@ class HeadStep:
         given = torch.empty(plan.rows, self._shape.given, dtype=torch.bfloat16)
         found = Stepped(torch.empty(plan.rows, output.num_out))
         told = self._told | {
-            "tokens": token_ids.data_ptr(), "sources": links.sources.data_ptr(), "targets": links.targets.data_ptr(),
+            "tokens": token_ids.data_ptr(), "taken": links.taken.data_ptr(), "left": links.left.data_ptr(),
             "features": links.features.data_ptr(), "logits": found.logits.data_ptr(),
         }  # fmt: skip
         if ranking is not None:
@@ -129,13 +129,13 @@ class HeadStep:
         return found
 
     def _check(self, rows: int, token_ids: Tensor, links: Links, ranking: Ranking | None) -> None:
-        for numbers in (token_ids, links.sources, links.targets):
+        for numbers in (token_ids, links.taken, links.left):
             if numbers.dtype != torch.int64 or numbers.shape != (rows,) or not numbers.is_contiguous():
                 raise ValueError(f"tokens and links are int64, one for each of {rows} rows, side by side")
         for name, numbers, end in (
             ("token", token_ids, len(self._weights.embedding)),
-            ("source", links.sources, len(links.features)),
-            ("target", links.targets, len(links.features)),
+            ("row taken", links.taken, len(links.features)),
+            ("row left", links.left, len(links.features)),
         ):
             least, largest = int(numbers.min()), int(numbers.max())
             if least < 0 or largest >= end:

@@ -39,27 +39,30 @@ def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
     _write_turn(module, shape)
     write_attention(module, shape)
     _Layer(module, shape, threads).write()
-    write_ends(module, shape)
-    _write_part(module)
+    if shape.given:
+        write_ends(module, shape)
+    _write_part(module, shape)
     write_call(module, "run", RUN, "all_layers", ("counters", PHASES * COUNTERS, "num_counted"))
     return module
 
 
-def _write_part(module: Module) -> None:
+def _write_part(module: Module, shape: StackShape) -> None:
     """All layers, in one of the threads, and what comes before and behind them in a step of a draft head."""
     code = Code(module, "all_layers", ["run", "me"])
     run, me = code.fields(code.args["run"], RUN), code.args["me"]
     scratch = code.plus(run["scratch"], code.times(me, run["scratch_size"]))
     at_ends = code.plus(run["counters"], code.times(run["num_layers"], PHASES * COUNTERS))
-    is_head = code.build.icmp_signed("!=", run["head"], I64(0))
-    with code.when(is_head):
-        code.run("begin_head", code.args["run"], run["head"], at_ends)
+    is_draft = code.build.icmp_signed("!=", run["draft_head"], I64(0))
+    if shape.given:
+        with code.when(is_draft):
+            code.run("begin_draft", code.args["run"], run["draft_head"], at_ends)
     with code.loop(0, run["num_layers"]) as number:
         layer = code.plus(run["layers"], code.times(number, 8 * len(LAYER)))
         counters = code.plus(run["counters"], code.times(number, PHASES * COUNTERS))
         code.run("layer", code.args["run"], layer, counters, scratch, me)
-    with code.when(is_head):
-        code.run("end_head", code.args["run"], run["head"], at_ends, scratch)
+    if shape.given:
+        with code.when(is_draft):
+            code.run("end_draft", code.args["run"], run["draft_head"], at_ends, scratch)
     code.done()
 
 

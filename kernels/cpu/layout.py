@@ -9,7 +9,7 @@ from kernels.cpu.isa import Isa
 LANES = 16
 """Numbers in a vector of float32."""
 GROUP = 32
-"""Columns of a block; with weights of four bits they are summed before they are scaled."""
+"""Columns of a block; with weights of four and eight bits they are summed before they are scaled."""
 TILE = 16
 """Weight rows of a block."""
 BLOCKS = {"four": 320, "eight": 576, "half": 1024}
@@ -33,14 +33,14 @@ PHASES = 5
 TILES = ("x", "row_stride", "w", "y", "out_stride", "blocks", "first", "last", "count", "prepared")
 """Of some tiles of a product, all int64: address of rows and bytes from one to the next, address of weights, the same
 of results as of rows, blocks of a tile, the first tile and the one behind the last, rows, and the address of what was
-prepared of them: for tiles sums, which weights of four bits are moved by, or codes, for weights of eight bits; else
-float32 numbers."""
+prepared of them: for tiles sums, which weights of four bits are moved by, or codes, for weights of eight bits; for dot
+products of bytes codes, scales and what sums are moved by; else float32 numbers."""
 PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
 """Of what prepares that."""
 KEYS = TILE
 """Keys that are multiplied with queries at once."""
 RUN = (
-    "stream", "rows", "layers", "num_layers", "num_counted", "head", "cos", "sin", "positions", "slots", "items",
+    "stream", "rows", "layers", "num_layers", "num_counted", "draft_head", "cos", "sin", "positions", "slots", "items",
     "num_items", "queries", "heads", "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part",
     "at_queries", "at_seen", "at_scores", "counters",
 )  # fmt: skip
@@ -50,7 +50,7 @@ LAYER = (
 )  # fmt: skip
 """Addresses of a layer's weights, of its keys and values, and of where the stream is kept as it enters, or 0."""
 HEAD = (
-    "tokens", "sources", "targets", "features", "embedding", "token_norm", "hidden_norm", "final_norm", "starts_normed",
+    "tokens", "taken", "left", "features", "embedding", "token_norm", "hidden_norm", "final_norm", "starts_normed",
     "leaves_normed", "output", "tiles", "prepare", "num_tiles", "chunk", "num_chunks", "logits", "ranks", "divisors",
     "ids", "best", "found", "scores",
 )  # fmt: skip

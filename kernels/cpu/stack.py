@@ -148,6 +148,7 @@ class StackPlan:
         if rows != sum(part.rows for part in queries) or not 0 < rows <= MAX_ROWS:
             raise ValueError(f"{rows} slots for {sum(part.rows for part in queries)} rows; {MAX_ROWS} can be taken")
         _check_numbers(queries, own_slots, positions)
+        _check_angles(shape, positions, own_slots, angles)
         self._table, self._shape = table, shape
         self.rows = rows
         self._threads = products.num_threads()
@@ -188,6 +189,7 @@ class StackPlan:
             ends: what a step of a draft head does besides.
         """
         self._check(stream, taps, given)
+        self._table[:, _TAP] = 0
         for layer, kept in taps.items():
             self._table[layer, _TAP] = kept.data_ptr()
         shape, rows, count = self._shape, self.rows, len(self._table) - 1
@@ -198,7 +200,7 @@ class StackPlan:
         memory = _spare.take(size * self._threads + shared + counted)
         heads = memory.data_ptr() + -memory.data_ptr() % LINE
         fields = self._fields | places | {
-            "stream": stream.data_ptr(), "given": 0 if given is None else given.data_ptr(), "head": ends.address,
+            "stream": stream.data_ptr(), "given": 0 if given is None else given.data_ptr(), "draft_head": ends.address,
             "num_layers": count, "num_counted": count + 1, "layers": self._table.ctypes.data,
             "heads": heads, "attended": heads + 2 * rows * qkv, "inner": heads + 2 * rows * (qkv + wide),
             "counters": heads + shared, "scratch": heads + shared + counted, "scratch_size": size,
@@ -207,6 +209,8 @@ class StackPlan:
         _spare.give(memory)
 
     def _check(self, stream: Tensor, taps: Mapping[int, Tensor], given: Tensor | None) -> None:
+        if any(not 0 <= layer < len(self._table) - 1 for layer in taps):
+            raise ValueError(f"streams of layers {[*taps]}; there are {len(self._table) - 1}")
         wanted = (self.rows, self._shape.hidden)
         for rows in (stream, *taps.values()):
             if rows.dtype != torch.bfloat16 or rows.shape != wanted or not rows.is_contiguous():
@@ -257,6 +261,17 @@ def _check_numbers(queries: Sequence[Queries], *numbers: Tensor) -> None:
     for part in queries:
         if part.mask is not None and (part.mask.dtype != torch.bool or len(part.mask) != part.rows):
             raise ValueError("a mask is bool, with a row for each query")
+
+
+def _check_angles(shape: StackShape, positions: Tensor, own_slots: Tensor, angles: tuple[Tensor, Tensor]) -> None:
+    """Positions are where a table is read."""
+    for table in angles:
+        is_table = table.dtype == torch.bfloat16 and table.is_contiguous()
+        if not is_table or table.shape != (len(angles[0]), 1, shape.head_dim):
+            raise ValueError(f"angles are bfloat16 [positions, 1, {shape.head_dim}], side by side")
+    least, largest = positions.aminmax()
+    if positions.shape != own_slots.shape or int(least) < 0 or int(largest) >= len(angles[0]):
+        raise ValueError(f"{len(own_slots)} rows need as many positions from 0 up to {len(angles[0])}")
 
 
 @cache

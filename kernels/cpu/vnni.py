@@ -46,8 +46,13 @@ def _at_scale(rows: int, row: Any) -> Any:
 
 
 def _write_prepare(code: Code, weights: type[_Codes], rows: int) -> None:
-    """Codes, scales and sums of rows, side by side for each block. Rows that are not there are left as they are."""
+    """Codes, scales and sums of rows, side by side for each block. Of rows that are not there scales and sums are
+    zeros: processors take long for numbers as small as what may lie there."""
     args = code.args
+    with code.loop(args["count"], rows) as row, code.loop(0, args["blocks"]) as number:
+        skipped = code.plus(code.times(number, DOT_CODES * rows), code.times(row, 4))
+        for behind in (2 * GROUP * rows, 2 * GROUP * rows + 4 * rows):
+            code.store(F32(0.0), code.plus(args["prepared"], skipped), behind)
     with code.loop(0, args["count"]) as row:
         source = code.plus(args["x"], code.times(row, args["row_stride"]))
         at_scale = code.plus(args["prepared"], code.times(row, 4), 2 * GROUP * rows)

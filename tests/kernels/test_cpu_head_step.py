@@ -38,13 +38,13 @@ def head(kind: str, starts_normed: bool = False, leaves_normed: bool = False) ->
 
 def by_parts(of: SimpleNamespace, plan: StackPlan, tokens: Tensor, links: Links, ranking: Ranking | None) -> Stepped:
     weights: HeadWeights = of.weights
-    found = links.features[links.sources]
+    found = links.features[links.taken]
     hidden = rms_norm(found, weights.hidden_norm, EPS)
     rows = torch.cat((rms_norm(weights.embedding[tokens], weights.token_norm, EPS), hidden), 1)
     stream = hidden.clone() if weights.starts_normed else found.clone()
     plan.run(stream, given=rows)
     normed = rms_norm(stream, weights.final_norm, EPS)
-    links.features[links.targets] = normed if weights.leaves_normed else stream
+    links.features[links.left] = normed if weights.leaves_normed else stream
     logits = tile_product(normed, weights.output, torch.float32)
     if ranking is None:
         return Stepped(logits)
@@ -102,8 +102,8 @@ def test_what_it_does_not_take_is_refused() -> None:
     for tokens, links, ranking, told in (
         (one.int(), Links(features, one, one), None, "int64, one for each of 1 rows"),
         (one + VOCAB, Links(features, one, one), None, f"a token of {VOCAB}; there are {VOCAB}"),
-        (one, Links(features, one - 1, one), None, "a source of -1; there are 5"),
-        (one, Links(features, one, one + 5), None, "a target of 5; there are 5"),
+        (one, Links(features, one - 1, one), None, "a row taken of -1; there are 5"),
+        (one, Links(features, one, one + 5), None, "a row left of 5; there are 5"),
         (one, Links(features.float(), one, one), None, "features torch.float32"),
         (one, Links(features, one, one), Ranking(torch.ones(2), ids, 1), "divisors are torch.float32"),
         (one, Links(features, one, one), Ranking(torch.ones(1), ids.long(), 1), "ids are torch.int32"),

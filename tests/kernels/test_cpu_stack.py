@@ -241,6 +241,17 @@ def test_what_it_does_not_take_is_refused() -> None:
     for stream in (torch.zeros(1, 96), torch.zeros(2, 96).bfloat16()):
         with pytest.raises(ValueError, match="is no stream of 1 rows in bfloat16"):
             plan.run(stream)
+    query, one = [Queries(1, torch.arange(4), None)], torch.arange(1)
+    for positions, angles, message in (
+        (torch.arange(2), told[1], "1 rows need as many positions from 0 up to 1"),
+        (one + 1, told[1], "from 0 up to 1"),
+        (one - 1, told[1], "from 0 up to 1"),
+        (one, angles_of(1, 32), r"angles are bfloat16 \[positions, 1, 32\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stack.plan(query, one, positions, angles, caches)
+    with pytest.raises(ValueError, match=r"streams of layers \[2\]; there are 2"):
+        plan.run(torch.zeros(1, 96).bfloat16(), {2: torch.zeros(1, 96).bfloat16()})
     with pytest.raises(ValueError, match="is no stream of 1 rows in bfloat16"):
         plan.run(torch.zeros(1, 96).bfloat16(), {1: torch.zeros(2, 96).bfloat16()})
     assert not StackShape(96, 34, 2, 32, 160, EPS, 1.0).fits, "more queries than lanes"

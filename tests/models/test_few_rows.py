@@ -10,6 +10,7 @@ import torch
 from tiny_models import save_tiny
 from torch import Tensor
 
+from kernels.cpu.head_step import Links, Stepped
 from kernels.cpu.products import MAX_ROWS
 from kernels.expert_tiles import Gating
 from kernels.experts import SWIGLU, expert_linear, route
@@ -23,6 +24,8 @@ from outrider.models.drafters.heads import Eagle3Head
 from outrider.models.drafters.loader import load_draft_model
 from outrider.models.few_rows import LayerStack
 from outrider.models.loader import load_model
+from outrider.sampling.params import SamplingParams
+from outrider.sampling.proposer import HostProposer
 
 pytestmark = pytest.mark.usefixtures("isa")
 SIZES = {
@@ -153,6 +156,44 @@ def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch
     for found, expected in zip(*results, strict=True):
         assert found is not None and expected is not None and near(found, expected)
     assert torch.equal(features, given), "features are the caller's"
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_step_of_the_shipped_head_finds_what_its_parts_find(model_path: Path, noisy: bool) -> None:
+    options = DraftOptions(
+        speculative_algorithm=("EAGLE3",),
+        speculative_draft_model_path=str(ROOT / "models" / "SmolLM2-135M-Instruct-EAGLE3"),
+        target_model_path=str(model_path),
+    )
+    head = load_draft_model(options, torch.device("cpu"), torch.bfloat16)
+    proposer = HostProposer(3, head.vocab_size, head.target_vocab_size, head.target_ids, scale=head.edge_scale)
+    proposer.admit(1, SamplingParams(temperature=0.8 if noisy else 0.0, seed=4))
+    generator = torch.Generator().manual_seed(1)
+    places, rows, positions = torch.randperm(40, generator=generator), [0, 1, 2], torch.tensor([31, 31, 31])
+    seen = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0], [1, 0, 0, 1]]).bool()
+    steps = [RowSteps(0, torch.tensor([2, 1, 3]), places[:34], seen)]
+    batch = StepBatch(torch.tensor([5, 900, 77]), positions, places[:34][-4:][[2, 1, 3]], steps)
+    store, results = torch.randn(20, head.feature_size, generator=generator).bfloat16(), []
+    for whole in (True, False):
+        links, kv = Links(store.clone(), torch.tensor([3, 3, 7]), torch.tensor([10, 11, 12])), head.new_kv(64)
+        for cache in (kv.k, kv.v):
+            cache[:] = torch.randn(cache.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+        if whole:
+            ranking = proposer.ranking(rows, 8)
+            assert (ranking is None) is noisy, "noise is added by the host"
+            found = head.step(batch, links, kv, ranking)
+            assert found is not None
+        else:
+            attention = RegionAttention(kv, [places], 6)
+            hidden, left = head.forward(batch, links.features[links.taken], kv, attention)
+            assert left is not None
+            links.features[links.left] = left
+            found = Stepped(head.logits(hidden))
+        if found.tokens is None or found.scores is None:
+            found = Stepped(found.logits, torch.empty(3, 8, dtype=torch.int32), torch.empty(3, 8))
+            proposer(found.logits, torch.tensor(rows), positions, *found[1:])
+        results.append((*found, links.features, kv.k, kv.v))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 def test_layers_of_two_kinds_run_layer_by_layer(tmp_path: Path) -> None:

@@ -231,12 +231,14 @@ class VerifyEngine:
             return _NOTHING
         num_grown = self._growth.num_grown if self._growth is not None else 0
         plan = self.scheduler.choose(entries, num_grown)
-        wait_seconds, num_ready, resting = 0.0, plan.choice.num_nodes, self.drafts.resting
+        wait_seconds, num_ready = 0.0, plan.choice.num_nodes
         self._gaps.mark("choose")
         # Where trees have grown for the round, there is no need to wait for others.
         if plan.awaited and not num_grown:
             entries, plan, wait_seconds = self._wait_for_drafts(entries, plan)
             self._gaps.mark("draft wait")
+        # A round before may have been dealt with in the wait, and drafts rest since.
+        resting = self.drafts.resting
         self.scheduler.take(plan)
         self._gaps.mark("take")
         if self._growth is not None:

@@ -157,10 +157,10 @@ class TorchRunner(BurstRunner):
         links = Links(store, torch.tensor(sources), torch.tensor(targets))
         found = self._model.step(batch, links, kv, self._host_proposer.ranking(table_rows, branching))
         if found is None:
-            given = store.index_select(0, links.sources)
+            given = store.index_select(0, links.taken)
             hidden, features = self._model.forward(batch, given, kv, attention)
             if features is not None:
-                store.index_copy_(0, links.targets, features)
+                store.index_copy_(0, links.left, features)
             found = Stepped(self._model.logits(hidden))
         if found.tokens is None or found.scores is None:
             return self._propose_for(burst, nodes, found.logits, branching)
