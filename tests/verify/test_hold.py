@@ -142,6 +142,46 @@ def test_where_drafts_take_turns_what_came_beside_a_round_teaches_nothing_but_ho
     assert spec.wait.miss_gain != gain and spec.wait.answered_at == clock.now
 
 
+def test_where_drafts_take_turns_what_is_caught_up_with_is_no_price_of_an_answer() -> None:
+    clock = Clock()
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
+    port = Recorder()
+    drafts.connected(port)
+    asked = request([1, 2])
+    drafts.admit(asked)
+    spec = drafts.spec(asked)
+    assert spec is not None and spec.replica is not None
+    times, first = spec.replica.health.misses.answer, spec.replica.health.misses.answer.typical
+    epochs = iter(range(1, 20))
+
+    def answer(seconds: float, tokens: list[int]) -> None:
+        clock.now += seconds
+        drafts.receive(port, [tree(spec.number, next(epochs), asked.committed_len, tokens)], clock.now)
+
+    def commit() -> None:
+        asked.tokens += [40]
+        follow(drafts, asked, 1)
+
+    answer(0.03, [])
+    assert (spec.wait.miss_gain, times.typical) == (1.0, first), "the prompt was to be computed"
+    commit()
+    answer(0.004, [3])
+    usual = times.typical
+    assert usual > first and spec.wait.miss_gain < 1.0, "it keeps up now"
+    commit()
+    commit()
+    answer(0.05, [3])
+    assert times.typical <= usual, "it had two commits to follow"
+    commit()
+    commit()
+    answer(0.0005, [3])
+    assert times.typical < usual, "what is faster is so whatever came before"
+    usual = times.typical
+    commit()
+    answer(0.05, [3])
+    assert times.typical > usual
+
+
 def test_where_drafts_take_turns_a_wait_lasts_as_long_as_it_pays() -> None:
     clock = Clock()
     peer = Peer(clock)

@@ -120,6 +120,11 @@ class DraftWaitState:
     """Whether the draft has ever followed the newest commit: before, it computes the prompt."""
     round_waited: bool = False
     """Whether the next round waited for the draft."""
+    keeps_up: bool = False
+    """Whether the draft answered the commit before the last one in time. Where drafts take turns with rounds, one that
+    did not has all to do that it was not waited for, the prompt at first: a price that is paid once."""
+    is_new: bool = True
+    """Whether no answer of the draft was awaited and came."""
     num_messages: int = 0
     """Messages that followed the last commit."""
     num_late: int = 0
@@ -167,6 +172,7 @@ class DraftWaitState:
         # Where every answer is waited for, the first one is none of another kind.
         self.has_answered = self.mode.every_answer
         self.num_messages = self.num_late = self.num_vain_waits = self.num_skipped = 0
+        self.keeps_up, self.is_new = False, True
         self.promised = 0.0
         self._forget_answer()
 
@@ -199,6 +205,7 @@ class DraftWaitState:
                     self._stats(health).note_more_gain(0.0)
                 self._stats(health).note_part_gain(self.num_parts, 0.0, self.deep_end_chance)
         self.round_waited = False
+        self.keeps_up = self.num_messages > self.num_late
         self.num_messages = self.num_late = 0
         self.sent_at = None
         self._forget_answer()
@@ -257,9 +264,15 @@ class DraftWaitState:
         self.awaits_answer = False
         self.num_vain_waits = self.num_skipped = 0
         gain = self._update_promise(health, by_parts)
-        self._learn_gain(max(gain, 0.0) - self._first_gain)
+        catches_up = self.mode.turns and not self.keeps_up
+        # A first answer without nodes comes of a prompt that is being computed.
+        if gain > 0.0 or not (catches_up and self.is_new):
+            self._learn_gain(max(gain, 0.0) - self._first_gain)
         if self.sent_at is not None:
-            self._first_times(health).note(max(at - self.sent_at, 0.0))
+            times, seconds = self._first_times(health), max(at - self.sent_at, 0.0)
+            if not catches_up or seconds < times.typical:
+                times.note(seconds)
+        self.is_new = False
         # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
         self.answered_at = None if self.mode.lockstep else at
 
