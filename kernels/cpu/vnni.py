@@ -8,6 +8,7 @@ the other, so that a row's result does not depend on the rows beside it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,10 @@ from llvmlite import ir
 from kernels.cpu.code import F32, I32, VECTOR, WORDS, Code, Module, words
 from kernels.cpu.eight_bit_tiles import LOW_BITS, SCALES, bytes_of, integers_of
 from kernels.cpu.layout import BLOCKS, DOT_CODES, GROUP, LANES, PREPARE, TILES
-from kernels.cpu.tiles import call_variants, write_out
+from kernels.cpu.tiles import call_variants, some_tiles
 
 _TILES_OF = {1: 4, 2: 2, 4: 2, 8: 1, 16: 1}
 """Tiles that are taken at once, by the rows that products are compiled for."""
-_FETCHED = 48
-"""Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
 _WORD = 4
 """Codes that an instruction adds up."""
 _NIBBLES = 0x0F0F0F0F
@@ -34,15 +33,18 @@ def write_dots(module: Module, kind: str, wide: bool = False) -> None:
     weights = _KINDS[kind]
     for rows, tiles in _TILES_OF.items():
         _write_prepare(Code(module, f"prepare_{rows}", PREPARE), weights, rows)
-        _write_some(Code(module, f"tiles_{kind}_{rows}", TILES), kind, rows, tiles, wide)
+        code = Code(module, f"tiles_{kind}_{rows}", TILES)
+        with some_tiles(code, BLOCKS[kind], rows, tiles, wide) as (number, blocks, totals):
+            codes = code.plus(code.args["prepared"], code.times(number, DOT_CODES * rows))
+            _multiply(code, weights, blocks, codes, totals)
+        code.done()
     for name, names in (("prepare", PREPARE), (f"tiles_{kind}", TILES)):
         call_variants(Code(module, name, names), name, [*_TILES_OF], DOT_CODES)
 
 
-def _at_scale(rows: int, row: Any) -> Any:
-    """Where a row's scale lies, behind the codes of a block of so many rows; what its sums are moved by lies behind all
-    scales."""
-    return 2 * GROUP * rows + 4 * row
+def _scales_at(rows: int) -> int:
+    """Where scales lie, behind the codes of a block of so many rows; behind them lies what sums are moved by."""
+    return 2 * GROUP * rows
 
 
 def _write_prepare(code: Code, weights: type[_Codes], rows: int) -> None:
@@ -51,11 +53,11 @@ def _write_prepare(code: Code, weights: type[_Codes], rows: int) -> None:
     args = code.args
     with code.loop(args["count"], rows) as row, code.loop(0, args["blocks"]) as number:
         skipped = code.plus(code.times(number, DOT_CODES * rows), code.times(row, 4))
-        for behind in (2 * GROUP * rows, 2 * GROUP * rows + 4 * rows):
+        for behind in (_scales_at(rows), _scales_at(rows) + 4 * rows):
             code.store(F32(0.0), code.plus(args["prepared"], skipped), behind)
     with code.loop(0, args["count"]) as row:
         source = code.plus(args["x"], code.times(row, args["row_stride"]))
-        at_scale = code.plus(args["prepared"], code.times(row, 4), 2 * GROUP * rows)
+        at_scale = code.plus(args["prepared"], code.times(row, 4), _scales_at(rows))
         target = code.plus(args["prepared"], code.times(row, 2 * GROUP))
         with code.loop(0, args["blocks"]) as number:
             skipped = code.times(number, DOT_CODES * rows)
@@ -70,32 +72,18 @@ def _write_prepare(code: Code, weights: type[_Codes], rows: int) -> None:
     code.done()
 
 
-def _write_some(code: Code, kind: str, rows: int, tiles: int, wide: bool) -> None:
-    """As many rows as `count` says, `rows` at most, and some tiles at a time. Behind the last it is taken again."""
-    args, size = code.args, BLOCKS[kind]
-    tile_size, last = code.times(args["blocks"], size), code.plus(args["last"], -1)
-    totals = [[code.variable(code.number(0.0)) for _ in range(rows)] for _ in range(tiles)]
-    with code.loop(args["first"], args["last"], tiles) as first:
-        taken = [code.least(code.plus(first, number), last) for number in range(tiles)]
-        weights = [code.plus(args["w"], code.times(tile, tile_size)) for tile in taken]
-        for total in (total for some in totals for total in some):
-            total.set(code.number(0.0))
-        with code.loop(0, args["blocks"]) as number:
-            codes = code.plus(args["prepared"], code.times(number, DOT_CODES * rows))
-            for address, some in zip(weights, totals, strict=True):
-                block = code.plus(address, code.times(number, size))
-                code.fetch(code.plus(block, _FETCHED * size), size)
-                found = _KINDS[kind](code, block)
-                for row, total in enumerate(some):
-                    at_scale = code.plus(codes, _at_scale(rows, row))
-                    parts = (code.plus(codes, 2 * GROUP * row + part * GROUP) for part in range(2))
-                    total.set(found.add_to(total.get(), parts, at_scale, code.plus(at_scale, 4 * rows)))
-        for tile, some in zip(taken, totals, strict=True):
-            write_out(code, tile, some, wide)
-    code.done()
+def _multiply(code: Code, weights: type[_Codes], blocks: list[Any], codes: Any, totals: list[list[Any]]) -> None:
+    """A block of each tile times the rows, whose `codes` are those of the block."""
+    rows = len(totals[0])
+    for block, some in zip(blocks, totals, strict=True):
+        found = weights(code, block)
+        for row, total in enumerate(some):
+            scale = code.plus(codes, _scales_at(rows) + 4 * row)
+            parts = (code.plus(codes, 2 * GROUP * row + part * GROUP) for part in range(2))
+            total.set(found.add_to(total.get(), parts, scale, code.plus(scale, 4 * rows)))
 
 
-class _Codes:
+class _Codes(ABC):
     """Those of a block, as vectors of bytes: of each weight row four codes for columns side by side in `order`."""
 
     order: Sequence[int] = range(LANES)
@@ -105,17 +93,18 @@ class _Codes:
         self.code, self.build, self.block = code, code.build, block
         self.codes = self._bytes()
 
+    @abstractmethod
     def _bytes(self) -> list[Any]:
-        raise NotImplementedError
+        """See above; scales are loaded, too."""
 
     @staticmethod
+    @abstractmethod
     def moved_by(code: Code, total: Any, scale: Any) -> Any:
         """What a row's sums are moved by for each group, of 32 bits, from the sum of its integers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
         """A row's total with this block's: addresses of both parts of its codes, of its scale, and of `moved_by`."""
-        raise NotImplementedError
 
     def _add(self, sums: Any, part: Any) -> Any:
         """Sums with those of a part of a row."""

@@ -78,8 +78,6 @@ class CpuWeight:
         """rows W^T in float32, by tiles without a rounding between, of few bits however many rows there are: a row's
         result does not depend on the rows beside it."""
         rows = rows.contiguous()
-        if self._few is not None and len(rows) > MAX_ROWS:
-            return torch.cat([tile_product(some, self._few, torch.float32) for some in rows.split(MAX_ROWS)])
         if (packed := self.of_few) is not None:
             return tile_product(rows, packed, torch.float32)
         return self.product(rows, None).float()

@@ -23,6 +23,7 @@ from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts, SpeculativeRequest
+from verify_service.speculation.health import AnswerStats
 
 ROUND = 0.0045
 """Seconds of a round of an 8B model on a large GPU."""
@@ -116,7 +117,8 @@ def test_a_round_runs_rather_than_wait_as_long_as_it_takes(peer: Peer, share: fl
     assert (peer.wait() > 0) == waits
 
 
-def test_where_drafts_take_turns_what_came_beside_a_round_teaches_nothing_but_hope() -> None:
+def taking_turns() -> tuple[Clock, Drafts, Recorder, Request, SpeculativeRequest, AnswerStats]:
+    """A request whose draft takes turns with rounds, and what is known of its answers after misses."""
     clock = Clock()
     drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
     port = Recorder()
@@ -125,7 +127,11 @@ def test_where_drafts_take_turns_what_came_beside_a_round_teaches_nothing_but_ho
     drafts.admit(asked)
     spec = drafts.spec(asked)
     assert spec is not None and spec.replica is not None
-    answers = spec.replica.health.misses
+    return clock, drafts, port, asked, spec, spec.replica.health.misses
+
+
+def test_where_drafts_take_turns_what_came_beside_a_round_teaches_nothing_but_hope() -> None:
+    clock, drafts, port, asked, spec, answers = taking_turns()
     answers.note_more_gain(0.0)
     gain, more_gain, typical = spec.wait.miss_gain, answers.more_gain, answers.answer.typical
     drafts.on_launch(clock.now)
@@ -143,15 +149,8 @@ def test_where_drafts_take_turns_what_came_beside_a_round_teaches_nothing_but_ho
 
 
 def test_where_drafts_take_turns_what_is_caught_up_with_is_no_price_of_an_answer() -> None:
-    clock = Clock()
-    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
-    port = Recorder()
-    drafts.connected(port)
-    asked = request([1, 2])
-    drafts.admit(asked)
-    spec = drafts.spec(asked)
-    assert spec is not None and spec.replica is not None
-    times, first = spec.replica.health.misses.answer, spec.replica.health.misses.answer.typical
+    clock, drafts, port, asked, spec, answers = taking_turns()
+    times, first = answers.answer, answers.answer.typical
     epochs = iter(range(1, 20))
 
     def answer(seconds: float, tokens: list[int]) -> None:

@@ -32,6 +32,8 @@ class TorchRunner(BurstRunner):
     keys and values that they attend to are gathered once a burst.
     """
 
+    _proposer: HostProposer
+
     def __init__(
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
     ) -> None:
@@ -71,8 +73,7 @@ class TorchRunner(BurstRunner):
     def _make_proposer(self) -> HostProposer:
         model, options = self._model, self.options
         sizes = (self.shape.num_rows, model.vocab_size, model.target_vocab_size)
-        self._host_proposer = HostProposer(*sizes, model.target_ids, options.rank_by_noise, model.edge_scale)
-        return self._host_proposer
+        return HostProposer(*sizes, model.target_ids, options.rank_by_noise, model.edge_scale)
 
     def _queue(self, pending: PendingBurst) -> None:
         """Left to `_run_launched`, so that the host can first send what the burst before brought."""
@@ -145,7 +146,7 @@ class TorchRunner(BurstRunner):
             hidden, _ = self._model.forward(batch, None, kv, attention)
             return self._propose_for(burst, nodes, self._model.logits(hidden), branching)
         zero_row = (self.shape.num_rows + 1) * region
-        sources = [
+        taken = [
             zero_row + 1 + node.feature
             if node.feature >= 0
             else row * region + node.parent
@@ -153,9 +154,9 @@ class TorchRunner(BurstRunner):
             else zero_row
             for row, node in zip(table_rows, nodes, strict=True)
         ]
-        targets = [row * region + node.slot for row, node in zip(table_rows, nodes, strict=True)]
-        links = Links(store, torch.tensor(sources), torch.tensor(targets))
-        found = self._model.step(batch, links, kv, self._host_proposer.ranking(table_rows, branching))
+        left = [row * region + node.slot for row, node in zip(table_rows, nodes, strict=True)]
+        links = Links(store, torch.tensor(taken), torch.tensor(left))
+        found = self._model.step(batch, links, kv, self._proposer.ranking(table_rows, branching))
         if found is None:
             given = store.index_select(0, links.taken)
             hidden, features = self._model.forward(batch, given, kv, attention)
