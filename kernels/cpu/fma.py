@@ -14,11 +14,13 @@ from llvmlite import ir
 from kernels.cpu.code import VECTOR, WORDS, Code, Module, words
 from kernels.cpu.isa import Isa
 from kernels.cpu.layout import BLOCKS, FLOATS, GROUP, LANES, PREPARE, TILE, TILES
-from kernels.cpu.tiles import call_variants, some_tiles
+from kernels.cpu.tiles import call_variants, write_out
 
 _TILES_OF = {1: 2, 2: 2, 4: 2, 8: 1, 16: 1}
 """Tiles that are taken at once, by the rows that products are compiled for."""
 _TILES_OF_AVX2 = {1: 4, 2: 2, 4: 1}
+_FETCHED = 48
+"""Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
 _FRACTION, _ONE = 0xF << 19, 0x3F800000
 """A code in the four highest bits of a float32's fraction, and the bits of 1.0: 1 + code / 16, without a conversion."""
 
@@ -28,11 +30,7 @@ def write_products(module: Module, kind: str, wide: bool = False) -> None:
     variants = _TILES_OF_AVX2 if module.isa is Isa.AVX2 else _TILES_OF
     for rows, tiles in variants.items():
         _write_prepare(Code(module, f"prepare_{rows}", PREPARE), rows)
-        code = Code(module, f"tiles_{kind}_{rows}", TILES)
-        with some_tiles(code, BLOCKS[kind], rows, tiles, wide) as (number, blocks, totals):
-            prepared = code.plus(code.args["prepared"], code.times(number, rows * FLOATS))
-            _multiply(code, _WIDENED[kind], blocks, prepared, totals)
-        code.done()
+        _write_some(Code(module, f"tiles_{kind}_{rows}", TILES), kind, rows, tiles, wide)
     for name, names in (("prepare", PREPARE), (f"tiles_{kind}", TILES)):
         call_variants(Code(module, name, names), name, [*variants], FLOATS)
 
@@ -52,6 +50,28 @@ def _write_prepare(code: Code, rows: int) -> None:
             for column in range(0, GROUP, LANES):
                 values = code.load_halves(code.plus(source, code.times(number, 2 * GROUP)), 2 * column)
                 code.store(values, code.plus(target, code.times(number, rows * FLOATS)), 4 * column)
+    code.done()
+
+
+def _write_some(code: Code, kind: str, rows: int, tiles: int, wide: bool) -> None:
+    """As many rows as `count` says, `rows` at most, and some tiles at a time. Behind the last it is taken again."""
+    args = code.args
+    tile_size, last = code.times(args["blocks"], BLOCKS[kind]), code.plus(args["last"], -1)
+    totals = [[code.variable(code.number(0.0)) for _ in range(rows)] for _ in range(tiles)]
+    with code.loop(args["first"], args["last"], tiles) as first:
+        taken = [code.least(code.plus(first, number), last) for number in range(tiles)]
+        weights = [code.plus(args["w"], code.times(tile, tile_size)) for tile in taken]
+        for total in (total for some in totals for total in some):
+            total.set(code.number(0.0))
+        with code.loop(0, args["blocks"]) as number:
+            blocks = [code.plus(address, code.times(number, BLOCKS[kind])) for address in weights]
+            for block in blocks:
+                code.fetch(code.plus(block, _FETCHED * BLOCKS[kind]), BLOCKS[kind])
+            _multiply(
+                code, _WIDENED[kind], blocks, code.plus(args["prepared"], code.times(number, rows * FLOATS)), totals
+            )
+        for tile, some in zip(taken, totals, strict=True):
+            write_out(code, tile, some, wide)
     code.done()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -14,8 +13,6 @@ from kernels.cpu.layout import BLOCKS, TILE, TILES
 _BLOCK = BLOCKS["half"]
 _FETCHED = 8
 """Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
-_FETCHED_BLOCKS = 48
-"""The same without tile instructions."""
 _ROWS = TILE
 _X, _W = 4, 6
 """Tiles: 0 to 3 are totals of two tiles of weights for each of two groups of rows, then come those rows and weights."""
@@ -68,33 +65,6 @@ def call_variants(code: Code, name: str, variants: Sequence[int], prepared: int)
             with code.when(code.between(least, some, most)):
                 code.run(f"{name}_{most}", *given.values())
     code.done()
-
-
-@contextmanager
-def some_tiles(
-    code: Code, size: int, rows: int, tiles: int, wide: bool
-) -> Iterator[tuple[Any, list[Any], list[list[Variable]]]]:
-    """The body of a function of TILES without tile instructions: for as many rows as `count` says, `rows` at most,
-    `tiles` at a time. Behind the last it is taken again.
-
-    What is written within adds up block by block, of `size` bytes: it gets the block's number, where that of each tile
-    lies, and the totals of each, one vector a row.
-    """
-    args = code.args
-    tile_size, last = code.times(args["blocks"], size), code.plus(args["last"], -1)
-    totals = [[code.variable(code.number(0.0)) for _ in range(rows)] for _ in range(tiles)]
-    with code.loop(args["first"], args["last"], tiles) as first:
-        taken = [code.least(code.plus(first, number), last) for number in range(tiles)]
-        weights = [code.plus(args["w"], code.times(tile, tile_size)) for tile in taken]
-        for total in (total for some in totals for total in some):
-            total.set(code.number(0.0))
-        with code.loop(0, args["blocks"]) as number:
-            blocks = [code.plus(address, code.times(number, size)) for address in weights]
-            for block in blocks:
-                code.fetch(code.plus(block, _FETCHED_BLOCKS * size), size)
-            yield number, blocks, totals
-        for tile, some in zip(taken, totals, strict=True):
-            write_out(code, tile, some, wide)
 
 
 def write_out(code: Code, tile: Any, totals: Sequence[Variable], wide: bool) -> None:

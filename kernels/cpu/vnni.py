@@ -17,10 +17,12 @@ from llvmlite import ir
 from kernels.cpu.code import F32, I32, VECTOR, WORDS, Code, Module, words
 from kernels.cpu.eight_bit_tiles import LOW_BITS, SCALES, bytes_of, integers_of
 from kernels.cpu.layout import BLOCKS, DOT_CODES, GROUP, LANES, PREPARE, TILES
-from kernels.cpu.tiles import call_variants, some_tiles
+from kernels.cpu.tiles import call_variants, write_out
 
 _TILES_OF = {1: 4, 2: 2, 4: 2, 8: 1, 16: 1}
 """Tiles that are taken at once, by the rows that products are compiled for."""
+_FETCHED = 48
+"""Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
 _WORD = 4
 """Codes that an instruction adds up."""
 _NIBBLES = 0x0F0F0F0F
@@ -33,11 +35,7 @@ def write_dots(module: Module, kind: str, wide: bool = False) -> None:
     weights = _KINDS[kind]
     for rows, tiles in _TILES_OF.items():
         _write_prepare(Code(module, f"prepare_{rows}", PREPARE), weights, rows)
-        code = Code(module, f"tiles_{kind}_{rows}", TILES)
-        with some_tiles(code, BLOCKS[kind], rows, tiles, wide) as (number, blocks, totals):
-            codes = code.plus(code.args["prepared"], code.times(number, DOT_CODES * rows))
-            _multiply(code, weights, blocks, codes, totals)
-        code.done()
+        _write_some(Code(module, f"tiles_{kind}_{rows}", TILES), kind, rows, tiles, wide)
     for name, names in (("prepare", PREPARE), (f"tiles_{kind}", TILES)):
         call_variants(Code(module, name, names), name, [*_TILES_OF], DOT_CODES)
 
@@ -72,15 +70,29 @@ def _write_prepare(code: Code, weights: type[_Codes], rows: int) -> None:
     code.done()
 
 
-def _multiply(code: Code, weights: type[_Codes], blocks: list[Any], codes: Any, totals: list[list[Any]]) -> None:
-    """A block of each tile times the rows, whose `codes` are those of the block."""
-    rows = len(totals[0])
-    for block, some in zip(blocks, totals, strict=True):
-        found = weights(code, block)
-        for row, total in enumerate(some):
-            scale = code.plus(codes, _scales_at(rows) + 4 * row)
-            parts = (code.plus(codes, 2 * GROUP * row + part * GROUP) for part in range(2))
-            total.set(found.add_to(total.get(), parts, scale, code.plus(scale, 4 * rows)))
+def _write_some(code: Code, kind: str, rows: int, tiles: int, wide: bool) -> None:
+    """As many rows as `count` says, `rows` at most, and some tiles at a time. Behind the last it is taken again."""
+    args, size = code.args, BLOCKS[kind]
+    tile_size, last = code.times(args["blocks"], size), code.plus(args["last"], -1)
+    totals = [[code.variable(code.number(0.0)) for _ in range(rows)] for _ in range(tiles)]
+    with code.loop(args["first"], args["last"], tiles) as first:
+        taken = [code.least(code.plus(first, number), last) for number in range(tiles)]
+        weights = [code.plus(args["w"], code.times(tile, tile_size)) for tile in taken]
+        for total in (total for some in totals for total in some):
+            total.set(code.number(0.0))
+        with code.loop(0, args["blocks"]) as number:
+            codes = code.plus(args["prepared"], code.times(number, DOT_CODES * rows))
+            for address, some in zip(weights, totals, strict=True):
+                block = code.plus(address, code.times(number, size))
+                code.fetch(code.plus(block, _FETCHED * size), size)
+                found = _KINDS[kind](code, block)
+                for row, total in enumerate(some):
+                    at_scale = code.plus(codes, _scales_at(rows) + 4 * row)
+                    parts = (code.plus(codes, 2 * GROUP * row + part * GROUP) for part in range(2))
+                    total.set(found.add_to(total.get(), parts, at_scale, code.plus(at_scale, 4 * rows)))
+        for tile, some in zip(taken, totals, strict=True):
+            write_out(code, tile, some, wide)
+    code.done()
 
 
 class _Codes(ABC):
