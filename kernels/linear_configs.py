@@ -225,13 +225,22 @@ def stretches(config: GemmConfig | RingConfig, tiles: int, steps: int, processor
 
 
 RING_WEIGHTS = (16_000_000, 128_000_000)
-"""Smaller matrices, those of ranks included, and larger ones were not measured."""
+"""Smaller matrices of codes and larger ones of any kind were not measured."""
+_LEAST_WIDE = 6_000_000
+"""Weights of two bytes from which rings were faster; of 4 million they are not."""
 _RING_ROWS = {16: 64, 8: 64, 4: 16}
 """Rows up to which they were faster than kernels.jit.gemm, by the bits of a weight."""
 _RING_ROWS_OF_GROUPS = 16
 """The same for weights with scales of groups of columns."""
 _BUSY = 0.7
 """Share of the programs that run at once that must be there, or all steps are shared evenly."""
+_LEAST_STEPS = 4
+_LEAST_WIDE_STEPS = 16
+"""Steps that a program has at least where a tile is split. Of two bytes a ring is slower if it is over soon: rounds of
+the half of an 8B model that a rank of two has take an H200 2.23 ms with the output's tiles whole, 64 programs for 132
+processors, and more than 2.28 with each split in two."""
+_LEAST_STRETCH = 10
+"""The same where all steps are shared evenly."""
 
 
 def choose_ring(
@@ -245,23 +254,52 @@ def choose_ring(
     """
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     most = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
-    if not RING_WEIGHTS[0] <= weights <= RING_WEIGHTS[1] or rows > most or size % 128:
+    least = _LEAST_WIDE if code_bits == 16 else RING_WEIGHTS[0]
+    if not least <= weights <= RING_WEIGHTS[1] or rows > most or size % 128:
         return None
-    if num_rows <= BY_WARP_ROWS and code_bits < 16:
-        config = _choose_by_warp(num_out, size, gated, processors, code_bits, grouped)
-        if config is not None:
-            return config
-    tiles = ceil_div(num_out, 64)
-    if gated:
-        configs = {
-            16: RingConfig(128, 64, stages=6),
-            8: RingConfig(128, 128, stages=4, warps=8) if rows <= 32 else RingConfig(128, 128, stages=3),
-            4: RingConfig(128, 256, stages=3, warps=8),
-        }
-        return configs[code_bits] if tiles >= processors else None
     if code_bits == 16:
-        config = RingConfig(stages=8)
-    elif code_bits == 8 and tiles >= _BUSY * processors:
+        return _choose_wide(num_out, size, gated, rows, processors)
+    if gated:
+        return _choose_gated(num_out, num_rows, processors, code_bits, grouped)
+    config = None
+    if num_rows <= BY_WARP_ROWS:
+        config = _choose_by_warp(num_out, size, processors, code_bits, grouped)
+    return config or _choose_codes(num_out, size, rows, processors, code_bits)
+
+
+def _choose_wide(num_out: int, size: int, gated: bool, rows: int, processors: int) -> RingConfig | None:
+    """`choose_ring` for weights of two bytes (benchmarks/results/product_chains_small_h200.json)."""
+    tiles, steps = ceil_div(num_out, 64), ceil_div(size, 128)
+    if gated:
+        if tiles >= processors:
+            return RingConfig(128, 64, stages=6)
+        # All tiles at once: what a second program of a processor would take is free for a longer ring.
+        return RingConfig(128, 64, stages=8 if rows <= 16 else 5, warps=8) if tiles >= _BUSY * processors else None
+    if tiles > processors:
+        return None
+    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS)
+    if tiles * split < _BUSY * processors and tiles * steps >= _LEAST_STRETCH * processors:
+        return _fitting_ring(RingConfig(split_k=0, stages=6), rows, code_bits=16)
+    return _fitting_ring(RingConfig(split_k=split, stages=min(8, steps // split)), rows, code_bits=16)
+
+
+def _choose_gated(num_out: int, num_rows: int, processors: int, code_bits: int, grouped: bool) -> RingConfig | None:
+    """`choose_ring` for codes of gate and up."""
+    if num_rows <= BY_WARP_ROWS and code_bits == 4:
+        return RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)
+    if num_rows <= BY_WARP_ROWS and grouped:
+        return RingConfig(128, 128, stages=4, by_warp=True)
+    if ceil_div(num_out, 64) < processors:
+        return None
+    if code_bits == 4:
+        return RingConfig(128, 256, stages=3, warps=8)
+    return RingConfig(128, 128, stages=4, warps=8) if tile_rows(num_rows) <= 32 else RingConfig(128, 128, stages=3)
+
+
+def _choose_codes(num_out: int, size: int, rows: int, processors: int, code_bits: int) -> RingConfig | None:
+    """`choose_ring` for codes of other matrices."""
+    tiles = ceil_div(num_out, 64)
+    if code_bits == 8 and tiles >= _BUSY * processors:
         config = RingConfig(block_k=256, stages=5)
     elif code_bits == 8 and rows <= 16:
         config = RingConfig(block_k=256, per_sm=2, stages=3)
@@ -283,27 +321,26 @@ def choose_ring(
         config = (
             RingConfig(block_k=256, split_k=0, per_sm=3, stages=3) if code_bits == 4 else replace(config, split_k=0)
         )
+    return _fitting_ring(config, rows, code_bits)
+
+
+def _fitting_ring(config: RingConfig, rows: int, code_bits: int) -> RingConfig:
+    """With as many steps as a processor has memory for."""
     # Of 64 rows two programs fit without the margin, and with a step less each they are slower than no ring.
-    most = SHARED_MEMORY - (SHARED_MARGIN if rows <= 32 or config.per_sm == 1 else 0)
-    while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > most:
+    room = SHARED_MEMORY - (SHARED_MARGIN if rows <= 32 or config.per_sm == 1 else 0)
+    while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > room:
         config = replace(config, stages=config.stages - 1)
     return config
 
 
-def _even_split(tiles: int, steps: int, at_once: int) -> int:
-    """Programs that share a tile: as many as run at once and have four steps or more each, all of them as many."""
-    parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
+def _even_split(tiles: int, steps: int, at_once: int, least: int = _LEAST_STEPS) -> int:
+    """Programs that share a tile: as many as run at once and have `least` steps or more each, all of them as many."""
+    parts = range(1, max(1, min(at_once // tiles, steps // least)) + 1)
     return max(part for part in parts if steps % part == 0)
 
 
-def _choose_by_warp(
-    num_out: int, size: int, gated: bool, processors: int, code_bits: int, grouped: bool
-) -> RingConfig | None:
-    """`choose_ring` for codes and at most BY_WARP_ROWS rows, where warps by themselves were faster."""
-    if gated:
-        if code_bits == 4:
-            return RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)
-        return RingConfig(128, 128, stages=4, by_warp=True) if grouped else None
+def _choose_by_warp(num_out: int, size: int, processors: int, code_bits: int, grouped: bool) -> RingConfig | None:
+    """`_choose_codes` for at most BY_WARP_ROWS rows, where warps by themselves were faster."""
     blocks = code_bits == 8 and grouped
     if code_bits == 8 and not grouped and ceil_div(num_out, 64) >= _BUSY * processors:
         return None

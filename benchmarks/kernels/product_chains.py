@@ -27,7 +27,7 @@ from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads, tell_launches
 from kernels.launch import ceil_div
 from kernels.linear import fits_ring, stream_config, stream_linear
-from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, RingConfig
+from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig, RingConfig
 from kernels.quant_weight import QuantWeight
 from outrider.layers.linear import Linear
 from outrider.models.decoder import CausalLM, GatedMlp
@@ -36,9 +36,12 @@ from outrider_tools.bench.report import Row, write_report
 
 Shape = tuple[int, int, bool]
 """num_out, size and gated, as kernels.linear_configs has them."""
+Cut = RingConfig | GemmConfig
+ADDED = ("down", "o")
+"""Matrices whose products a model adds to its residual stream."""
 TILES = ((64, 4), (128, 4), (128, 8))
 """Weight rows of a tile, and warps."""
-STAGES = (2, 3, 4, 5, 6, 8)
+STAGES = (3, 4, 5, 6, 8)
 DEPTHS = {16: (64, 128), 8: (128, 256), 4: (128, 256)}
 """Columns of a step, by the bits of a weight."""
 LEAST_BYTES = 40 * 1024
@@ -55,7 +58,7 @@ class Chain:
 
     def __init__(self, model: CausalLM, num_requests: int, num_rows: int) -> None:
         self.model, self.num_rows = model, num_rows
-        self.cuts: dict[Shape, RingConfig] = {}
+        self.cuts: dict[Shape, Cut] = {}
         self._exact: dict[str, Tensor] = {}
         layer = model.layers[len(model.layers) // 2]
         if not isinstance(layer.mlp, GatedMlp):
@@ -87,12 +90,14 @@ class Chain:
         """Its shape."""
         return _shape(self.weight(name), name == "gate_up")
 
-    def product(self, name: str, cut: RingConfig) -> Tensor:
-        """A matrix's product in that cut."""
-        _, size, gated = self.shape(name)
-        return stream_linear(self._rows[size], self.weight(name), gated=gated, config=cut)
+    def product(self, name: str, cut: Cut) -> Tensor:
+        """A matrix's product in that cut, compiled as the model has it."""
+        num_out, size, gated = self.shape(name)
+        rows = self._rows[size]
+        residual = rows.new_zeros(self.num_rows, num_out) if name in ADDED else None
+        return stream_linear(rows, self.weight(name), residual=residual, gated=gated, config=cut)
 
-    def is_right(self, name: str, cut: RingConfig) -> bool:
+    def is_right(self, name: str, cut: Cut) -> bool:
         """Whether a cut computes what the matrix made wide does, twice."""
         if name not in self._exact:
             (_, size, gated), weight = self.shape(name), self.weight(name)
@@ -109,8 +114,8 @@ class Chain:
         executor.graphs.capture(executor.graphs.captured(), together=False)
         return self._rounds.measure(self.num_rows, repeats).gpu
 
-    def candidates(self, name: str) -> list[RingConfig]:
-        """The engine's cut, if it is a ring, and all others that fit a processor. TypeError for weights of no ring."""
+    def candidates(self, name: str) -> list[Cut]:
+        """The engine's cut, and all rings that fit a processor. TypeError for weights of no ring."""
         num_out, size, gated = self.shape(name)
         weight, most = self.weight(name), MAX_WAVES * self._processors
         if not fits_ring(weight):
@@ -118,16 +123,15 @@ class Chain:
                 f"{name} is not multiplied by rings: bfloat16 is, and fp8 and int4 in groups that steps fit"
             )
         bits = 16 // weight.per_word if isinstance(weight, QuantWeight) else 16
-        chosen = self._chosen(self._rows[size], weight, gated)
-        found = {chosen: None} if isinstance(chosen, RingConfig) else {}
+        found: dict[Cut, None] = {self._chosen(self._rows[size], weight, gated): None}
         for (tile, warps), depth, stages in itertools.product(TILES, DEPTHS[bits], STAGES):
             # A half of a tile has steps of 128 bytes.
-            if gated and (tile == 64 or depth * bits > 1024):
+            if gated and depth * bits > 1024:
                 continue
             base = RingConfig(tile, depth, stages=stages, warps=warps)
             tiles = ceil_div(num_out, tile // (2 if gated else 1))
             for cut in (
-                *(replace(base, split_k=0, per_sm=programs) for programs in (1, 2, 3)),
+                *(replace(base, split_k=0, per_sm=programs) for programs in (1, 2)),
                 *(replace(base, split_k=split) for split in (1, 2, 3, 4, 8) if split == 1 or tiles * split <= most),
             ):
                 used = cut.shared_bytes(cut.rows(self.num_rows), bits)
@@ -139,11 +143,11 @@ class Chain:
                         found[replace(cut, by_warp=True)] = None
         return list(found)
 
-    def usable(self, tried: Iterable[tuple[str, RingConfig]]) -> dict[str, list[RingConfig]]:
+    def usable(self, tried: Iterable[tuple[str, Cut]]) -> dict[str, list[Cut]]:
         """Those that compile and are right."""
         jobs = list(tried)
 
-        def compiled(job: tuple[str, RingConfig]) -> bool:
+        def compiled(job: tuple[str, Cut]) -> bool:
             with torch.inference_mode():
                 try:
                     self.product(*job)
@@ -159,7 +163,7 @@ class Chain:
             # One launch after another: compiling is what takes time. A thread needs the device's context first.
             with ThreadPoolExecutor(16, initializer=torch.cuda.synchronize) as pool:
                 good = list(pool.map(compiled, jobs))
-        found: dict[str, list[RingConfig]] = {name: [] for name in self.matrices}
+        found: dict[str, list[Cut]] = {name: [] for name in self.matrices}
         for (name, cut), fine in zip(jobs, good, strict=True):
             if fine and self.is_right(name, cut):
                 found[name].append(cut)
@@ -167,9 +171,7 @@ class Chain:
                 print(f"  WRONG {name} {brief(cut)}", flush=True)
         return found
 
-    def descend(
-        self, usable: dict[str, list[RingConfig]], repeats: int = 5
-    ) -> dict[str, list[tuple[float, RingConfig]]]:
+    def descend(self, usable: dict[str, list[Cut]], repeats: int = 5) -> dict[str, list[tuple[float, Cut]]]:
         """Each matrix in each of its cuts, the fastest first; `cuts` holds the fastest afterwards."""
         found = {}
         for name, cuts in usable.items():
@@ -190,8 +192,10 @@ def _shape(weight: Tensor | QuantWeight, gated: bool) -> Shape:
     return rows // (2 if gated else 1), size, gated
 
 
-def brief(cut: RingConfig) -> str:
+def brief(cut: Cut) -> str:
     """A cut in a few letters."""
+    if isinstance(cut, GemmConfig):
+        return f"in Triton, {cut.block_n} x {cut.block_k} split {cut.split_k} stages {cut.stages}"
     programs = f"split {cut.split_k}" if cut.split_k else f"even {cut.per_sm}"
     apart = " by warp" if cut.by_warp else ""
     return f"{cut.tile} x {cut.block_k} {programs} stages {cut.stages} warps {cut.warps}{apart}"

@@ -17,6 +17,12 @@ from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_r
 from kernels.quant_weight import QuantWeight
 
 SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)]
+SMALL_SHAPES = [
+    *((3072, 4096, False), (4096, 2048, False), (7168, 4096, True), (4096, 7168, False)),
+    *((3072, 2048, False), (8192, 2048, True), (2048, 8192, False)),
+    *((5120, 3072, False), (3072, 3072, False), (8192, 3072, True), (3072, 8192, False)),
+]
+"""Of a rank of two of an 8B model, of a model of 1B, and of 3B."""
 CUTS = {
     "a program a tile": RingConfig(),
     "two programs a tile": RingConfig(split_k=2, stages=3),
@@ -118,6 +124,18 @@ def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", SMALL_SHAPES)
+def test_the_chosen_cut_of_a_smaller_matrix_is_the_product(hopper: str, shape: tuple[int, int, bool]) -> None:
+    num_out, size, gated = shape
+    weight = weight_of("bfloat16", num_out * (2 if gated else 1), size, hopper)
+    for num_rows in (1, 16, 17, 32, MAX_ROWS):
+        rows = torch.randn(num_rows, size, device=hopper).bfloat16()
+        assert isinstance(stream_config(rows, weight, gated), RingConfig)
+        found = stream_linear(rows, weight, gated=gated, out_dtype=torch.float32)
+        torch.testing.assert_close(found.double(), exact(rows, weight, None, gated), rtol=2e-4, atol=2e-3)
+
+
+@pytest.mark.gpu
 def test_large_matrices_are_ours_where_a_library_takes_small_ones(hopper: str) -> None:
     large, small = (weight_of("int4", size, size, hopper) for size in (4096, 1024))
     assert ring_pays(large, torch.bfloat16) and not ring_pays(small, torch.bfloat16)
@@ -164,6 +182,18 @@ def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int,
         assert config.split_k == 0 or steps % config.split_k == 0
 
 
+@pytest.mark.parametrize("num_rows", [1, 32, MAX_ROWS])
+def test_programs_of_smaller_matrices_have_long_stretches(num_rows: int) -> None:
+    for num_out, size, gated in SMALL_SHAPES:
+        config = choose_ring(num_out, size, num_rows, gated, 132, 16)
+        assert config is not None
+        tiles, steps = -(-num_out // (config.tile // (2 if gated else 1))), -(-size // config.block_k)
+        programs, base, _, _ = stretches(config, tiles, steps, 132)
+        assert config.shared_bytes(config.rows(num_rows), 16) <= SHARED_MEMORY
+        assert programs <= 132, "all of them run at once"
+        assert base >= 10
+
+
 def test_what_has_no_ring() -> None:
     def has_ring(num_out: int, size: int, num_rows: int, bits: int, grouped: bool = False) -> bool:
         return choose_ring(num_out, size, num_rows, False, 132, bits, grouped) is not None
@@ -171,7 +201,8 @@ def test_what_has_no_ring() -> None:
     assert (
         has_ring(4096, 4096, MAX_ROWS, 16) and has_ring(4096, 4096, MAX_ROWS, 8) and has_ring(4096, 4096, 16, 4, True)
     )
-    assert not has_ring(2048, 4096, 16, 16), "too small"
+    assert not has_ring(2048, 2048, 16, 16) and not has_ring(2048, 4096, 16, 8), "too small"
+    assert choose_ring(4096, 4096, 16, True, 132, 16) is None, "too few tiles at once"
     assert choose_ring(7168, 4096, 16, True, 132, 8) is None, "half of a gated matrix"
     assert not has_ring(49152, 4096, 16, 16) and not has_ring(32000, 2048, 16, 8), "output matrices were not measured"
     assert not has_ring(4096, 4160, 16, 16), "columns that steps do not fit"
