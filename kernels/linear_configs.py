@@ -225,9 +225,9 @@ def stretches(config: GemmConfig | RingConfig, tiles: int, steps: int, processor
 
 
 RING_WEIGHTS = (16_000_000, 128_000_000)
-"""Smaller matrices of codes and larger ones of any kind were not measured."""
-_LEAST_WIDE = 6_000_000
-"""Weights of two bytes from which rings were faster; of 4 million they are not."""
+"""Larger matrices were not measured, nor were smaller ones but those of _LEAST_WEIGHTS."""
+_LEAST_WEIGHTS = 6_000_000
+"""Weights of two bytes, or of one and few rows, from which rings were faster; of 4 million they are not."""
 _RING_ROWS = {16: 64, 8: 64, 4: 16}
 """Rows up to which they were faster than kernels.jit.gemm, by the bits of a weight."""
 _RING_ROWS_OF_GROUPS = 16
@@ -236,11 +236,12 @@ _BUSY = 0.7
 """Share of the programs that run at once that must be there, or all steps are shared evenly."""
 _LEAST_STEPS = 4
 _LEAST_WIDE_STEPS = 16
-"""Steps that a program has at least where a tile is split. Of two bytes a ring is slower if it is over soon: rounds of
-the half of an 8B model that a rank of two has take an H200 2.23 ms with the output's tiles whole, 64 programs for 132
-processors, and more than 2.28 with each split in two."""
-_LEAST_STRETCH = 10
-"""The same where all steps are shared evenly."""
+"""Steps that a program has at least where a tile is split."""
+_LONG = 1.5
+"""Columns over weight rows from which tiles of weights of two bytes are split. Where they are fewer, a few programs
+with a whole tile each are faster: rings of the launch behind, gate and up in a model, begin on the other processors.
+Rounds of the half of an 8B model that a rank of two has take an H200 2.25 ms so, and 2.35 with the output's tiles split
+in two, of the whole 3.88 and 3.91; of 1B with those of down split in four 1.38, and in two 1.47."""
 
 
 def choose_ring(
@@ -254,13 +255,14 @@ def choose_ring(
     """
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     most = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
-    least = _LEAST_WIDE if code_bits == 16 else RING_WEIGHTS[0]
+    few = num_rows <= BY_WARP_ROWS and code_bits == 8 and not grouped
+    least = _LEAST_WEIGHTS if few or code_bits == 16 else RING_WEIGHTS[0]
     if not least <= weights <= RING_WEIGHTS[1] or rows > most or size % 128:
         return None
     if code_bits == 16:
         return _choose_wide(num_out, size, gated, rows, processors)
     if gated:
-        return _choose_gated(num_out, num_rows, processors, code_bits, grouped)
+        return _choose_gated(num_out, size, num_rows, processors, code_bits, grouped)
     config = None
     if num_rows <= BY_WARP_ROWS:
         config = _choose_by_warp(num_out, size, processors, code_bits, grouped)
@@ -268,29 +270,32 @@ def choose_ring(
 
 
 def _choose_wide(num_out: int, size: int, gated: bool, rows: int, processors: int) -> RingConfig | None:
-    """`choose_ring` for weights of two bytes (benchmarks/results/product_chains_small_h200.json)."""
+    """`choose_ring` for weights of two bytes (benchmarks/notes/gpu.md, smaller matrices)."""
     tiles, steps = ceil_div(num_out, 64), ceil_div(size, 128)
+    if gated and tiles >= processors:
+        return RingConfig(128, 64, stages=6)
     if gated:
-        if tiles >= processors:
-            return RingConfig(128, 64, stages=6)
         # All tiles at once: what a second program of a processor would take is free for a longer ring.
-        return RingConfig(128, 64, stages=8 if rows <= 16 else 5, warps=8) if tiles >= _BUSY * processors else None
+        ring = _fitting_ring(RingConfig(128, 64, stages=8, warps=8), rows, code_bits=16)
+        return ring if tiles >= _BUSY * processors else None
     if tiles > processors:
         return None
-    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS)
-    if tiles * split < _BUSY * processors and tiles * steps >= _LEAST_STRETCH * processors:
-        return _fitting_ring(RingConfig(split_k=0, stages=6), rows, code_bits=16)
+    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS) if size >= _LONG * num_out else 1
     return _fitting_ring(RingConfig(split_k=split, stages=min(8, steps // split)), rows, code_bits=16)
 
 
-def _choose_gated(num_out: int, num_rows: int, processors: int, code_bits: int, grouped: bool) -> RingConfig | None:
+def _choose_gated(
+    num_out: int, size: int, num_rows: int, processors: int, code_bits: int, grouped: bool
+) -> RingConfig | None:
     """`choose_ring` for codes of gate and up."""
     if num_rows <= BY_WARP_ROWS and code_bits == 4:
         return RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)
     if num_rows <= BY_WARP_ROWS and grouped:
         return RingConfig(128, 128, stages=4, by_warp=True)
-    if ceil_div(num_out, 64) < processors:
-        return None
+    tiles = ceil_div(num_out, 64)
+    if tiles < processors:
+        fits = num_rows <= BY_WARP_ROWS and tiles >= _BUSY * processors and size % 256 == 0
+        return RingConfig(128, 128, split_k=2, per_sm=2, stages=5, by_warp=True) if fits else None
     if code_bits == 4:
         return RingConfig(128, 256, stages=3, warps=8)
     return RingConfig(128, 128, stages=4, warps=8) if tile_rows(num_rows) <= 32 else RingConfig(128, 128, stages=3)
@@ -352,7 +357,9 @@ def _choose_by_warp(num_out: int, size: int, processors: int, code_bits: int, gr
         split = _even_split(tiles, steps, at_once)
         if (0.9 if blocks else _BUSY) * at_once <= tiles * split <= at_once:
             return replace(config, split_k=split, stages=min(config.stages, steps // split))
-    return RingConfig(128, 128, split_k=0, per_sm=2, stages=4, warps=8, by_warp=True) if blocks else None
+    if blocks:
+        return RingConfig(128, 128, split_k=0, per_sm=2, stages=4, warps=8, by_warp=True)
+    return replace(short, split_k=0, stages=3) if num_out * size < RING_WEIGHTS[0] else None
 
 
 def max_rows(quantized: bool) -> int:

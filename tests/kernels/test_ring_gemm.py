@@ -124,11 +124,14 @@ def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("name", "counts"), [("bfloat16", (1, 16, 17, 32, MAX_ROWS)), ("fp8, a scale a row", (1, 8))])
 @pytest.mark.parametrize("shape", SMALL_SHAPES)
-def test_the_chosen_cut_of_a_smaller_matrix_is_the_product(hopper: str, shape: tuple[int, int, bool]) -> None:
+def test_the_chosen_cut_of_a_smaller_matrix_is_the_product(
+    hopper: str, shape: tuple[int, int, bool], name: str, counts: tuple[int, ...]
+) -> None:
     num_out, size, gated = shape
-    weight = weight_of("bfloat16", num_out * (2 if gated else 1), size, hopper)
-    for num_rows in (1, 16, 17, 32, MAX_ROWS):
+    weight = weight_of(name, num_out * (2 if gated else 1), size, hopper)
+    for num_rows in counts:
         rows = torch.randn(num_rows, size, device=hopper).bfloat16()
         assert isinstance(stream_config(rows, weight, gated), RingConfig)
         found = stream_linear(rows, weight, gated=gated, out_dtype=torch.float32)
@@ -178,7 +181,8 @@ def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int,
         programs, *_ = stretches(config, tiles, steps, processors)
         at_once = config.per_sm if config.split_k != 1 else 1
         assert at_once * config.shared_bytes(config.rows(num_rows), bits) <= SHARED_MEMORY
-        assert programs >= 0.7 * at_once * processors
+        # Of two bytes a program with a whole tile is better than two with half of one each.
+        assert programs >= 0.7 * at_once * processors or (bits == 16 and config.split_k == 1)
         assert config.split_k == 0 or steps % config.split_k == 0
 
 
@@ -191,7 +195,7 @@ def test_programs_of_smaller_matrices_have_long_stretches(num_rows: int) -> None
         programs, base, _, _ = stretches(config, tiles, steps, 132)
         assert config.shared_bytes(config.rows(num_rows), 16) <= SHARED_MEMORY
         assert programs <= 132, "all of them run at once"
-        assert base >= 10
+        assert config.split_k == 1 or base >= 16
 
 
 def test_what_has_no_ring() -> None:
@@ -201,7 +205,9 @@ def test_what_has_no_ring() -> None:
     assert (
         has_ring(4096, 4096, MAX_ROWS, 16) and has_ring(4096, 4096, MAX_ROWS, 8) and has_ring(4096, 4096, 16, 4, True)
     )
-    assert not has_ring(2048, 2048, 16, 16) and not has_ring(2048, 4096, 16, 8), "too small"
+    assert not has_ring(2048, 2048, 16, 16) and not has_ring(2048, 2048, 1, 8), "too small"
+    assert has_ring(2048, 4096, 8, 8) and not has_ring(2048, 4096, 9, 8), "small ones are for few rows alone"
+    assert not has_ring(2048, 4096, 1, 8, True) and not has_ring(2048, 4096, 1, 4), "not measured"
     assert choose_ring(4096, 4096, 16, True, 132, 16) is None, "too few tiles at once"
     assert choose_ring(7168, 4096, 16, True, 132, 8) is None, "half of a gated matrix"
     assert not has_ring(49152, 4096, 16, 16) and not has_ring(32000, 2048, 16, 8), "output matrices were not measured"
