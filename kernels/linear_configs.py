@@ -225,9 +225,10 @@ def stretches(config: GemmConfig | RingConfig, tiles: int, steps: int, processor
 
 
 RING_WEIGHTS = (16_000_000, 128_000_000)
-"""Larger matrices were not measured, nor were smaller ones but those of _LEAST_WEIGHTS."""
-_LEAST_WEIGHTS = 6_000_000
-"""Weights of two bytes, or of one and few rows, from which rings were faster; of 4 million they are not."""
+"""Of matrices that have rings in every format; larger ones were not measured."""
+_LEAST_WEIGHTS = {16: 6_000_000, 8: 8_000_000}
+"""Smaller ones that were measured on an H200, by the bits of a weight: two bytes, and fp8 with a scale a row at up to
+BY_WARP_ROWS rows. Of 4 million weights of two bytes a ring is no faster."""
 _RING_ROWS = {16: 64, 8: 64, 4: 16}
 """Rows up to which they were faster than kernels.jit.gemm, by the bits of a weight."""
 _RING_ROWS_OF_GROUPS = 16
@@ -236,12 +237,13 @@ _BUSY = 0.7
 """Share of the programs that run at once that must be there, or all steps are shared evenly."""
 _LEAST_STEPS = 4
 _LEAST_WIDE_STEPS = 16
-"""Steps that a program has at least where a tile is split."""
-_LONG = 1.5
+"""Steps that a program has at least where a tile of weights of two bytes is split."""
+_LONG = 1.34
 """Columns over weight rows from which tiles of weights of two bytes are split. Where they are fewer, a few programs
 with a whole tile each are faster: rings of the launch behind, gate and up in a model, begin on the other processors.
-Rounds of the half of an 8B model that a rank of two has take an H200 2.25 ms so, and 2.35 with the output's tiles split
-in two, of the whole 3.88 and 3.91; of 1B with those of down split in four 1.38, and in two 1.47."""
+Rounds of one token of the half of an 8B model that a rank of two has take an H200 2.25 ms so, and 2.35 with the
+output's tiles split in two, of the whole model 3.88 and 3.91; of 1B with those of down split in four 1.38, and in two
+1.47."""
 
 
 def choose_ring(
@@ -250,13 +252,13 @@ def choose_ring(
     """A cut for bfloat16 rows on a Hopper GPU, and weights of so many bits, [num_out, size], or [2 num_out, size] if
     gated. None where there is none, or kernels.jit.gemm may be as fast.
 
-    The fastest within rounds of an 8B model (benchmarks/notes/gpu.md). Codes become wide in registers: two programs a
-    processor or more hide that from each other. Others have the memory of a processor for one ring.
+    The fastest within rounds of models of 1B to 8B (benchmarks/notes/gpu.md). Codes become wide in registers: two
+    programs a processor or more hide that from each other. Others have the memory of a processor for one ring.
     """
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     most = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
-    few = num_rows <= BY_WARP_ROWS and code_bits == 8 and not grouped
-    least = _LEAST_WEIGHTS if few or code_bits == 16 else RING_WEIGHTS[0]
+    small = code_bits == 16 or (num_rows <= BY_WARP_ROWS and not grouped)
+    least = _LEAST_WEIGHTS.get(code_bits, RING_WEIGHTS[0]) if small else RING_WEIGHTS[0]
     if not least <= weights <= RING_WEIGHTS[1] or rows > most or size % 128:
         return None
     if code_bits == 16:
@@ -280,7 +282,12 @@ def _choose_wide(num_out: int, size: int, gated: bool, rows: int, processors: in
         return ring if tiles >= _BUSY * processors else None
     if tiles > processors:
         return None
-    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS) if size >= _LONG * num_out else 1
+    is_long = size >= _LONG * num_out
+    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS) if is_long else 1
+    if is_long and tiles * split < _BUSY * processors:
+        # Steps that cannot be halved: even stretches, which were measured of large matrices alone.
+        even = _fitting_ring(RingConfig(split_k=0, stages=8), rows, code_bits=16)
+        return even if num_out * size >= RING_WEIGHTS[0] else None
     return _fitting_ring(RingConfig(split_k=split, stages=min(8, steps // split)), rows, code_bits=16)
 
 
@@ -295,7 +302,8 @@ def _choose_gated(
     tiles = ceil_div(num_out, 64)
     if tiles < processors:
         fits = num_rows <= BY_WARP_ROWS and tiles >= _BUSY * processors and size % 256 == 0
-        return RingConfig(128, 128, split_k=2, per_sm=2, stages=5, by_warp=True) if fits else None
+        stages = min(5, size // 256)
+        return RingConfig(128, 128, split_k=2, per_sm=2, stages=stages, by_warp=True) if fits else None
     if code_bits == 4:
         return RingConfig(128, 256, stages=3, warps=8)
     return RingConfig(128, 128, stages=4, warps=8) if tile_rows(num_rows) <= 32 else RingConfig(128, 128, stages=3)

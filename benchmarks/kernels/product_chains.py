@@ -41,7 +41,7 @@ ADDED = ("down", "o")
 """Matrices whose products a model adds to its residual stream."""
 TILES = ((64, 4), (128, 4), (128, 8))
 """Weight rows of a tile, and warps."""
-STAGES = (3, 4, 5, 6, 8)
+STAGES = (2, 3, 4, 5, 6, 8)
 DEPTHS = {16: (64, 128), 8: (128, 256), 4: (128, 256)}
 """Columns of a step, by the bits of a weight."""
 LEAST_BYTES = 40 * 1024
@@ -131,7 +131,7 @@ class Chain:
             base = RingConfig(tile, depth, stages=stages, warps=warps)
             tiles = ceil_div(num_out, tile // (2 if gated else 1))
             for cut in (
-                *(replace(base, split_k=0, per_sm=programs) for programs in (1, 2)),
+                *(replace(base, split_k=0, per_sm=programs) for programs in (1, 2, 3)),
                 *(replace(base, split_k=split) for split in (1, 2, 3, 4, 8) if split == 1 or tiles * split <= most),
             ):
                 used = cut.shared_bytes(cut.rows(self.num_rows), bits)

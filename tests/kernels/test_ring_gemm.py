@@ -198,6 +198,28 @@ def test_programs_of_smaller_matrices_have_long_stretches(num_rows: int) -> None
         assert config.split_k == 1 or base >= 16
 
 
+def test_long_rows_that_cannot_be_split_evenly_leave_no_processor_without_work() -> None:
+    for num_out, size in ((2048, 11008), (2560, 9728), (5120, 13824), (4096, 5504)):
+        config = choose_ring(num_out, size, 1, False, 132, 16)
+        assert config is not None and config.split_k == 0 and config.per_sm == 1
+    assert choose_ring(1536, 8960, 1, False, 132, 16) is None, "smaller ones were not measured"
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_smaller_cuts_fit_a_processor(num_rows: int, processors: int) -> None:
+    found = 0
+    for (num_out, size, gated), bits in itertools.product([*SMALL_SHAPES, (5889, 512, True)], (8, 16)):
+        config = choose_ring(num_out, size, num_rows, gated, processors, bits)
+        if config is not None:
+            steps = -(-size // config.block_k)
+            at_once = config.per_sm if config.split_k != 1 else 1
+            assert at_once * config.shared_bytes(config.rows(num_rows), bits) <= SHARED_MEMORY
+            assert config.stages <= steps and (not config.split_k or steps % config.split_k == 0)
+            found += 1
+    assert found >= 10
+
+
 def test_what_has_no_ring() -> None:
     def has_ring(num_out: int, size: int, num_rows: int, bits: int, grouped: bool = False) -> bool:
         return choose_ring(num_out, size, num_rows, False, 132, bits, grouped) is not None
