@@ -257,8 +257,9 @@ def choose_ring(
     """
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     most = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
-    small = code_bits == 16 or (num_rows <= BY_WARP_ROWS and not grouped)
-    least = _LEAST_WEIGHTS.get(code_bits, RING_WEIGHTS[0]) if small else RING_WEIGHTS[0]
+    least = RING_WEIGHTS[0]
+    if code_bits == 16 or (num_rows <= BY_WARP_ROWS and not grouped):
+        least = _LEAST_WEIGHTS.get(code_bits, least)
     if not least <= weights <= RING_WEIGHTS[1] or rows > most or size % 128:
         return None
     if code_bits == 16:
@@ -276,34 +277,35 @@ def _choose_wide(num_out: int, size: int, gated: bool, rows: int, processors: in
     tiles, steps = ceil_div(num_out, 64), ceil_div(size, 128)
     if gated and tiles >= processors:
         return RingConfig(128, 64, stages=6)
+    if tiles > processors or (gated and tiles < _BUSY * processors):
+        return None
+    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS) if size >= _LONG * num_out else 1
+    config = RingConfig(split_k=split, stages=min(8, steps // split))
     if gated:
         # All tiles at once: what a second program of a processor would take is free for a longer ring.
-        ring = _fitting_ring(RingConfig(128, 64, stages=8, warps=8), rows, code_bits=16)
-        return ring if tiles >= _BUSY * processors else None
-    if tiles > processors:
-        return None
-    is_long = size >= _LONG * num_out
-    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS) if is_long else 1
-    if is_long and tiles * split < _BUSY * processors:
+        config = RingConfig(128, 64, stages=8, warps=8)
+    elif size >= _LONG * num_out and tiles * split < _BUSY * processors:
         # Steps that cannot be halved: even stretches, which were measured of large matrices alone.
-        even = _fitting_ring(RingConfig(split_k=0, stages=8), rows, code_bits=16)
-        return even if num_out * size >= RING_WEIGHTS[0] else None
-    return _fitting_ring(RingConfig(split_k=split, stages=min(8, steps // split)), rows, code_bits=16)
+        if num_out * size < RING_WEIGHTS[0]:
+            return None
+        config = RingConfig(split_k=0, stages=8)
+    return _fitting_ring(config, rows, code_bits=16)
 
 
 def _choose_gated(
     num_out: int, size: int, num_rows: int, processors: int, code_bits: int, grouped: bool
 ) -> RingConfig | None:
     """`choose_ring` for codes of gate and up."""
-    if num_rows <= BY_WARP_ROWS and code_bits == 4:
-        return RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)
-    if num_rows <= BY_WARP_ROWS and grouped:
-        return RingConfig(128, 128, stages=4, by_warp=True)
     tiles = ceil_div(num_out, 64)
+    if num_rows <= BY_WARP_ROWS:
+        if code_bits == 4:
+            return RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)
+        if grouped:
+            return RingConfig(128, 128, stages=4, by_warp=True)
+        if _BUSY * processors <= tiles < processors and size % 256 == 0:
+            return RingConfig(128, 128, split_k=2, per_sm=2, stages=min(5, size // 256), by_warp=True)
     if tiles < processors:
-        fits = num_rows <= BY_WARP_ROWS and tiles >= _BUSY * processors and size % 256 == 0
-        stages = min(5, size // 256)
-        return RingConfig(128, 128, split_k=2, per_sm=2, stages=stages, by_warp=True) if fits else None
+        return None
     if code_bits == 4:
         return RingConfig(128, 256, stages=3, warps=8)
     return RingConfig(128, 128, stages=4, warps=8) if tile_rows(num_rows) <= 32 else RingConfig(128, 128, stages=3)

@@ -128,14 +128,20 @@ def test_many_rows_and_float32_run_layer_by_layer(tmp_path: Path) -> None:
     assert isinstance(exact, CausalLM) and exact._stack._few is None
 
 
-def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shipped_head(model_path: Path) -> Eagle3Head:
     options = DraftOptions(
         speculative_algorithm=("EAGLE3",),
         speculative_draft_model_path=str(ROOT / "models" / "SmolLM2-135M-Instruct-EAGLE3"),
         target_model_path=str(model_path),
     )
     head = load_draft_model(options, torch.device("cpu"), torch.bfloat16)
-    assert isinstance(head, Eagle3Head) and head.stack._few is not None
+    assert isinstance(head, Eagle3Head)
+    return head
+
+
+def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = shipped_head(model_path)
+    assert head.stack._few is not None
     generator = torch.Generator().manual_seed(1)
     region, context = 8, torch.randperm(30, generator=generator)
     places = torch.cat((context, torch.arange(40, 40 + region)))
@@ -160,12 +166,7 @@ def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch
 
 @pytest.mark.parametrize("noisy", [False, True])
 def test_a_step_of_the_shipped_head_finds_what_its_parts_find(model_path: Path, noisy: bool) -> None:
-    options = DraftOptions(
-        speculative_algorithm=("EAGLE3",),
-        speculative_draft_model_path=str(ROOT / "models" / "SmolLM2-135M-Instruct-EAGLE3"),
-        target_model_path=str(model_path),
-    )
-    head = load_draft_model(options, torch.device("cpu"), torch.bfloat16)
+    head = shipped_head(model_path)
     proposer = HostProposer(3, head.vocab_size, head.target_vocab_size, head.target_ids, scale=head.edge_scale)
     proposer.admit(1, SamplingParams(temperature=0.8 if noisy else 0.0, seed=4))
     generator = torch.Generator().manual_seed(1)
