@@ -110,7 +110,7 @@ def ring_pays(weight: QuantWeight, dtype: torch.dtype) -> bool:
     Rounds of up to 64 tokens of an 8B model take an H100 0.86 to 0.94 of its time, in int4 and in fp8 blocks
     (benchmarks/results/engine_quantized_rings_library_h100.json).
     """
-    large = weight.num_out * weight.size >= RING_WEIGHTS[0]
+    large = weight.num_out * weight.size >= RING_WEIGHTS
     return large and dtype == torch.bfloat16 and has_wgmma(weight.codes) and fits_ring(weight)
 
 

@@ -120,7 +120,7 @@ def _of_group(table, group, of_row, num_scales, LIKE: gl.constexpr):
     if table is None:
         found = gl.full([of_row.shape[0]], LIKE, gl.float32, of_row.type.layout)
     else:
-        # In 32 bits: RING_WEIGHTS bounds the table.
+        # In 32 bits: choose_ring takes no matrix whose table is larger.
         found = gl.load(table + (group * num_scales + of_row)).to(gl.float32)
     return found
 

@@ -19,10 +19,12 @@ from kernels.quant_weight import QuantWeight
 SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)]
 SMALL_SHAPES = [
     *((3072, 4096, False), (4096, 2048, False), (7168, 4096, True), (4096, 7168, False)),
-    *((3072, 2048, False), (8192, 2048, True), (2048, 8192, False)),
+    *((3072, 2048, False), (2048, 2048, False), (8192, 2048, True), (2048, 8192, False)),
     *((5120, 3072, False), (3072, 3072, False), (8192, 3072, True), (3072, 8192, False)),
 ]
 """Of a rank of two of an 8B model, of a model of 1B, and of 3B."""
+LARGE_SHAPES = [(5120, 8192, False), (8192, 4096, False), (14336, 8192, True), (8192, 14336, False)]
+"""Of a rank of two of a 70B model."""
 CUTS = {
     "a program a tile": RingConfig(),
     "two programs a tile": RingConfig(split_k=2, stages=3),
@@ -44,6 +46,7 @@ WEIGHTS = {
     "int4 with zeros": ("int4z", 128, 1),
     "int4 with a zero a row": ("int4z", 0, 1),
 }
+CODES = [name for name in WEIGHTS if name != "bfloat16"]
 MOST_ROWS = {"bfloat16": MAX_ROWS, "fp8, a scale a row": MAX_ROWS}
 
 
@@ -144,7 +147,15 @@ def test_the_chosen_cut_is_the_product_whatever_the_number_of_rows(hopper: str, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "counts"), [("bfloat16", (1, 16, 17, 32, MAX_ROWS)), ("fp8, a scale a row", (1, 8))])
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("bfloat16", (1, 16, 17, 32, MAX_ROWS)),
+        ("fp8, a scale a row", (1, 8, 9, 17, 32, MAX_ROWS)),
+        ("fp8, blocks", (1, 8)),
+        ("int4", (1, 8)),
+    ],
+)
 @pytest.mark.parametrize("shape", SMALL_SHAPES)
 def test_the_chosen_cut_of_a_smaller_matrix_is_the_product(
     hopper: str, shape: tuple[int, int, bool], name: str, counts: tuple[int, ...]
@@ -152,7 +163,17 @@ def test_the_chosen_cut_of_a_smaller_matrix_is_the_product(
     num_out, size, gated = shape
     weight = weight_of(name, num_out * (2 if gated else 1), size, hopper)
     for num_rows in counts:
-        check_chosen(num_rows, weight, gated, has_ring=True)
+        slower = (name == "bfloat16" and num_out == size == 2048) or (name in CODES and gated and 8 < num_rows <= 16)
+        check_chosen(num_rows, weight, gated, has_ring=not slower)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_chosen_cut_of_a_large_gated_matrix_is_the_product(hopper: str, name: str) -> None:
+    num_out, size, gated = LARGE_SHAPES[2]
+    weight = weight_of(name, 2 * num_out, size, hopper)
+    for num_rows in (1, 16, MAX_ROWS):
+        check_chosen(num_rows, weight, gated, has_ring=num_rows <= MOST_ROWS.get(name, 16))
 
 
 @pytest.mark.gpu
@@ -189,12 +210,15 @@ def test_launches_in_a_graph_read_what_those_in_front_wrote(hopper: str) -> None
     ("bits", "num_rows"), [(16, 16), (16, MAX_ROWS), (8, 1), (8, 32), (8, MAX_ROWS), (4, 1), (4, 16)]
 )
 def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int, num_rows: int) -> None:
-    for shape, processors, grouped in itertools.product(SHAPES, (114, 132), (False, True)):
+    for shape, processors, grouped in itertools.product([*SHAPES, *LARGE_SHAPES], (114, 132), (False, True)):
         if grouped and (bits == 16 or num_rows > 16):
             continue
         num_out, size, gated = shape
         config = choose_ring(num_out, size, num_rows, gated, processors, bits, grouped)
-        assert config is not None and fits_a_processor(config, num_rows, bits)
+        if config is None:
+            assert num_out == 8192 and processors == 114, "more tiles than processors"
+            continue
+        assert fits_a_processor(config, num_rows, bits)
         steps, programs, _ = laid_out(config, shape, processors)
         at_once = config.per_sm if config.split_k != 1 else 1
         if (bits, num_out, size) == (16, 4096, 4096):
@@ -204,31 +228,42 @@ def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int,
         assert config.split_k == 0 or steps % config.split_k == 0
 
 
-@pytest.mark.parametrize("num_rows", [1, 32, MAX_ROWS])
-def test_programs_of_smaller_matrices_have_long_stretches(num_rows: int) -> None:
+@pytest.mark.parametrize(("bits", "num_rows"), [(16, 1), (16, 32), (16, MAX_ROWS), (8, 9), (8, 32), (8, MAX_ROWS)])
+def test_programs_of_smaller_matrices_have_long_stretches(bits: int, num_rows: int) -> None:
     for shape in SMALL_SHAPES:
         num_out, size, gated = shape
-        config = choose_ring(num_out, size, num_rows, gated, 132, 16)
-        assert config is not None and fits_a_processor(config, num_rows, 16)
+        config = choose_ring(num_out, size, num_rows, gated, 132, bits)
+        if config is None:
+            assert (bits == 16 and num_out == size == 2048) or (bits == 8 and gated and num_rows <= 16), (
+                "none is faster"
+            )
+            continue
+        assert config is not None and fits_a_processor(config, num_rows, bits)
         _, programs, base = laid_out(config, shape, 132)
-        assert programs <= 132, "all of them run at once"
-        assert config.split_k == 1 or base >= 16
+        assert programs <= 132 * config.per_sm, "all of them run at once"
+        assert config.split_k == 1 or base * config.block_k >= 1792
 
 
 def test_long_rows_that_cannot_be_split_evenly_leave_no_processor_without_work() -> None:
     for num_out, size in ((2048, 11008), (2560, 9728), (5120, 13824), (4096, 5504)):
         config = choose_ring(num_out, size, 1, False, 132, 16)
         assert config is not None and config.split_k == 0 and config.per_sm == 1
-    assert choose_ring(1536, 8960, 1, False, 132, 16) is None, "smaller ones were not measured"
+    for bits, num_rows in ((16, 1), (8, 9), (8, MAX_ROWS)):
+        assert choose_ring(1536, 8960, num_rows, False, 132, bits) is None, "smaller ones were not measured"
+    for bits in (8, 4):
+        assert choose_ring(1536, 8960, 1, False, 132, bits, grouped=True) is None
+    large = choose_ring(3584, 18944, 32, False, 132, 8)
+    assert large is not None and large.split_k == 4
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 32, MAX_ROWS])
 @pytest.mark.parametrize("processors", [78, 114, 132])
 def test_smaller_cuts_fit_a_processor(num_rows: int, processors: int) -> None:
     found = 0
-    for shape, bits in itertools.product([*SMALL_SHAPES, (5889, 512, True)], (8, 16)):
+    formats = [(8, False), (16, False), *([(8, True), (4, True)] if num_rows <= 16 else [])]
+    for shape, (bits, grouped) in itertools.product([*SMALL_SHAPES, *LARGE_SHAPES, (5889, 512, True)], formats):
         num_out, size, gated = shape
-        config = choose_ring(num_out, size, num_rows, gated, processors, bits)
+        config = choose_ring(num_out, size, num_rows, gated, processors, bits, grouped)
         if config is not None:
             steps, _, _ = laid_out(config, shape, processors)
             assert fits_a_processor(config, num_rows, bits)
@@ -244,11 +279,15 @@ def test_what_has_no_ring() -> None:
     assert (
         has_ring(4096, 4096, MAX_ROWS, 16) and has_ring(4096, 4096, MAX_ROWS, 8) and has_ring(4096, 4096, 16, 4, True)
     )
-    assert not has_ring(2048, 2048, 16, 16) and not has_ring(2048, 2048, 1, 8), "too small"
-    assert has_ring(2048, 4096, 8, 8) and not has_ring(2048, 4096, 9, 8), "small ones are for few rows alone"
-    assert not has_ring(2048, 4096, 1, 8, True) and not has_ring(2048, 4096, 1, 4), "not measured"
+    assert not has_ring(2048, 2048, 16, 16) and not has_ring(1536, 2048, 1, 8), "too small"
+    assert has_ring(2048, 2048, 8, 8, True) and not has_ring(2048, 2048, 9, 8, True), "small ones for few rows alone"
+    assert has_ring(2048, 2048, 8, 4, True) and not has_ring(2048, 2048, 9, 4, True), "the same"
     assert choose_ring(4096, 4096, 16, True, 132, 16) is None, "too few tiles at once"
-    assert choose_ring(7168, 4096, 16, True, 132, 8) is None, "half of a gated matrix"
+    assert choose_ring(7168, 4096, 16, True, 132, 8, grouped=True) is None, "half of a gated matrix"
+    assert choose_ring(4864, 896, 1, True, 132, 4, grouped=True) is None, (
+        "of gate and up smaller ones were not measured"
+    )
+    assert choose_ring(8192, 3072, 9, True, 132, 8) is None and choose_ring(8192, 3072, 17, True, 132, 8) is not None
     assert not has_ring(49152, 4096, 16, 16) and not has_ring(32000, 2048, 16, 8), "output matrices were not measured"
     assert not has_ring(4096, 4160, 16, 16), "columns that steps do not fit"
     assert not has_ring(4096, 4096, 17, 8, True), "slower than without"
