@@ -10,12 +10,9 @@ from kernels.linear_configs import (
     MAX_CUT_SIZE,
     MAX_ROWS,
     MAX_SIZE,
-    RING_WEIGHTS,
     GemmConfig,
-    RingConfig,
     RowConfig,
     choose_config,
-    choose_ring,
     fits_row_kernel,
     max_rows,
     qkv_config,
@@ -23,6 +20,7 @@ from kernels.linear_configs import (
 )
 from kernels.quant_weight import MAX_PIECE, QuantWeight
 from kernels.reference import linear as reference
+from kernels.ring_configs import RING_WEIGHTS, RingConfig, choose_ring
 
 MAX_FP8_ROWS = 512
 """Rows up to which `fp8_linear` pays, from more than one launch of `stream_linear` takes: of so many a layer's products

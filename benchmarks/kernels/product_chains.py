@@ -27,8 +27,9 @@ from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads, tell_launches
 from kernels.launch import ceil_div
 from kernels.linear import fits_ring, stream_config, stream_linear
-from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig, RingConfig
+from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig
 from kernels.quant_weight import QuantWeight
+from kernels.ring_configs import RingConfig
 from outrider.layers.linear import Linear
 from outrider.models.decoder import CausalLM, GatedMlp
 from outrider.models.loader import load_decoder

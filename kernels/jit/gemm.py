@@ -264,7 +264,7 @@ def stream_linear(
     num_out = out.shape[1]
     block_m, block_n, block_k = tile_rows(num_rows), config.block_n, config.block_k
     tiles, steps = triton.cdiv(num_out, block_n), triton.cdiv(size, block_k)
-    programs, base, extra, shared = stretches(config, tiles, steps, num_processors(rows))
+    programs, base, extra, shared = stretches(config.split_k, config.per_sm, tiles, steps, num_processors(rows))
     slot = block_m * block_n * 2
     partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, tiles)
     pdl = supports_pdl(rows)

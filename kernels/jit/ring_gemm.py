@@ -27,8 +27,9 @@ from kernels.jit.gemm import first_step_of, owner_of
 from kernels.jit.memory import scratch
 from kernels.jit.quantized import FP8_CODES, INT4_CODES
 from kernels.launch import num_processors
-from kernels.linear_configs import RingConfig, stretches
+from kernels.linear_configs import stretches
 from kernels.quant_weight import QuantWeight
+from kernels.ring_configs import RingConfig
 
 # Triton 3.7 has another name for it than 3.6.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -396,7 +397,7 @@ def ring_linear(
     num_out = out.shape[1]
     block_m, height = config.rows(num_rows), config.tile // (2 if gated else 1)
     steps, tiles = triton.cdiv(size, config.block_k), triton.cdiv(num_out, height)
-    programs, base, extra, shared = stretches(config, tiles, steps, num_processors(rows))
+    programs, base, extra, shared = stretches(config.split_k, config.per_sm, tiles, steps, num_processors(rows))
     partials, counters = scratch(rows.device, 2 * programs * block_m * config.tile if shared else 0, tiles)
     if isinstance(weight, QuantWeight):
         codes, kind, scales, zeros = weight.codes, weight.kind, weight.scales, weight.zeros

@@ -6,7 +6,7 @@ import torch
 from test_quant_gemm import made
 
 from kernels.jit.ring_gemm import ring_linear
-from kernels.linear_configs import RingConfig
+from kernels.ring_configs import RingConfig
 
 
 def main() -> None:

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from kernels.launch import has_wgmma
 from kernels.linear import fits_ring, ring_pays, stream_config, stream_linear
-from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, RingConfig, choose_ring, stretches, tile_rows
+from kernels.linear_configs import MAX_ROWS, SHARED_MEMORY, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
+from kernels.ring_configs import RingConfig, choose_ring
 
 SHAPES = [(6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)]
 SMALL_SHAPES = [
@@ -87,7 +88,7 @@ def laid_out(config: RingConfig, shape: tuple[int, int, bool], processors: int) 
     """Steps of a tile, programs, and steps of each at least."""
     num_out, size, gated = shape
     tiles, steps = -(-num_out // (config.tile // (2 if gated else 1))), -(-size // config.block_k)
-    programs, base, _, _ = stretches(config, tiles, steps, processors)
+    programs, base, _, _ = stretches(config.split_k, config.per_sm, tiles, steps, processors)
     return steps, programs, base
 
 

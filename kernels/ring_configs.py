@@ -1,0 +1,232 @@
+"""How products whose programs keep their next steps in a ring are cut (kernels.jit.ring_gemm), on Hopper GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kernels.launch import ceil_div
+from kernels.linear_configs import MAX_ROWS, SHARED_MARGIN, SHARED_MEMORY, tile_rows
+
+BY_WARP_ROWS = 8
+"""Rows up to which warps by themselves were faster: those of one instruction."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingConfig:
+    """One way to cut a product on a Hopper GPU, where programs keep their next steps in a ring of shared memory."""
+
+    tile: int = 64
+    """Weight rows of a tile: 64 or 128. Where gated, half of them are up rows."""
+    block_k: int = 128
+    """Columns of a step: of a weight row at most 256 bytes, 128 where gated."""
+    split_k: int = 1
+    """Programs that share a tile; 0: per_sm programs a processor share all steps of all tiles evenly."""
+    per_sm: int = 1
+    stages: int = 4
+    """Steps of the ring."""
+    warps: int = 4
+    """Four for every 64 weight rows at most."""
+    by_warp: bool = False
+    """Each warp multiplies its weight rows by itself (mma.sync), 16 at a time, and not 64 together with three others
+    (wgmma): products then stand among the instructions that make the next codes wide. For codes alone."""
+
+    def rows(self, num_rows: int) -> int:
+        """Rows that programs compute for `num_rows` real ones."""
+        return BY_WARP_ROWS if self.by_warp and num_rows <= BY_WARP_ROWS else tile_rows(num_rows)
+
+    def shared_bytes(self, rows: int, code_bits: int) -> int:
+        """Shared memory of a program for `rows` as the method has them: the ring, and what results are turned in."""
+        return self.stages * self.block_k * (self.tile * code_bits // 8 + 2 * rows) + 4 * self.tile * rows
+
+
+RING_WEIGHTS = 16_000_000
+"""Of matrices that have rings in every format, at least."""
+_MOST_WEIGHTS = 128_000_000
+_MOST_GATED_WEIGHTS = 256_000_000
+"""Larger ones were not measured: output matrices, and gate and up of more than the half of a 70B model."""
+_LEAST_WEIGHTS = {16: 6_000_000, 8: 4_000_000, 4: 4_000_000}
+"""Smaller ones that were measured on an H200, by the bits of a weight: int4 and fp8 in blocks at up to BY_WARP_ROWS
+rows, gate and up in two bytes alone. Of 4 million weights of two bytes a ring is no faster."""
+_RING_ROWS = {16: 64, 8: 64, 4: 16}
+"""Rows up to which they were faster than kernels.jit.gemm, by the bits of a weight."""
+_RING_ROWS_OF_GROUPS = 16
+"""The same for weights with scales of groups of columns."""
+_BUSY = 0.7
+"""Share of the programs that run at once that must be there, or all steps are shared evenly."""
+_LEAST_STEPS = 4
+_LEAST_WIDE_STEPS = 16
+"""Steps that a program has at least where a tile of weights of two bytes is split."""
+_LEAST_CODES, _MOST_CODES = 2048, 4096
+"""Columns of codes that a program has at least where a tile is split among as many programs as there are processors,
+and at most where programs are few and weights, too."""
+_LONG = 1.34
+"""Columns over weight rows from which tiles of weights of two bytes are split. Where they are fewer, a few programs
+with a whole tile each are faster: rings of the launch behind, gate and up in a model, begin on the other processors.
+Rounds of one token of the half of an 8B model that a rank of two has take an H200 2.25 ms so, and 2.35 with the
+output's tiles split in two, of the whole model 3.88 and 3.91; of 1B with those of down split in four 1.38, and in two
+1.47."""
+_LONG_CODES, _LONG_CODES_OF_FEW = 12_288, 7168
+"""Columns from which a second program a processor pays for the sums that it adds; of up to 16 rows."""
+_LEAST_EVEN = 8_000_000
+"""Codes from which even stretches by warp are faster for up to BY_WARP_ROWS rows than programs with whole tiles."""
+
+
+def choose_ring(
+    num_out: int, size: int, num_rows: int, gated: bool, processors: int, code_bits: int, grouped: bool = False
+) -> RingConfig | None:
+    """A cut for bfloat16 rows on a Hopper GPU, and weights of so many bits, [num_out, size], or [2 num_out, size] if
+    gated. None where there is none, or kernels.jit.gemm may be as fast.
+
+    The fastest within rounds of models of 1B to 8B (benchmarks/notes/gpu.md). Codes become wide in registers: two
+    programs a processor or more hide that from each other. Others have the memory of a processor for one ring.
+    """
+    rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
+    most_rows = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
+    least = _LEAST_WEIGHTS.get(code_bits, RING_WEIGHTS)
+    per_row = code_bits == 8 and not grouped
+    if code_bits < 16 and (gated or (num_rows > BY_WARP_ROWS and not per_row)):
+        least = RING_WEIGHTS
+    most = _MOST_GATED_WEIGHTS if gated else _MOST_WEIGHTS
+    if not least <= weights <= most or rows > most_rows or size % 128:
+        return None
+    if code_bits == 16:
+        return _choose_wide(num_out, size, gated, rows, processors)
+    if gated:
+        return _choose_gated(num_out, size, num_rows, processors, code_bits, grouped)
+    if num_rows <= BY_WARP_ROWS:
+        if weights < RING_WEIGHTS and not per_row:
+            return _choose_whole(num_out, size, processors, RingConfig(64, 256, stages=8, by_warp=True))
+        config = _choose_by_warp(num_out, size, processors, code_bits, grouped)
+        if config is not None:
+            return config
+    if code_bits == 4:
+        return _choose_nibbles(num_out, size, processors)
+    return _choose_bytes(num_out, size, rows, processors)
+
+
+def _choose_wide(num_out: int, size: int, gated: bool, rows: int, processors: int) -> RingConfig | None:
+    """`choose_ring` for weights of two bytes (benchmarks/notes/gpu.md, smaller matrices)."""
+    tiles, steps = ceil_div(num_out, 64), ceil_div(size, 128)
+    if gated and tiles >= processors:
+        return RingConfig(128, 64, stages=6)
+    if tiles > processors or (gated and tiles < _BUSY * processors):
+        return None
+    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS) if size >= _LONG * num_out else 1
+    config = RingConfig(split_k=split, stages=min(8, steps // split))
+    if gated:
+        # All tiles at once: what a second program of a processor would take is free for a longer ring.
+        config = RingConfig(128, 64, stages=8, warps=8)
+    elif size >= _LONG * num_out and tiles * split < _BUSY * processors:
+        # Steps that cannot be halved: even stretches, which were measured of large matrices alone.
+        if num_out * size < RING_WEIGHTS:
+            return None
+        config = RingConfig(split_k=0, stages=8)
+    return _fitting_ring(config, rows, code_bits=16)
+
+
+def _choose_gated(
+    num_out: int, size: int, num_rows: int, processors: int, code_bits: int, grouped: bool
+) -> RingConfig | None:
+    """`choose_ring` for codes of gate and up."""
+    tiles = ceil_div(num_out, 64)
+    # Rows of tiles that all run at once: what a second program of a processor would take is free for a longer ring.
+    one_wave = _BUSY * processors <= tiles <= processors and code_bits == 8
+    if num_rows <= BY_WARP_ROWS:
+        if code_bits == 4:
+            return RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)
+        if grouped and one_wave:
+            return RingConfig(128, 128, stages=8, warps=8)
+        if one_wave and size % 256 == 0:
+            return RingConfig(128, 128, split_k=2, per_sm=2, stages=min(5, size // 256), by_warp=True)
+        if grouped or tiles >= processors:
+            return RingConfig(128, 128, stages=4, by_warp=True)
+    if one_wave and not grouped and tile_rows(num_rows) > 16:
+        return RingConfig(128, 128, stages=5, warps=8)
+    if tiles < processors:
+        return None
+    if code_bits == 4:
+        return RingConfig(128, 256, stages=3, warps=8)
+    return RingConfig(128, 128, stages=4, warps=8) if tile_rows(num_rows) <= 32 else RingConfig(128, 128, stages=3)
+
+
+def _choose_nibbles(num_out: int, size: int, processors: int) -> RingConfig | None:
+    """`choose_ring` for codes of four bits of other matrices, four warps together."""
+    tiles, steps, at_once = ceil_div(num_out, 64), ceil_div(size, 256), 2 * processors
+    if tiles > at_once:
+        return None
+    split = _even_split(tiles, steps, at_once)
+    # They are read so fast that programs must not be missed.
+    if tiles * split >= 0.9 * at_once:
+        return RingConfig(64, 256, split_k=split, per_sm=2, stages=min(6, steps // split))
+    return RingConfig(64, 256, split_k=0, per_sm=3, stages=3)
+
+
+def _choose_bytes(num_out: int, size: int, rows: int, processors: int) -> RingConfig | None:
+    """`choose_ring` for codes of eight bits of other matrices, four warps together."""
+    tiles, whole = ceil_div(num_out, 64), RingConfig(block_k=256, stages=5)
+    if rows <= 16:
+        twice, long = RingConfig(block_k=256, per_sm=2, stages=3), _LONG_CODES_OF_FEW
+    else:
+        twice, long = RingConfig(per_sm=2, stages=6 if rows <= 32 else 4), _LONG_CODES
+    config, few = None, tiles < _BUSY * processors
+    if few and size >= long:
+        steps, at_once = ceil_div(size, twice.block_k), 2 * processors
+        split = _even_split(tiles, steps, min(at_once, 4 * tiles))
+        if tiles * split >= _BUSY * at_once:
+            config = replace(twice, split_k=split, stages=min(twice.stages, steps // split))
+    if config is None and not (few and size >= _LONG_CODES):
+        config = _choose_whole(num_out, size, processors, whole if rows <= 32 else RingConfig(stages=6))
+        if config is not None and rows > 32 and config.split_k == 1:
+            config = _choose_whole(num_out, size, processors, whole)
+    if config is None and num_out * size >= RING_WEIGHTS and tiles <= processors:
+        # Stretches of few steps are better not halved.
+        config = replace(twice if rows <= 32 or size >= 8192 else RingConfig(stages=6), split_k=0)
+    return None if config is None else _fitting_ring(config, rows, code_bits=8)
+
+
+def _choose_whole(num_out: int, size: int, processors: int, config: RingConfig) -> RingConfig | None:
+    """A cut like `config` into no more programs than there are processors, of whole tiles or of parts of
+    _LEAST_CODES columns and more; None where they are too few for their work."""
+    tiles, steps = ceil_div(num_out, config.tile), ceil_div(size, config.block_k)
+    split = _even_split(tiles, steps, processors, _LEAST_CODES // config.block_k)
+    few = tiles * split < _BUSY * processors
+    if tiles > processors or (few and (num_out * size >= RING_WEIGHTS or size > _MOST_CODES * split)):
+        return None
+    return replace(config, split_k=split, stages=min(config.stages, steps // split))
+
+
+def _fitting_ring(config: RingConfig, rows: int, code_bits: int) -> RingConfig:
+    """With as many steps as a processor has memory for."""
+    # Of 64 rows two programs fit without the margin, and with a step less each they are slower than no ring.
+    room = SHARED_MEMORY - (SHARED_MARGIN if rows <= 32 or config.per_sm == 1 else 0)
+    while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > room:
+        config = replace(config, stages=config.stages - 1)
+    return config
+
+
+def _even_split(tiles: int, steps: int, at_once: int, least: int = _LEAST_STEPS) -> int:
+    """Programs that share a tile: as many as run at once and have `least` steps or more each, all of them as many."""
+    parts = range(1, max(1, min(at_once // tiles, steps // least)) + 1)
+    return max(part for part in parts if steps % part == 0)
+
+
+def _choose_by_warp(num_out: int, size: int, processors: int, code_bits: int, grouped: bool) -> RingConfig | None:
+    """A cut for at most BY_WARP_ROWS rows, where warps by themselves were faster."""
+    tiles, steps, at_once = ceil_div(num_out, 64), ceil_div(size, 256), 2 * processors
+    blocks, per_row = code_bits == 8 and grouped, code_bits == 8 and not grouped
+    if per_row and (num_out * size < _LEAST_EVEN or (tiles >= _BUSY * processors and size < _LONG_CODES)):
+        return None
+    tall = RingConfig(128, 256, per_sm=2, stages=3, warps=8 if code_bits == 4 else 4, by_warp=True)
+    short = RingConfig(64, 256, per_sm=2, stages=4, by_warp=True)
+    for config in (short,) if blocks else (tall, short):
+        tiles = ceil_div(num_out, config.tile)
+        most, least = at_once, _LEAST_STEPS
+        if per_row:
+            # More programs of a tile, or shorter ones, cost more in sums than they read sooner.
+            most, least = min(at_once, tiles * config.tile // 16), 6 if config is tall else _LEAST_STEPS
+        split = _even_split(tiles, steps, most, least)
+        if (0.9 if blocks else _BUSY) * at_once <= tiles * split <= at_once:
+            return replace(config, split_k=split, stages=min(config.stages, steps // split))
+    if blocks:
+        return RingConfig(128, 128, split_k=0, per_sm=2, stages=4, warps=8, by_warp=True)
+    return replace(short, split_k=0, stages=3) if num_out * size < RING_WEIGHTS else None
