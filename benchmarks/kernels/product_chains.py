@@ -6,16 +6,26 @@ A product alone, launch after launch, hides what its start and end cost: how soo
 for, how unevenly its programs end, and whether those of the next kernel find room beside them. So the four matrices of
 a layer are cut one after the other, the others as they were found to be best so far, and what is timed is the whole
 round, by the device's clock: of REQUESTSxTOKENS, 1,024 tokens of context each. For dense models on Hopper GPUs.
+
+    git show HEAD~9:kernels/ring_configs.py > former.py
+    python -m benchmarks.kernels.product_chains --shape llama-3b,layers=14 --format fp8 --against former.py
+
+times the cuts that a former file chose and today's in turns instead. `--shape` has random weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
-from collections.abc import Iterable
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -29,11 +39,15 @@ from kernels.launch import ceil_div
 from kernels.linear import fits_ring, stream_config, stream_linear
 from kernels.linear_configs import SHARED_MARGIN, SHARED_MEMORY, GemmConfig
 from kernels.quant_weight import QuantWeight
-from kernels.ring_configs import RingConfig
+from kernels.ring_configs import RingConfig, choose_ring
 from outrider.layers.linear import Linear
+from outrider.models.config import ModelConfig
 from outrider.models.decoder import CausalLM, GatedMlp
 from outrider.models.loader import load_decoder
+from outrider.models.weights import write_shards
 from outrider_tools.bench.report import Row, write_report
+from outrider_tools.inflate.shapes import parse_shape
+from outrider_tools.quantize import FORMATS, is_quantized
 
 Shape = tuple[int, int, bool]
 """num_out, size and gated, as kernels.linear_configs has them."""
@@ -50,6 +64,11 @@ LEAST_BYTES = 40 * 1024
 MAX_WAVES = 2.4
 """Programs, over processors, that tiles are cut into at most."""
 CONTEXT = 1024
+TURNS = 4
+"""How often former cuts and today's are timed, one behind the other."""
+GROUP = 128
+"""Weights that share a scale, of int4."""
+SHARD_BYTES = 4_000_000_000
 WORST = 0.01
 """Largest difference to the exact product, over the largest value, that a cut may have."""
 
@@ -115,16 +134,21 @@ class Chain:
         executor.graphs.capture(executor.graphs.captured(), together=False)
         return self._rounds.measure(self.num_rows, repeats).gpu
 
+    def chosen(self, name: str) -> Cut:
+        """The engine's cut."""
+        _, size, gated = self.shape(name)
+        return self._chosen(self._rows[size], self.weight(name), gated)
+
     def candidates(self, name: str) -> list[Cut]:
         """The engine's cut, and all rings that fit a processor. TypeError for weights of no ring."""
-        num_out, size, gated = self.shape(name)
+        num_out, _, gated = self.shape(name)
         weight, most = self.weight(name), MAX_WAVES * self._processors
         if not fits_ring(weight):
             raise TypeError(
                 f"{name} is not multiplied by rings: bfloat16 is, and fp8 and int4 in groups that steps fit"
             )
         bits = 16 // weight.per_word if isinstance(weight, QuantWeight) else 16
-        found: dict[Cut, None] = {self._chosen(self._rows[size], weight, gated): None}
+        found: dict[Cut, None] = {self.chosen(name): None}
         for (tile, warps), depth, stages in itertools.product(TILES, DEPTHS[bits], STAGES):
             # A half of a tile has steps of 128 bytes.
             if gated and depth * bits > 1024:
@@ -217,21 +241,100 @@ def run(model: CausalLM, label: str, num_requests: int, num_rows: int) -> list[R
     return rows
 
 
+def run_turns(
+    model: CausalLM, label: str, num_requests: int, num_rows: int, former: Callable[..., object]
+) -> list[Row]:
+    """A round's time in the cuts of a former `choose_ring` and in today's. RuntimeError: one of them is wrong."""
+    chain, case = Chain(model, num_requests, num_rows), f"{label} b{num_requests} m{num_rows}"
+    cuts: dict[str, dict[str, Cut]] = {}
+    for name, choose in (("former", former), ("chosen", choose_ring)):
+        setattr(kernels.linear, "choose_ring", choose)  # noqa: B010
+        cuts[name] = {matrix: chain.chosen(matrix) for matrix in chain.matrices}
+    jobs = list(dict.fromkeys(job for of_kind in cuts.values() for job in of_kind.items()))
+    usable = chain.usable(jobs)
+    if any(cut not in usable[matrix] for matrix, cut in jobs):
+        raise RuntimeError(f"{case}: a cut is wrong")
+    times: dict[str, list[float]] = {name: [] for name in cuts}
+    for turn in range(TURNS):
+        for name in sorted(cuts, reverse=turn % 2 == 0):
+            chain.cuts = {chain.shape(matrix): cut for matrix, cut in cuts[name].items()}
+            times[name].append(chain.ms())
+    former_ms, chosen_ms = fmean(times["former"]), fmean(times["chosen"])
+    print(f"{case}: {former_ms:.3f} and {chosen_ms:.3f} ms, {chosen_ms / former_ms:.3f}", flush=True)
+    return [
+        Row(case, "former_ms", former_ms, "ms"),
+        Row(case, "chosen_ms", chosen_ms, "ms"),
+        Row(case, "chosen_over_former", chosen_ms / former_ms, "ratio"),
+    ]
+
+
+def former_choice(path: Path) -> Callable[..., object]:
+    """`choose_ring` of a former kernels/ring_configs.py, whose cuts are of today's class."""
+    spec = importlib.util.spec_from_file_location("former_ring_configs", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--against {path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    vars(module)["RingConfig"] = RingConfig
+    choose: Callable[..., object] = module.choose_ring
+    return choose
+
+
+def write_random(folder: Path, shape: str, form: str, device: torch.device) -> None:
+    """A Llama checkpoint of random weights of a shape that `outrider inflate` knows, `form` bf16 or as quantized."""
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 49_152,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        **parse_shape(shape).config_fields(),
+    }
+    whole = CausalLM(ModelConfig.from_fields(fields, {}), torch.float32, torch.device("meta"))
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in whole.checkpoint_tensors().items():
+            values = torch.randn(tensor.shape, device=device) * 0.02 if tensor.dim() > 1 else torch.ones(tensor.shape)
+            if form == "bf16" or not is_quantized(name):
+                yield name, values.bfloat16()
+                continue
+            scales = FORMATS[form].fit(values, GROUP)
+            for end, packed in FORMATS[form].encode(values, scales, GROUP).items():
+                yield name.removesuffix("weight") + end, packed
+
+    quantization = {} if form == "bf16" else {"quantization_config": FORMATS[form].config(GROUP)}
+    (folder / "config.json").write_text(json.dumps(fields | quantization), encoding="utf-8")
+    write_shards(folder, tensors(), SHARD_BYTES, lambda done: None)
+
+
 def main() -> None:
     """Parse options, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of a dense model, quantized or not")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", type=Path, help="folder of a dense model, quantized or not")
+    model.add_argument("--shape", help="random weights of this shape, as `outrider inflate` takes it")
+    parser.add_argument("--format", choices=("bf16", "fp8", "fp8-block", "int4"), default="bf16", help="of --shape")
     parser.add_argument("--rounds", nargs="+", metavar="REQUESTSxTOKENS", default=["1x1", "1x32", "64x64"])
+    parser.add_argument("--against", type=Path, help="a former kernels/ring_configs.py: its cuts and today's in turns")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
     options = parser.parse_args()
     torch.manual_seed(0)
     allow_threads()
     rows: list[Row] = []
-    with torch.inference_mode():
-        model = load_decoder(options.model, torch.bfloat16, torch.device("cuda"), own_products=True)
+    former = None if options.against is None else former_choice(options.against)
+    device, label = torch.device("cuda"), options.model.name if options.model else f"{options.shape} {options.format}"
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
+        if options.model is None:
+            write_random(Path(folder), options.shape, options.format, device)
+        loaded = load_decoder(options.model or folder, torch.bfloat16, device, own_products=True)
         for text in options.rounds:
-            num_requests, _, num_rows = text.partition("x")
-            rows += run(model, options.model.name, int(num_requests), int(num_rows))
+            num_requests, num_rows = map(int, text.split("x"))
+            if former is None:
+                rows += run(loaded, label, num_requests, num_rows)
+            else:
+                rows += run_turns(loaded, label, num_requests, num_rows, former)
             if options.out:
                 write_report(options.out, "product_chains", torch.cuda.get_device_name(), rows, ("torch", "triton"))
 

@@ -15,6 +15,7 @@ LARGE = (
     ("ranks_70b_fp8_tp2_h100x4", "llama-70b-fp8", "H100", 2, (1, 16)),
     ("ranks_70b_fp8_tp4_h100x4", "llama-70b-fp8", "H100", 4, (1, 16)),
     ("ranks_70b_fp8_tp4_h200x4", "llama-70b-fp8", "H200", 4, (1,)),
+    ("ranks_70b_fp8_tp2_h200x2", "llama-70b-fp8", "H200", 2, (1, 16)),
 )
 """Report, label, GPU, ranks, requests at once."""
 LARGE_MATRICES = LAYERS * (2 * HIDDEN**2 + 2 * HIDDEN * 1024 + 3 * HIDDEN * 28672)
