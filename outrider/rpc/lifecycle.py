@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import logging
 import os
@@ -10,12 +11,17 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from outrider.config.base import ENV_PREFIX
+from outrider.config.draft import DraftOptions
+from outrider.config.gateway import GatewayOptions
+from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.logs import configure_logging, get_logger, redact
 
@@ -29,6 +35,11 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
+
+_NO_OPTIONS = ("API_KEY", "HEADS", "HOME", "MODELS")
+"""Variables that other parts read, and the folder of docker/compose.yaml."""
+_LIKENESS = 0.8
+"""Of two names, 0 to 1, from which one is taken for the other."""
 
 OptionsT = TypeVar("OptionsT")
 
@@ -58,6 +69,8 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     name = type(options).__name__.removesuffix("Options").lower()
     configure_logging(name, getattr(options, "log_level", "INFO"))
     ready_file = str(getattr(options, "ready_file", None) or "")
+    for variable, meant in misspelt_variables(os.environ):
+        _logger.warning("%s in the environment is no option of any service; was %s meant?", variable, meant)
     try:
         remove_ready_file(ready_file)
         _check_ready_file(ready_file)
@@ -73,6 +86,21 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     finally:
         with suppress(ConfigError):
             remove_ready_file(ready_file)
+
+
+def misspelt_variables(variables: Iterable[str]) -> list[tuple[str, str]]:
+    """Of variables' names those that name no option of any service, but nearly do, each with that option's.
+
+    A service's environment may hold options of the others, and what has nothing to do with them.
+    """
+    services = (GatewayOptions, VerifyOptions, DraftOptions)
+    known = {item.name.upper() for options in services for item in fields(options)} | {*_NO_OPTIONS}
+    found = []
+    for variable in sorted(variables):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name not in known and not name.startswith("HEALTH_"):
+            found += [(variable, ENV_PREFIX + near) for near in difflib.get_close_matches(name, known, 1, _LIKENESS)]
+    return found
 
 
 async def _with_signals(

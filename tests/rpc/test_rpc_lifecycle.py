@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.rpc.lifecycle import exit_text, run_service, write_ready_file
+from outrider.rpc.lifecycle import exit_text, misspelt_variables, run_service, write_ready_file
 
+REPOSITORY = Path(__file__).parents[2]
 SERVICE = """
 import asyncio, signal, sys
 from outrider.config.base import parse_options
@@ -143,3 +145,31 @@ def test_the_handlers_are_put_back_and_the_result_is_the_exit_code() -> None:
 def test_every_end_of_a_process_has_words() -> None:
     codes = (2, -signal.SIGKILL, -signal.SIGRTMIN - 1)
     assert [exit_text(code) for code in codes] == ["exit code 2", "SIGKILL", f"signal {signal.SIGRTMIN + 1}"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("OUTRIDER_MAX_QUED_REQUESTS", "OUTRIDER_MAX_QUEUED_REQUESTS"),
+        ("OUTRIDER_ALLOWED_HOST", "OUTRIDER_ALLOWED_HOSTS"),
+        ("OUTRIDER_DTPYE", "OUTRIDER_DTYPE"),
+        ("OUTRIDER_SPECULATIVE_ALGO", "OUTRIDER_SPECULATIVE_ALGORITHM"),
+    ],
+)
+def test_a_misspelt_variable_is_found(variable: str, meant: str) -> None:
+    assert misspelt_variables(["PATH", variable, meant]) == [(variable, meant)]
+
+
+def test_no_name_that_docker_or_the_pages_use_is_taken_for_a_mistake() -> None:
+    pages = [*REPOSITORY.glob("docker/**/*"), *REPOSITORY.glob("docs/*.md"), REPOSITORY / "README.md"]
+    named = {name for page in pages if page.is_file() for name in re.findall(r"OUTRIDER_[A-Z0-9_]+", page.read_text())}
+    assert len(named) > 100
+    assert misspelt_variables(named) == []
+
+
+def test_a_service_tells_of_a_misspelt_variable_and_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_ADRESS", "127.0.0.1:1")
+    with spawn("pass") as process:
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "OUTRIDER_ADRESS in the environment is no option of any service; was OUTRIDER_ADDRESS meant?" in err
