@@ -106,7 +106,8 @@ def ring_pays(weight: QuantWeight, dtype: torch.dtype) -> bool:
     """Whether few rows of `dtype` are multiplied in rings here, and so up to 64 faster than by humming-kernels 0.1.19.
 
     Rounds of up to 64 tokens of an 8B model take an H100 0.86 to 0.94 of its time, in int4 and in fp8 blocks
-    (benchmarks/results/engine_quantized_rings_library_h100.json).
+    (benchmarks/results/engine_quantized_rings_library_h100.json). Small matrices, which have rings of ours where there
+    is no library, were not compared with it.
     """
     large = weight.num_out * weight.size >= RING_WEIGHTS
     return large and dtype == torch.bfloat16 and has_wgmma(weight.codes) and fits_ring(weight)

@@ -42,8 +42,11 @@ class RingConfig:
 RING_WEIGHTS = 16_000_000
 """Of matrices that have rings in every format, at least."""
 _MOST_WEIGHTS = 128_000_000
-_MOST_GATED_WEIGHTS = 256_000_000
-"""Larger ones were not measured: output matrices, and gate and up of more than the half of a 70B model."""
+"""Of matrices that have rings in every format, at most: output matrices are larger."""
+_MOST_LARGE_WEIGHTS = 256_000_000
+_LARGE_ROWS = {16: 32, 8: 16}
+"""Gate and up of as many weights, as the half of a 70B model has them, have rings for so many rows by the bits of a
+weight where no tile waits for another. With more rows kernels.jit.gemm was as fast in fp8; groups were not tried."""
 _LEAST_WEIGHTS = {16: 6_000_000, 8: 4_000_000, 4: 4_000_000}
 """Smaller ones that were measured on an H200, by the bits of a weight: int4 and fp8 in blocks at up to BY_WARP_ROWS
 rows, gate and up in two bytes alone. Of 4 million weights of two bytes a ring is no faster."""
@@ -56,9 +59,13 @@ _BUSY = 0.7
 _LEAST_STEPS = 4
 _LEAST_WIDE_STEPS = 16
 """Steps that a program has at least where a tile of weights of two bytes is split."""
-_LEAST_CODES, _MOST_CODES = 2048, 4096
-"""Columns of codes that a program has at least where a tile is split among as many programs as there are processors,
-and at most where programs are few and weights, too."""
+_LEAST_CODES = 2048
+"""Columns of codes that a program has at least where a tile is split and a processor has one program."""
+_LEAST_PROGRAMS, _MOST_CODES = 32, 4096
+"""Of a small matrix of codes: programs at least, and columns of each at most where most processors have none."""
+_ONE_WAVE_COLUMNS = 4096
+"""Columns of gate and up in eight bits whose tiles all run at once, up to which long rings of whole tiles were faster
+for more than 16 rows, and in blocks for up to BY_WARP_ROWS. Of 8,192 they were not."""
 _LONG = 1.34
 """Columns over weight rows from which tiles of weights of two bytes are split. Where they are fewer, a few programs
 with a whole tile each are faster: rings of the launch behind, gate and up in a model, begin on the other processors.
@@ -77,8 +84,8 @@ def choose_ring(
     """A cut for bfloat16 rows on a Hopper GPU, and weights of so many bits, [num_out, size], or [2 num_out, size] if
     gated. None where there is none, or kernels.jit.gemm may be as fast.
 
-    The fastest within rounds of models of 1B to 8B (benchmarks/notes/gpu.md). Codes become wide in registers: two
-    programs a processor or more hide that from each other. Others have the memory of a processor for one ring.
+    The fastest within rounds of models of 1B to 8B and of parts of 70B (benchmarks/notes/gpu.md). Codes become wide in
+    registers: two programs a processor or more hide that from each other. Others have its memory for one ring.
     """
     rows, weights = tile_rows(num_rows), num_out * size * (2 if gated else 1)
     most_rows = min(_RING_ROWS.get(code_bits, 0), _RING_ROWS_OF_GROUPS if grouped else MAX_ROWS)
@@ -86,8 +93,13 @@ def choose_ring(
     per_row = code_bits == 8 and not grouped
     if code_bits < 16 and (gated or (num_rows > BY_WARP_ROWS and not per_row)):
         least = RING_WEIGHTS
-    most = _MOST_GATED_WEIGHTS if gated else _MOST_WEIGHTS
-    if not least <= weights <= most or rows > most_rows or size % 128:
+    if gated and weights > _MOST_WEIGHTS:
+        at_once, tiles = 2 * processors, ceil_div(num_out, 64)
+        fits = weights <= _MOST_LARGE_WEIGHTS and not grouped and _BUSY * at_once <= tiles <= at_once
+        most_rows = _LARGE_ROWS.get(code_bits, 0) if fits else 0
+    elif weights > _MOST_WEIGHTS:
+        return None
+    if weights < least or rows > most_rows or size % 128:
         return None
     if code_bits == 16:
         return _choose_wide(num_out, size, gated, rows, processors)
@@ -134,13 +146,13 @@ def _choose_gated(
     if num_rows <= BY_WARP_ROWS:
         if code_bits == 4:
             return RingConfig(64, 256, split_k=0, per_sm=4, stages=2, by_warp=True)
-        if grouped and one_wave:
+        if grouped and one_wave and size <= _ONE_WAVE_COLUMNS:
             return RingConfig(128, 128, stages=8, warps=8)
-        if one_wave and size % 256 == 0:
+        if one_wave and size % 256 == 0 and not grouped:
             return RingConfig(128, 128, split_k=2, per_sm=2, stages=min(5, size // 256), by_warp=True)
         if grouped or tiles >= processors:
             return RingConfig(128, 128, stages=4, by_warp=True)
-    if one_wave and not grouped and tile_rows(num_rows) > 16:
+    if one_wave and not grouped and tile_rows(num_rows) > 16 and size <= _ONE_WAVE_COLUMNS:
         return RingConfig(128, 128, stages=5, warps=8)
     if tiles < processors:
         return None
@@ -163,25 +175,44 @@ def _choose_nibbles(num_out: int, size: int, processors: int) -> RingConfig | No
 
 def _choose_bytes(num_out: int, size: int, rows: int, processors: int) -> RingConfig | None:
     """`choose_ring` for codes of eight bits of other matrices, four warps together."""
-    tiles, whole = ceil_div(num_out, 64), RingConfig(block_k=256, stages=5)
+    tiles = ceil_div(num_out, 64)
+    if tiles > processors:
+        return None
+    long, few = _LONG_CODES_OF_FEW if rows <= 16 else _LONG_CODES, tiles < _BUSY * processors
+    twice = RingConfig(per_sm=2, stages=6 if rows <= 32 else 4)
     if rows <= 16:
-        twice, long = RingConfig(block_k=256, per_sm=2, stages=3), _LONG_CODES_OF_FEW
-    else:
-        twice, long = RingConfig(per_sm=2, stages=6 if rows <= 32 else 4), _LONG_CODES
-    config, few = None, tiles < _BUSY * processors
+        twice = RingConfig(block_k=256, per_sm=2, stages=3)
+    config = None
     if few and size >= long:
-        steps, at_once = ceil_div(size, twice.block_k), 2 * processors
-        split = _even_split(tiles, steps, min(at_once, 4 * tiles))
-        if tiles * split >= _BUSY * at_once:
-            config = replace(twice, split_k=split, stages=min(twice.stages, steps // split))
+        config = _split_evenly(num_out, size, processors, twice, most=4)
     if config is None and not (few and size >= _LONG_CODES):
-        config = _choose_whole(num_out, size, processors, whole if rows <= 32 else RingConfig(stages=6))
+        config = _choose_whole(num_out, size, processors, _whole_bytes(tiles, rows, processors))
         if config is not None and rows > 32 and config.split_k == 1:
-            config = _choose_whole(num_out, size, processors, whole)
-    if config is None and num_out * size >= RING_WEIGHTS and tiles <= processors:
+            config = _choose_whole(num_out, size, processors, RingConfig(block_k=256))
+        if config is not None and rows <= 16 and tiles * config.split_k <= processors // 4:
+            # The next launches' programs are on other processors: nobody wants the memory of these.
+            config = _choose_whole(num_out, size, processors, RingConfig(block_k=256, stages=8))
+    if config is None and num_out * size >= RING_WEIGHTS:
         # Stretches of few steps are better not halved.
-        config = replace(twice if rows <= 32 or size >= 8192 else RingConfig(stages=6), split_k=0)
+        shared = twice if rows <= 32 or size >= 8192 else RingConfig(stages=6)
+        config = _split_evenly(num_out, size, processors, shared) or replace(shared, split_k=0)
     return None if config is None else _fitting_ring(config, rows, code_bits=8)
+
+
+def _whole_bytes(tiles: int, rows: int, processors: int) -> RingConfig:
+    """What `_choose_whole` is asked for in codes of eight bits."""
+    if rows > 32:
+        return RingConfig(stages=6)
+    return RingConfig(block_k=256, stages=5 if rows <= 16 or tiles >= 0.9 * processors else 4)
+
+
+def _split_evenly(num_out: int, size: int, processors: int, config: RingConfig, most: int = 64) -> RingConfig | None:
+    """`config` with a tile in as many parts, `most` at most, as can run at once; None where that leaves too few."""
+    tiles, steps, at_once = ceil_div(num_out, config.tile), ceil_div(size, config.block_k), config.per_sm * processors
+    split = _even_split(tiles, steps, min(at_once, most * tiles))
+    if tiles * split < _BUSY * at_once:
+        return None
+    return replace(config, split_k=split, stages=min(config.stages, steps // split))
 
 
 def _choose_whole(num_out: int, size: int, processors: int, config: RingConfig) -> RingConfig | None:
@@ -189,8 +220,9 @@ def _choose_whole(num_out: int, size: int, processors: int, config: RingConfig) 
     _LEAST_CODES columns and more; None where they are too few for their work."""
     tiles, steps = ceil_div(num_out, config.tile), ceil_div(size, config.block_k)
     split = _even_split(tiles, steps, processors, _LEAST_CODES // config.block_k)
-    few = tiles * split < _BUSY * processors
-    if tiles > processors or (few and (num_out * size >= RING_WEIGHTS or size > _MOST_CODES * split)):
+    programs = tiles * split
+    small = num_out * size < RING_WEIGHTS and programs >= _LEAST_PROGRAMS and size <= _MOST_CODES * split
+    if programs > processors or (programs < _BUSY * processors and not small):
         return None
     return replace(config, split_k=split, stages=min(config.stages, steps // split))
 
@@ -218,13 +250,13 @@ def _choose_by_warp(num_out: int, size: int, processors: int, code_bits: int, gr
         return None
     tall = RingConfig(128, 256, per_sm=2, stages=3, warps=8 if code_bits == 4 else 4, by_warp=True)
     short = RingConfig(64, 256, per_sm=2, stages=4, by_warp=True)
-    for config in (short,) if blocks else (tall, short):
+    # More programs of a tile, or shorter ones, cost more in sums than they read sooner.
+    tried = [(tall, 8, 6), (short, 4, _LEAST_STEPS), (tall, at_once, _LEAST_STEPS)]
+    if not per_row:
+        tried = [(config, at_once, _LEAST_STEPS) for config in ((short,) if blocks else (tall, short))]
+    for config, most, least in tried:
         tiles = ceil_div(num_out, config.tile)
-        most, least = at_once, _LEAST_STEPS
-        if per_row:
-            # More programs of a tile, or shorter ones, cost more in sums than they read sooner.
-            most, least = min(at_once, tiles * config.tile // 16), 6 if config is tall else _LEAST_STEPS
-        split = _even_split(tiles, steps, most, least)
+        split = _even_split(tiles, steps, min(at_once, most * tiles), least)
         if (0.9 if blocks else _BUSY) * at_once <= tiles * split <= at_once:
             return replace(config, split_k=split, stages=min(config.stages, steps // split))
     if blocks:

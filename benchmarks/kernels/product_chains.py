@@ -7,10 +7,10 @@ for, how unevenly its programs end, and whether those of the next kernel find ro
 a layer are cut one after the other, the others as they were found to be best so far, and what is timed is the whole
 round, by the device's clock: of REQUESTSxTOKENS, 1,024 tokens of context each. For dense models on Hopper GPUs.
 
-    git show HEAD~9:kernels/ring_configs.py > former.py
+    git show 0819fb56:kernels/linear_configs.py > former.py
     python -m benchmarks.kernels.product_chains --shape llama-3b,layers=14 --format fp8 --against former.py
 
-times the cuts that a former file chose and today's in turns instead. `--shape` has random weights.
+times the cuts that the `choose_ring` of a former file chose and today's in turns instead. `--shape` has random weights.
 """
 
 from __future__ import annotations

@@ -164,7 +164,9 @@ def test_the_chosen_cut_of_a_smaller_matrix_is_the_product(
     num_out, size, gated = shape
     weight = weight_of(name, num_out * (2 if gated else 1), size, hopper)
     for num_rows in counts:
-        slower = (name == "bfloat16" and num_out == size == 2048) or (name in CODES and gated and 8 < num_rows <= 16)
+        processors = torch.cuda.get_device_properties(hopper).multi_processor_count
+        one_wave = gated and num_out <= 64 * processors
+        slower = (name == "bfloat16" and num_out == size == 2048) or (name in CODES and one_wave and 8 < num_rows <= 16)
         check_chosen(num_rows, weight, gated, has_ring=not slower)
 
 
@@ -173,8 +175,9 @@ def test_the_chosen_cut_of_a_smaller_matrix_is_the_product(
 def test_the_chosen_cut_of_a_large_gated_matrix_is_the_product(hopper: str, name: str) -> None:
     num_out, size, gated = LARGE_SHAPES[2]
     weight = weight_of(name, 2 * num_out, size, hopper)
-    for num_rows in (1, 16, MAX_ROWS):
-        check_chosen(num_rows, weight, gated, has_ring=num_rows <= MOST_ROWS.get(name, 16))
+    most = {"bfloat16": 32, "fp8, a scale a row": 16}.get(name, 0)
+    for num_rows in (1, 16, 17, MAX_ROWS):
+        check_chosen(num_rows, weight, gated, has_ring=num_rows <= most)
 
 
 @pytest.mark.gpu
@@ -217,7 +220,9 @@ def test_programs_of_a_chosen_cut_fit_a_processor_and_have_work_alike(bits: int,
         num_out, size, gated = shape
         config = choose_ring(num_out, size, num_rows, gated, processors, bits, grouped)
         if config is None:
-            assert num_out == 8192 and processors == 114, "more tiles than processors"
+            large = gated and (num_out, size) == (14336, 8192)
+            none_is_faster = grouped or bits == 4 or num_rows > (32 if bits == 16 else 16)
+            assert (large and none_is_faster) or (num_out == 8192 and processors == 114), "more tiles than processors"
             continue
         assert fits_a_processor(config, num_rows, bits)
         steps, programs, _ = laid_out(config, shape, processors)
@@ -255,6 +260,26 @@ def test_long_rows_that_cannot_be_split_evenly_leave_no_processor_without_work()
         assert choose_ring(1536, 8960, 1, False, 132, bits, grouped=True) is None
     large = choose_ring(3584, 18944, 32, False, 132, 8)
     assert large is not None and large.split_k == 4
+
+
+def test_codes_have_a_second_program_a_processor_where_columns_are_long() -> None:
+    def programs(num_out: int, size: int, num_rows: int) -> tuple[int, int]:
+        config = choose_ring(num_out, size, num_rows, False, 132, 8)
+        assert config is not None
+        return config.per_sm, laid_out(config, (num_out, size, False), 132)[1]
+
+    assert [programs(4096, 14336, num_rows) for num_rows in (1, 9, 32, 64)] == [(2, 256)] * 4
+    assert [programs(4096, 7168, num_rows) for num_rows in (9, 32, 64)] == [(2, 256), (1, 128), (1, 128)]
+    assert [programs(3072, 8192, num_rows) for num_rows in (9, 32, 64)] == [(2, 192), (1, 96), (1, 96)]
+    assert [programs(2048, 8192, num_rows) for num_rows in (1, 9, 32, 64)] == [(1, 128)] * 4
+    assert [programs(5120, 6912, num_rows) for num_rows in (9, 32)] == [(2, 240), (2, 240)], "as before"
+
+
+def test_large_gates_have_rings_where_no_tile_waits() -> None:
+    assert choose_ring(14336, 8192, 16, True, 132, 8) is not None and choose_ring(14336, 8192, 17, True, 132, 8) is None
+    assert choose_ring(14336, 8192, 32, True, 132, 16) is not None and choose_ring(14336, 8192, 1, True, 132, 4) is None
+    for bits in (8, 16):
+        assert choose_ring(18944, 3584, 1, True, 132, bits) is None, "296 tiles on 264 places"
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 16, 32, MAX_ROWS])
