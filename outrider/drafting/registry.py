@@ -19,7 +19,7 @@ from outrider.drafting.model.growth import BurstGrowth
 
 _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
-_BESIDE_TURNS_FLOOR = 0.1
+_BESIDE_ON_DEMAND_FLOOR = 0.1
 """The same where a model drafts between rounds on the cores that verify: rounds take few nodes, and wait for these."""
 _MODEL_NODES = 1 << 16
 """More than verify ever gives credit for: the next rounds begin far below the root."""
@@ -65,7 +65,7 @@ def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
     return growth
 
 
-def takes_turns(parts: Sequence[AnyDrafter], options: DraftOptions) -> bool:
+def drafts_on_demand(parts: Sequence[AnyDrafter], options: DraftOptions) -> bool:
     """Whether a model among these drafters grows one tree after each commit and no more."""
     return any(isinstance(one, ModelDrafter) and one.growth_options(options).min_chance for one in parts)
 
@@ -74,7 +74,9 @@ def _limits(options: DraftOptions, part: AnyDrafter, sources: range, parts: Sequ
     is_model, shared = isinstance(part, ModelDrafter), len(parts) > 1
     least = options.min_path_probability
     if least is None:
-        least = _MODEL_FLOOR if is_model else _BESIDE_TURNS_FLOOR if takes_turns(parts, options) else _NGRAM_FLOOR
+        least = (
+            _MODEL_FLOOR if is_model else _BESIDE_ON_DEMAND_FLOOR if drafts_on_demand(parts, options) else _NGRAM_FLOOR
+        )
     return TreeLimits(
         num_nodes=options.speculative_num_draft_tokens or (_MODEL_NODES if is_model else _NGRAM_NODES),
         depth=options.speculative_num_steps or 48,

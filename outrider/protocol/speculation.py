@@ -70,7 +70,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """Whether requests are served without features, too, by drafters that take none; the draft's hello only."""
     line: LineOffer | None = None
     """Where the draft's engine may be spoken to by an engine of its host; the draft's hello only."""
-    takes_turns: bool = False
+    drafts_on_demand: bool = False
     """Whether one tree is grown after each commit and no more, as on a CPU; the draft's hello only."""
 
 

@@ -26,7 +26,7 @@ DECLINE_REASON_INVALID: DeclineReason
 DECLINE_REASON_DRAINING: DeclineReason
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token", "projection_columns", "projection_hash", "features_optional", "line", "takes_turns")
+    __slots__ = ("protocol_version", "noise_version", "model", "tokenizer_hash", "vocab_size", "hidden_size", "feature_layers", "max_positions", "sources", "num_layers", "features_token", "projection_columns", "projection_hash", "features_optional", "line", "drafts_on_demand")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NOISE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -42,7 +42,7 @@ class Hello(_message.Message):
     PROJECTION_HASH_FIELD_NUMBER: _ClassVar[int]
     FEATURES_OPTIONAL_FIELD_NUMBER: _ClassVar[int]
     LINE_FIELD_NUMBER: _ClassVar[int]
-    TAKES_TURNS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     noise_version: int
     model: str
@@ -58,8 +58,8 @@ class Hello(_message.Message):
     projection_hash: str
     features_optional: bool
     line: Line
-    takes_turns: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ..., projection_columns: _Optional[int] = ..., projection_hash: _Optional[str] = ..., features_optional: _Optional[bool] = ..., line: _Optional[_Union[Line, _Mapping]] = ..., takes_turns: _Optional[bool] = ...) -> None: ...
+    drafts_on_demand: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., noise_version: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., feature_layers: _Optional[_Iterable[int]] = ..., max_positions: _Optional[int] = ..., sources: _Optional[_Iterable[str]] = ..., num_layers: _Optional[int] = ..., features_token: _Optional[str] = ..., projection_columns: _Optional[int] = ..., projection_hash: _Optional[str] = ..., features_optional: _Optional[bool] = ..., line: _Optional[_Union[Line, _Mapping]] = ..., drafts_on_demand: _Optional[bool] = ...) -> None: ...
 
 class Line(_message.Message):
     __slots__ = ("host", "path", "token")

@@ -97,7 +97,7 @@ def test_verify_is_told_whether_a_model_grows_one_tree_at_a_time(
 ) -> None:
     options = DraftOptions(speculative_algorithm=("STANDALONE", "NGRAM"), draft_ahead=ahead)
     drafter = ModelDrafter(build_runner(plain_model, options), ("standalone",), Needs())
-    assert introduce(drafter, options).takes_turns == in_turns
+    assert introduce(drafter, options).drafts_on_demand == in_turns
 
 
 @pytest.mark.parametrize(

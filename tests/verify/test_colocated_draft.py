@@ -38,7 +38,7 @@ from verify_service.speculation.colocated_draft import ColocatedDraft
 
 OPTIONS = DraftOptions(device="cpu", max_requests=8, max_positions=256, min_path_probability=1e-3)
 GREEDY = SamplingParams(temperature=0.0)
-WAITS = {"lockstep": True, "turns": True, "max_hold_seconds": 5.0, "max_nodes": 24, "chunk_size": 16}
+WAITS = {"lockstep": True, "shares_cores": True, "max_hold_seconds": 5.0, "max_nodes": 24, "chunk_size": 16}
 """Limits with which every answer to a commit is waited for, whatever the machine does besides."""
 
 

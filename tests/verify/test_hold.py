@@ -21,7 +21,7 @@ from verify_service.engine.request import Request
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
-from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts, SpeculativeRequest
 from verify_service.speculation.health import AnswerStats
 
@@ -34,7 +34,7 @@ class Peer:
 
     def __init__(self, clock: Clock, lockstep: bool = False) -> None:
         self.clock = clock
-        self.drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, lockstep=lockstep)
+        self.drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, mode=DraftWaitMode(lockstep=lockstep))
         self.port = Recorder()
         self.drafts.connected(self.port)
         self.request: Request = request([1, 2])
@@ -70,7 +70,9 @@ class Peer:
         budget = Budget(CostModel([ROUND] * len(WIDTHS)), 63)
         choice = budget.choose(1 + others, 1 + others, Forest([self.spec.mirror], [99]).best())
         awaited = [self.spec.wait] if self.spec.wait.expects else []
-        return DraftWaitPolicy(budget, 0.02, lockstep).wait_seconds(awaited, 1 + others, choice, now=self.clock.now)
+        return DraftWaitPolicy(budget, 0.02, DraftWaitMode(lockstep)).wait_seconds(
+            awaited, 1 + others, choice, now=self.clock.now
+        )
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_a_round_runs_rather_than_wait_as_long_as_it_takes(peer: Peer, share: fl
 def taking_turns() -> tuple[Clock, Drafts, Recorder, Request, SpeculativeRequest, AnswerStats]:
     """A request whose draft takes turns with rounds, and what is known of its answers after misses."""
     clock = Clock()
-    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, mode=DraftWaitMode(shares_cores=True))
     port = Recorder()
     drafts.connected(port)
     asked = request([1, 2])
@@ -192,7 +194,9 @@ def test_where_drafts_take_turns_a_wait_lasts_as_long_as_it_pays() -> None:
     assert (
         0
         < short
-        < DraftWaitPolicy(budget, 0.02, turns=True).wait_seconds([spec.wait], 1, choice, now=clock.now)
+        < DraftWaitPolicy(budget, 0.02, DraftWaitMode(shares_cores=True)).wait_seconds(
+            [spec.wait], 1, choice, now=clock.now
+        )
         <= 0.02
     )
 
@@ -302,15 +306,15 @@ def test_credit_follows_what_rounds_take_and_stays_within_a_tree(peer: Peer) -> 
 @pytest.mark.parametrize("delay", [0.03, 0.3])
 def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) -> None:
     clock, longest, seconds = Clock(), 0.02, 0.033
-    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, mode=DraftWaitMode(shares_cores=True))
     port = Recorder()
-    drafts.connected(port, Terms(takes_turns=True))
+    drafts.connected(port, Terms(drafts_on_demand=True))
     asked = request([1, 2])
     drafts.admit(asked)
     spec = drafts.spec(asked)
     assert spec is not None
     budget = Budget(CostModel([seconds] * len(WIDTHS)), 63)
-    policy = DraftWaitPolicy(budget, longest, turns=True)
+    policy = DraftWaitPolicy(budget, longest, DraftWaitMode(shares_cores=True))
     due = [(clock.now + delay, asked.committed_len)]
 
     def advance(until: float) -> None:
@@ -345,9 +349,9 @@ def test_a_draft_that_answers_after_the_longest_wait_costs_little(delay: float) 
 
 def test_where_cores_are_shared_a_draft_hears_of_commits_when_a_round_waits_for_it() -> None:
     """What it grew beside a round would take the round's cores."""
-    drafts = Drafts(vocab_size=50, max_nodes=64, clock=Clock(), turns=True)
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=Clock(), mode=DraftWaitMode(shares_cores=True))
     port, asked = Recorder(), request([1, 2])
-    drafts.connected(port, Terms(takes_turns=True))
+    drafts.connected(port, Terms(drafts_on_demand=True))
     drafts.admit(asked)
     spec = drafts.spec(asked)
     assert spec is not None and len(port.take(drafts)) == 1, "it is opened"
@@ -372,7 +376,7 @@ def test_where_cores_are_shared_a_draft_hears_of_commits_when_a_round_waits_for_
 
 
 def test_a_draft_that_grows_ahead_hears_of_every_commit() -> None:
-    drafts = Drafts(vocab_size=50, max_nodes=64, clock=Clock(), turns=True)
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=Clock(), mode=DraftWaitMode(shares_cores=True))
     port, asked = Recorder(), request([1, 2])
     drafts.connected(port, Terms())
     drafts.admit(asked)
@@ -383,7 +387,7 @@ def test_a_draft_that_grows_ahead_hears_of_every_commit() -> None:
 
 def test_a_preempted_request_is_not_waited_for_and_says_nothing_of_waits() -> None:
     clock = Clock()
-    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, turns=True)
+    drafts = Drafts(vocab_size=50, max_nodes=64, clock=clock, mode=DraftWaitMode(shares_cores=True))
     drafts.connected(Recorder())
     asked = request([1, 2])
     drafts.admit(asked)

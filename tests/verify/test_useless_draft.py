@@ -20,6 +20,7 @@ from outrider.protocol.speculation import Commit
 from verify_service.engine import engine as engine_module
 from verify_service.engine.request import Request
 from verify_service.speculation.calibration import MAX_WRONG_LOOKS, DraftBackoff
+from verify_service.speculation.draft_wait import DraftWaitMode
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts, SpeculativeRequest
 
 RIGHT, WRONG = 7, 5
@@ -124,7 +125,7 @@ def test_a_new_request_begins_with_what_is_known_of_its_draft(session: Session) 
 
 
 def test_in_lockstep_every_commit_is_told() -> None:
-    session = Session(Drafts(vocab_size=50, max_nodes=256, clock=Clock(), lockstep=True))
+    session = Session(Drafts(vocab_size=50, max_nodes=256, clock=Clock(), mode=DraftWaitMode(lockstep=True)))
     assert session.commit(WRONG, 3 * MAX_WRONG_LOOKS) == 3 * MAX_WRONG_LOOKS
 
 

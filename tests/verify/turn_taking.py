@@ -18,7 +18,7 @@ from outrider.protocol.speculation import Commit, DraftMessage, Open, VerifyMess
 from outrider.tree.author import Outcome, TreeAuthor
 from outrider.tree.handshake import Terms
 from verify_service.speculation.budget import Budget, CostModel, Forest
-from verify_service.speculation.draft_wait import DraftWaitPolicy
+from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitPolicy
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
 
 VOCAB = 50
@@ -50,12 +50,14 @@ class TurnTaking:
         self.held = 0.0
         self.num_held = self.num_rounds = 0
         self._machine, self._wait, self._longest = machine, wait, longest
-        self._drafts = Drafts(VOCAB, max_nodes=8 * CREDIT_ROUNDS, clock=self.clock, turns=True)
+        self._drafts = Drafts(
+            VOCAB, max_nodes=8 * CREDIT_ROUNDS, clock=self.clock, mode=DraftWaitMode(shares_cores=True)
+        )
         self._budget = Budget(CostModel(machine.rounds, WIDTHS), 15)
-        self._policy = DraftWaitPolicy(self._budget, longest, turns=True)
+        self._policy = DraftWaitPolicy(self._budget, longest, DraftWaitMode(shares_cores=True))
         self._random = random.Random(7)
         self._port = Recorder()
-        self._drafts.connected(self._port, Terms(takes_turns=True))
+        self._drafts.connected(self._port, Terms(drafts_on_demand=True))
         self.request = request([1, 2])
         self._drafts.admit(self.request)
         self._author: TreeAuthor | None = None

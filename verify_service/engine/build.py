@@ -360,7 +360,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages:
         max_nodes=options.max_draft_tokens,
         max_hold_seconds=max(options.max_hold_ms, LOCKSTEP_HOLD_MS if options.lockstep else 0.0) / 1e3,
         lockstep=options.lockstep,
-        turns=not on_gpu,
+        shares_cores=not on_gpu,
         steady_rows=model.steady_rows,
     )
     if not on_gpu:

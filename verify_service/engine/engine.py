@@ -30,7 +30,7 @@ from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.colocated_draft import ColocatedDraft
 from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.draft_rest import DraftRest
-from verify_service.speculation.draft_wait import DraftWaitPolicy, DraftWaitState
+from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitPolicy, DraftWaitState
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
 
 log = get_logger(__name__)
@@ -99,14 +99,13 @@ class VerifyEngine:
         """
         self.limits = limits
         self.memory = memory
-        self.drafts = Drafts(
-            limits.vocab_size, CREDIT_ROUNDS * max(limits.max_nodes, 16), lockstep=limits.lockstep, turns=limits.turns
-        )
+        mode = DraftWaitMode(limits.lockstep, limits.shares_cores)
+        self.drafts = Drafts(limits.vocab_size, CREDIT_ROUNDS * max(limits.max_nodes, 16), mode=mode)
         self.budget = Budget(cost, limits.max_nodes, fixed=limits.lockstep)
         self.grammars = Grammars(vocabulary, self.drafts, patient=not limits.spin)
         self.scheduler = Scheduler(memory, self.drafts, self.budget, limits, executor.forget, self.grammars)
         self.features = FeatureSender(self.drafts, memory, executor, piecewise=limits.spin)
-        self._draft_wait = DraftWaitPolicy(self.budget, limits.max_hold_seconds, limits.lockstep, limits.turns)
+        self._draft_wait = DraftWaitPolicy(self.budget, limits.max_hold_seconds, mode)
         self._executor = executor
         self._growth = growth
         self._colocated = colocated

@@ -39,7 +39,7 @@ class EngineLimits:
     spin: bool = False
     """A device waits for the host between rounds: while requests run the engine never sleeps, and does what can wait
     in small pieces, so as to see the end of a round at once. Costs a core."""
-    turns: bool = False
+    shares_cores: bool = False
     """Drafts share cores with rounds, and grow between them: the answer to every commit may be worth a wait."""
     max_round_tokens: int = _UNLIMITED
     """Tokens of a round at most, chunks of prefill aside; with more requests than that they take turns."""

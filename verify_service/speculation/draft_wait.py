@@ -1,9 +1,9 @@
 """The decision to wait for a draft's answer before a round: what is due, what it may bring, and whether that pays.
 
-Rule 2 of the design: verify never waits blindly. After a commit that left no nodes (in lockstep, and where drafts take
-turns with rounds, after every commit) a draft answers with what it has at once, and a model's burst deepens the tree
-part by part a little later. Times and gains of both are measured for each draft replica (`ReplicaHealth`); no wait is
-needed for that, since answers come during rounds, too.
+Rule 2 of the design: verify never waits blindly. After a commit that left no nodes (in lockstep, and where drafts
+share cores with rounds, after every commit) a draft answers with what it has at once, and a model's burst deepens the
+tree part by part a little later. Times and gains of both are measured for each draft replica (`ReplicaHealth`); no wait
+is needed for that, since answers come during rounds, too.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ class DraftWaitMode:
 
     lockstep: bool = False
     """Every answer is waited for, whatever it brings."""
-    turns: bool = False
+    shares_cores: bool = False
     """Drafts share cores with rounds and grow between them: the answer to every commit may be worth a wait."""
     resting: bool = False
     """Rounds without drafts are faster: none waits for them."""
     launched_at: float = math.inf
-    """When the round was launched that runs now; what drafts do from then on is slow where they take turns."""
+    """When the round was launched that runs now; what drafts do from then on is slow where they share cores with it."""
 
     every_answer: bool = field(init=False)
     """Whether the answer to every commit is awaited, also to one that left nodes."""
 
     def __post_init__(self) -> None:
-        self.every_answer = self.lockstep or self.turns
+        self.every_answer = self.lockstep or self.shares_cores
 
 
 @dataclass(eq=False, slots=True)
@@ -121,7 +121,7 @@ class DraftWaitState:
     round_waited: bool = False
     """Whether the next round waited for the draft."""
     keeps_up: bool = False
-    """Whether the draft answered the commit before the last one in time. Where drafts take turns with rounds, one that
+    """Whether the draft answered the commit before the last one in time. Where drafts share cores with rounds, one that
     did not has all to do that it was not waited for, the prompt at first: a price that is paid once."""
     is_new: bool = True
     """Whether no answer of the draft was awaited and came."""
@@ -130,7 +130,7 @@ class DraftWaitState:
     num_late: int = 0
     """Messages of these that came after the round was launched, on cores that the round had taken."""
     num_vain_waits: int = 0
-    """Waits in a row that brought no answer; counted where drafts take turns with rounds."""
+    """Waits in a row that brought no answer; counted where drafts share cores with rounds."""
     num_skipped: int = 0
     """Commits since the last of them that passed without a wait because of that."""
     answered_at: float | None = None
@@ -197,7 +197,7 @@ class DraftWaitState:
         if health is not None:
             if self.is_miss:
                 health.misses.note_found(self.round_waited, has_nodes)
-            if mode.turns and not self.backoff.in_doubt and (self.num_late or not self.num_messages):
+            if mode.shares_cores and not self.backoff.in_doubt and (self.num_late or not self.num_messages):
                 self._stats(health).note_unmeasured()
             elif self.answered_at is not None:
                 # The round was over before a further part came.
@@ -211,7 +211,7 @@ class DraftWaitState:
         self._forget_answer()
         self.awaits_answer = health is not None and not mode.resting and (mode.every_answer or not has_nodes)
         self.is_miss = self.awaits_answer and self.has_answered and not mode.every_answer
-        self.after_hit = mode.turns and has_nodes
+        self.after_hit = mode.shares_cores and has_nodes
         self.promised = sum(self._best_chances(PROMISE_NODES)[0]) if self.after_hit else 0.0
 
     def on_sent(self, at: float) -> None:
@@ -223,7 +223,7 @@ class DraftWaitState:
         self.round_waited = True
 
     def on_launch(self, at: float) -> None:
-        """A round was launched, where drafts take turns with rounds: a wait before it is over."""
+        """A round was launched, where drafts share cores with rounds: a wait before it is over."""
         if self.health is None or not self.round_waited or not self.expects or self.sent_at is None:
             return
         stats = self._stats(self.health)
@@ -241,7 +241,7 @@ class DraftWaitState:
         health = self.health
         if health is None:
             return
-        # A draft that takes turns with rounds has said all with its answer.
+        # A draft that shares cores with rounds has said all with its answer.
         by_parts = num_requests <= _MAX_PART_REQUESTS and not self.mode.every_answer
         self.num_messages += 1
         if at > self.mode.launched_at:
@@ -264,7 +264,7 @@ class DraftWaitState:
         self.awaits_answer = False
         self.num_vain_waits = self.num_skipped = 0
         gain = self._update_promise(health, by_parts)
-        catches_up = self.mode.turns and not self.keeps_up
+        catches_up = self.mode.shares_cores and not self.keeps_up
         # A first answer without nodes comes of a prompt that is being computed.
         if gain > 0.0 or not (catches_up and self.is_new):
             self._learn_gain(max(gain, 0.0) - self._first_gain)
@@ -386,17 +386,16 @@ class DraftWaitState:
 class DraftWaitPolicy:
     """Compares tokens per second of a round now with those of a round after the awaited answers."""
 
-    def __init__(self, budget: Budget, max_seconds: float, lockstep: bool = False, turns: bool = False) -> None:
-        """`max_seconds`: of a wait. `lockstep`, `turns`: see DraftWaitMode.
+    def __init__(self, budget: Budget, max_seconds: float, mode: DraftWaitMode | None = None) -> None:
+        """`max_seconds`: of a wait.
 
-        Where drafts take turns with rounds, one that is not waited for has no cores to answer on, so that a wait, once
+        Where drafts share cores with rounds, one that is not waited for has no cores to answer on, so that a wait, once
         begun, lasts as long as it pays.
         """
         self._budget = budget
         self._max_seconds = max_seconds
-        self._lockstep = lockstep
-        self._turns = turns
-        self._min_speedup = _MIN_SPEEDUP_SHARED_CORES if turns else 1.0
+        self._mode = mode or DraftWaitMode()
+        self._min_speedup = _MIN_SPEEDUP_SHARED_CORES if self._mode.shares_cores else 1.0
 
     def wait_seconds(
         self, awaited: Sequence[DraftWaitState], num_tokens: int, choice: Choice, beside: float = 0.0, *, now: float
@@ -410,7 +409,7 @@ class DraftWaitPolicy:
             return 0.0
         good = {health for health in {state.health for state in awaited} if health is not None and health.good}
         awaited = [state for state in awaited if state.health in good]
-        if self._lockstep:
+        if self._mode.lockstep:
             return self._max_seconds if any(state.awaits_answer for state in awaited) else 0.0
         if not awaited or self._is_hopeless(awaited, choice, now):
             return 0.0
@@ -448,7 +447,7 @@ class DraftWaitPolicy:
         pays = float(((choice.expected + gains) / rate - np.maximum(then, choice.seconds)).max())
         if pays <= typical:
             return 0.0
-        longest = self._max_seconds if self._turns else max(wait.late for wait in real)
+        longest = self._max_seconds if self._mode.shares_cores else max(wait.late for wait in real)
         return min(pays, longest, self._max_seconds)
 
     def _rate(self, choice: Choice, found: float) -> float:

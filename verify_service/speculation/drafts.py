@@ -129,13 +129,9 @@ class Drafts:
         vocab_size: int,
         max_nodes: int,
         clock: Callable[[], float] = time.monotonic,
-        lockstep: bool = False,
-        turns: bool = False,
+        mode: DraftWaitMode | None = None,
     ) -> None:
-        """`max_nodes`: that a draft may hold for a request.
-
-        `lockstep`, `turns`: see DraftWaitMode.
-        """
+        """`max_nodes`: that a draft may hold for a request. `mode`: how rounds wait for drafts, which changes."""
         self.dropped: Counter[str] = Counter()
         self.declined: Counter[str] = Counter()
         self.replicas: dict[DraftConnection, DraftReplica] = {}
@@ -146,7 +142,7 @@ class Drafts:
         self._vocab_size = vocab_size
         self._max_nodes = max_nodes
         self._clock = clock
-        self._wait_mode = DraftWaitMode(lockstep, turns)
+        self._wait_mode = mode or DraftWaitMode()
         self._next_number = 1
 
     @property
@@ -187,8 +183,8 @@ class Drafts:
             spec.wait.on_commit()
 
     def on_launch(self, at: float) -> None:
-        """A round was launched at this time; where drafts take turns with rounds, what they do from then on is slow."""
-        if self._wait_mode.turns:
+        """A round was launched then; where drafts share cores with rounds, what they do from then on is slow."""
+        if self._wait_mode.shares_cores:
             self._wait_mode.launched_at = at
             for spec in self._requests.values():
                 spec.wait.on_launch(at)
@@ -238,8 +234,8 @@ class Drafts:
         """
         if self.resting:
             return spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
-        is_turn = self._wait_mode.turns and spec.replica is not None and spec.replica.terms.takes_turns
-        if not is_turn or self._wait_mode.lockstep or spec.backoff.in_doubt:
+        on_demand = self._wait_mode.shares_cores and spec.replica is not None and spec.replica.terms.drafts_on_demand
+        if not on_demand or self._wait_mode.lockstep or spec.backoff.in_doubt:
             return False
         return not spec.wait.round_waited and spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
 
@@ -286,7 +282,7 @@ class Drafts:
         self._calibrators[connection.address] = calibrator
         if len(self._calibrators) > MAX_CALIBRATORS:
             del self._calibrators[next(iter(self._calibrators))]
-        health = ReplicaHealth(self._clock, self._wait_mode.turns)
+        health = ReplicaHealth(self._clock, self._wait_mode.shares_cores)
         self.replicas[connection] = DraftReplica(connection, health, calibrator, terms or Terms())
         self._assign_all()
 

@@ -125,11 +125,11 @@ class ReplicaHealth:
     seconds: it may be stopped, or its connection dead without a word.
     """
 
-    def __init__(self, clock: Callable[[], float], turns: bool = False) -> None:
-        """`turns`: what a draft can do is known only once it was waited for, so much is expected of it at first."""
+    def __init__(self, clock: Callable[[], float], shares_cores: bool = False) -> None:
+        """`shares_cores`: a draft shows what it can do only if it is waited for, so much is expected of it at first."""
         self._clock = clock
-        self._prior_gain = 1.0 if turns else 0.0
-        self._prior_found = 0.0 if turns else _PRIOR_FOUND
+        self._prior_gain = 1.0 if shares_cores else 0.0
+        self._prior_found = 0.0 if shares_cores else _PRIOR_FOUND
         self.unreported: list[float] = []
         """Times of answers that no figures have yet; whoever reports them empties it."""
         self.restart()
