@@ -61,9 +61,9 @@ class GrammarVocabulary:
         if not ends:
             raise ConfigError("the model has no end-of-sequence token, so that no constrained answer could end")
         try:
-            text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            text = _without_spelling((folder / "tokenizer.json").read_bytes())
             tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{folder}: the grammar library cannot read the tokenizer: {error}") from None
         return cls(tokenizer, vocab_size, ends)
 
@@ -71,6 +71,31 @@ class GrammarVocabulary:
     def num_words(self) -> int:
         """32-bit words of a mask."""
         return -(-self.size // 32)
+
+
+def _without_spelling(tokenizer_json: bytes) -> str:
+    """A tokenizer.json whose special tokens have names that no text holds.
+
+    The library turns text that a grammar leaves no choice about into tokens, and would take the name of a special token
+    in it, as of the one that ends an answer, for that token, whose bytes are none of the text.
+    """
+    tokenizer = msgspec.json.decode(tokenizer_json)
+    names = {
+        added["content"]: f"\ufdd0{added['id']}\ufdd0"
+        for added in tokenizer.get("added_tokens") or ()
+        if added.get("special")
+    }
+    model = tokenizer["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
+    elif isinstance(vocab, list):  # of a unigram model: pieces and scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    for added in tokenizer.get("added_tokens") or ():
+        added["content"] = names.get(added["content"], added["content"])
+    return msgspec.json.encode(tokenizer).decode()
 
 
 _LIMITS = LLParserLimits(
@@ -205,6 +230,8 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     elif "coerce_one_of" in said:
         said = "holds a oneOf whose cases cannot be told apart"
         fix = "use anyOf, which allows the same texts and more, or leave strict out, which reads oneOf so"
+    elif "Failed to generate regex for" in said:
+        said, fix = "holds a limit of numbers that is too far from 0", "use limits of at most 17 digits"
     elif said.startswith("NoExtension"):
         said, fix = "allows no text at all", "let it match something"
     elif any(sign in said for sign in _TOO_MUCH):

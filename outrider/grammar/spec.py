@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -73,6 +74,8 @@ MAX_DEPTH = 64
 _MAX_REFERENCES = 8
 """From the schema of an object's names to the one that says what they are."""
 
+_WHOLE_NUMBERS = range(-(10**18), 2**64)
+"""What a schema may hold: of others the grammar library says that they are no JSON, and near -2^63 it crashes."""
 _OWN_KEYS = ("x-guidance",)
 """Keys by which a schema would give orders to the grammar library."""
 EXACT_ONE_OF: dict[str, Any] = {"x-guidance": {"coerce_one_of": False}}
@@ -113,7 +116,13 @@ def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = 
 
     `strict`: also for a schema with `uniqueItems`, or with a `format` of names, to which nothing is held.
     """
-    field = field or grammar.field
+    try:
+        _check(grammar, field or grammar.field, strict=strict)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.field, error.problem, error.fix, code="invalid_grammar") from None
+
+
+def _check(grammar: Grammar, field: str, *, strict: bool) -> None:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             _check_schema(grammar.source, field, strict=strict)
@@ -232,6 +241,7 @@ def _check_schema(source: str, field: str, *, strict: bool) -> None:
         raise InvalidRequestError(field, reason, "send a JSON schema") from None
     if not isinstance(schema, dict):
         raise InvalidRequestError(field, "is not an object", 'send a JSON schema such as {"type": "object"}')
+    _check_numbers(schema, field)
     if schema.get("x-guidance") == EXACT_ONE_OF["x-guidance"]:
         del schema["x-guidance"]
     # Breadth first with a list of our own, so that depth costs no stack.
@@ -252,6 +262,21 @@ def _check_schema(source: str, field: str, *, strict: bool) -> None:
         if not level:
             return
     raise InvalidRequestError(field, f"is nested over {MAX_DEPTH} levels", "move inner schemas to $defs and use $ref")
+
+
+def _check_numbers(schema: Any, field: str) -> None:
+    """Raise InvalidRequestError for a number, wherever it stands, that the grammar library would take for another."""
+    level: list[tuple[Any, str]] = [(schema, field)]
+    while level:
+        value, place = level.pop()
+        if isinstance(value, dict):
+            level += [(child, f"{place}.{key[:40]}") for key, child in value.items()]
+        elif isinstance(value, list):
+            level += [(child, f"{place}[{index}]") for index, child in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequestError(place, "is not a finite number", "send one below 1.8e308")
+        elif isinstance(value, int) and value not in _WHOLE_NUMBERS:
+            raise InvalidRequestError(place, "is too far from 0", "send a whole number from -10^18 to 2^64 - 1")
 
 
 def _check_keywords(value: Any, path: str, *, strict: bool) -> None:

@@ -72,6 +72,10 @@ AT_SIGHT: list[tuple[Grammar, str, str]] = [
         )
     ),
     (schema({"$ref": "http://example.com/a.json"}), "json_schema.$ref", "begins with #"),
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"const": 1e400}'), "json_schema.const", "not a finite number; send"),
+    (schema({"enum": [1, [float("nan")]]}), "json_schema.enum[1][0]", "not a finite number"),
+    (schema({"items": {"minimum": 10**30}}), "json_schema.items.minimum", "too far from 0; send"),
+    (schema({"const": 2 - 2**63}), "json_schema.const", "too far from 0"),
     (regex(""), "regex", "is empty"),
     (regex("a" * 5000), "regex", "over the limit of 4096"),
     (Grammar.of_choices([]), "choice", "send 1 to 1024"),
@@ -87,6 +91,8 @@ WHEN_COMPILED: list[tuple[Grammar, str]] = [
     (schema({"type": "string", "pattern": "(a)\\1"}), "backreferences"),
     (schema(OVERLAPPING | EXACT_ONE_OF), "cannot be told apart"),
     (schema({"propertyNames": {"pattern": "("}}), "unclosed group"),
+    (schema({"type": "integer", "minimum": 2**63}), "too far from 0"),
+    (schema({"type": "number", "maximum": -1e30}), "too far from 0"),
     (schema({"propertyNames": {"pattern": "a"}, "patternProperties": {"b": {"type": "null"}}}), "not disjoint"),
     (regex("(a"), "unclosed group"),
     (regex("a(?=b)c"), "look-around"),
@@ -104,6 +110,7 @@ FINE = [
     schema({"type": "array", "items": {"type": "integer"}, "minItems": 99_999, "maxItems": 100_000}),
     schema({"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"}),
     schema(deep(MAX_DEPTH // 2 - 1)),
+    schema({"enum": [2**64 - 1, -(10**18), -1e300]}),
     regex("(a+)+b"),
     regex("(a|b)*a(a|b){12}"),
 ]
@@ -114,6 +121,7 @@ def test_what_is_wrong_at_first_sight_is_told_with_field_and_fix(grammar: Gramma
     with pytest.raises(InvalidRequestError) as caught:
         check_grammar(grammar)
     assert caught.value.field == f"grammar.{field}" and words in caught.value.message and caught.value.fix
+    assert caught.value.code == "invalid_grammar"
     with pytest.raises(InvalidRequestError) as caught:
         check_grammar(grammar, "guided_json")
     assert caught.value.field.startswith("guided_json")

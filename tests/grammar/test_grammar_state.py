@@ -10,10 +10,12 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, text_of, tiny_vocabulary
+from tokenizers import decoders, models, pre_tokenizers
 
 from outrider.errors import ConfigError
 from outrider.grammar import compiler
@@ -23,6 +25,7 @@ from outrider.grammar.compiler import (
     GrammarVocabulary,
     TokenPath,
     compile_grammar,
+    probe,
     unpack,
 )
 from outrider.grammar.spec import Grammar, GrammarKind
@@ -249,3 +252,44 @@ def test_masks_have_a_bit_for_each_token_and_no_word_more(tmp_path: Path, vocab_
     state = GrammarState(compile_grammar(OBJECT, vocabulary))
     mask = state.mask(state.root, ())
     assert mask is not None and mask.shape == state.end_mask.shape == (2,)
+
+
+def byte_tokenizer(kind: str) -> tokenizers.Tokenizer:
+    """All of ASCII, and a special token of each of the two words that end an answer."""
+    if kind == "unigram":
+        pieces = [("<unk>", 0.0), ("<end>", 0.0), *((chr(code), -1.0) for code in range(32, 127)), ("end", -1.0)]
+        inner = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+        inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    else:
+        signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<unk>", "<end>"]
+        inner = tokenizers.Tokenizer(models.BPE({sign: at for at, sign in enumerate(signs)}, [], unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<unk>", "<end>", "<|stop|>"])
+    return inner
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"enum": ["<end>"]})), '"<end>"'),
+        (Grammar.of_choices(["a <|stop|> b"]), "a <|stop|> b"),
+        (Grammar(GrammarKind.REGEX, r"<\|stop\|><end>x"), "<|stop|><end>x"),
+        (Grammar(GrammarKind.EBNF, 'start: "<end>" "x"'), "<end>x"),
+    ],
+)
+def test_a_text_that_spells_a_special_token_is_written_as_text(
+    tmp_path: Path, kind: str, grammar: Grammar, text: str
+) -> None:
+    inner = byte_tokenizer(kind)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    ends = [inner.token_to_id("<end>"), inner.token_to_id("<|stop|>")]
+    vocabulary = GrammarVocabulary.from_folder(tmp_path, inner.get_vocab_size(), ends)
+    compiled = compile_grammar(grammar, vocabulary)
+    probe(compiled)
+    state, answer = GrammarState(compiled), list[int]()
+    while (token := int(np.flatnonzero(unpack(state.mask(state.root, ()), vocabulary.size))[0])) not in ends:
+        state.follow([token])
+        answer.append(token)
+    assert inner.decode(answer, skip_special_tokens=False) == text
