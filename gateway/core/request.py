@@ -391,7 +391,7 @@ class ClientRequest(OutputFields):
     @model_validator(mode="after")
     def _one_input(self) -> ClientRequest:
         if sum(x is not None for x in (self.prompt, self.prompt_token_ids, self.chat)) != 1:
-            raise InvalidRequestError("input", "exactly one of prompt, prompt_token_ids and chat is needed", "set one")
+            raise InvalidRequestError("prompt", "exactly one of prompt, prompt_token_ids and chat is needed", "set one")
         if self.grammar is not None:
             is_json = self.grammar.kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA)
             if self.chat is not None and self.chat.offered and not is_json:

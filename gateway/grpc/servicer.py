@@ -57,7 +57,10 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Client
     fields = _given(message, ClientRequest, leave_out={*_INPUTS, "sampling", "speculation", "grammar"})
     fields["sampling"] = _given(message.sampling, RequestSampling, prefix="sampling.")
     if message.speculation != gateway_pb2.SPECULATION_UNSPECIFIED:
-        fields["speculation"] = _SPECULATION.get(message.speculation, message.speculation)
+        if message.speculation not in _SPECULATION:
+            problem = f"{message.speculation} is no value of Speculation"
+            raise InvalidRequestError("speculation", problem, "send SPECULATION_ON or SPECULATION_OFF")
+        fields["speculation"] = _SPECULATION[message.speculation]
     if message.HasField("grammar"):
         fields["grammar"] = decode_grammar(message.grammar)
         check_grammar(fields["grammar"])
@@ -70,7 +73,7 @@ def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> Client
             fields["chat"] = _chat(message.chat)
         case _:
             raise InvalidRequestError(
-                "input", "missing", "set prompt, prompt_token_ids or chat", code="missing_required_parameter"
+                "prompt", "missing", "set prompt, prompt_token_ids or chat", code="missing_required_parameter"
             )
     request = validate(ClientRequest, fields)
     if request.chat is not None:

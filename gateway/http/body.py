@@ -65,6 +65,7 @@ class BodyReader:
             self._count(request, 0)
 
     async def _receive(self, request: Request) -> bytes:
+        self._check_length(request.headers)
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._read_parts(request)
@@ -75,6 +76,18 @@ class BodyReader:
             ) from None
         except ClientDisconnect:
             raise HttpError(400, "the client closed the connection", "client_closed") from None
+
+    def _check_length(self, headers: Mapping[str, str]) -> None:
+        """Raises HttpError for a body that says it is too long, where nothing of it needs to be read for the answer."""
+        length = headers.get("content-length", "0")
+        # A client that asks first has sent nothing yet; of others no more is read than of bodies without a length.
+        most = self._max_bytes * (1 if headers.get("expect", "").lower() == "100-continue" else _DISCARD_FACTOR)
+        if length.isdecimal() and int(length) > most:
+            raise self._too_large({"connection": "close"})
+
+    def _too_large(self, headers: dict[str, str] | None = None) -> HttpError:
+        said = f"the body is over the limit of {self._max_bytes} bytes; send less"
+        return HttpError(413, said, "request_too_large", headers)
 
     async def _read_parts(self, request: Request) -> bytes:
         parts: list[bytes] = []
@@ -90,7 +103,7 @@ class BodyReader:
                 parts.clear()
                 self._count(request, 0)
         if length > limit:
-            raise HttpError(413, f"the body is over the limit of {limit} bytes; send less", "request_too_large")
+            raise self._too_large()
         return b"".join(parts)
 
     def _count(self, request: Request, length: int) -> None:

@@ -235,7 +235,7 @@ class TokenizeRequest(TemplateFields, PromptEnd):
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("input", "exactly one of prompt and messages is needed", "set one")
+            raise InvalidRequestError("prompt", "exactly one of prompt and messages is needed", "set one")
         if self.tools and self.messages is None:
             raise InvalidRequestError("tools", "go with messages", "leave them out, or send messages")
         return self

@@ -344,6 +344,9 @@ class ChatBuilder(ChoicesBuilder):
             reason = _finish_word(delta.finish_reason, answer)
             yield ChatChunkChoice(index=index, delta=ChatDelta(), logprobs=None, finish_reason=reason)
 
+    def _says_something(self, choice: ChatChunkChoice) -> bool:
+        return choice.delta.role is None
+
     def _chunk(self, choices: list[Any], **more: Any) -> ChatCompletionChunk:
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self._head)
 

@@ -263,18 +263,24 @@ class ChoicesBuilder(ResponseBuilder):
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
         """See the base."""
+        before = self._completion_tokens
         self._completion_tokens += len(delta.tokens)
-        more: dict[str, Any] = {}
-        if self._options.continuous_usage_stats:
-            more["usage"] = UsageBody(
-                prompt_tokens=self._prompt_tokens,
-                completion_tokens=self._completion_tokens,
-                total_tokens=self._prompt_tokens + self._completion_tokens,
-            )
         for choice in self._choices(delta, self._answers[delta.choice_index]):
-            yield self._chunk([choice], **more)
+            num_tokens = self._completion_tokens if self._says_something(choice) else before
+            yield self._chunk([choice], **self._usage_so_far(num_tokens))
         if delta.usage is not None and self._options.include_usage:
             yield self._chunk([], usage=UsageBody.of(delta.usage))
+
+    def _usage_so_far(self, num_tokens: int) -> dict[str, UsageBody | None]:
+        """The field of a chunk with choices: null where the usage comes at the end, as OpenAI has it."""
+        if not self._options.continuous_usage_stats:
+            return {"usage": None} if self._options.include_usage else {}
+        total = self._prompt_tokens + num_tokens
+        return {"usage": UsageBody(prompt_tokens=self._prompt_tokens, completion_tokens=num_tokens, total_tokens=total)}
+
+    def _says_something(self, choice: Any) -> bool:
+        """Whether a choice has tokens of the answer, and not only who speaks."""
+        return True
 
     @abstractmethod
     def _choices(self, delta: Delta, answer: CollectedAnswer) -> Iterator[Body]:

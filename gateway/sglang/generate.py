@@ -143,7 +143,7 @@ class GenerateBody(ServingFields, GenerationBody):
     @model_validator(mode="after")
     def _one_input(self) -> GenerateBody:
         if (self.text is None) == (self.input_ids is None):
-            raise InvalidRequestError("input", "exactly one of text and input_ids is needed", "set one")
+            raise InvalidRequestError("text", "exactly one of text and input_ids is needed", "set one")
         prompts = self.text if self.input_ids is None else self.input_ids
         is_list = isinstance(prompts, list) and not isinstance(prompts[0], int)
         num_prompts = len(prompts or ()) if is_list else 1

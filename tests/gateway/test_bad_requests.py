@@ -68,14 +68,14 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (TEXT, {"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "invalid_value", "20"),
     (TEXT, {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value", "stream"),
     (TEXT, {"prompt": "x", "trace": "yes"}, "trace", "invalid_type", "boolean"),
-    ("/generate", {}, "input", "invalid_value", "text and input_ids"),
-    ("/generate", {"text": "x", "input_ids": [1]}, "input", "invalid_value", "text and input_ids"),
+    ("/generate", {}, "text", "invalid_value", "text and input_ids"),
+    ("/generate", {"text": "x", "input_ids": [1]}, "text", "invalid_value", "text and input_ids"),
     ("/generate", {"input_ids": [[1], [2**31]]}, "input_ids[1][0]", "invalid_value", "2147483648"),
     ("/generate", {"input_ids": [[1], [7000]]}, "input_ids[1][0]", "invalid_value", "vocabulary"),
     ("/generate", {"text": "x", "sampling_params": {"top_k": 1.5}}, "sampling_params.top_k", "invalid_type", "integer"),
     ("/generate", {"text": "x", "sampling_params": {"topk": 1}}, "sampling_params.topk", "unknown_parameter", ""),
     ("/generate", {"text": "x", "speculation": "maybe"}, "speculation", "unsupported_parameter", "off"),
-    ("/tokenize", {}, "input", "invalid_value", "prompt and messages"),
+    ("/tokenize", {}, "prompt", "invalid_value", "prompt and messages"),
     ("/tokenize", {"prompt": "x", "model": "other"}, "model", "model_not_found", "other"),
     ("/tokenize", {"messages": []}, "messages", "invalid_value", "at least one"),
     ("/detokenize", {}, "tokens", "missing_required_parameter", "required"),
@@ -126,9 +126,9 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, {"messages": HELLO, "tools": [tool("a", parameters=DEEP)]}, "tools[0].function.parameters",
      "invalid_value", "64 levels"),
     (CHAT, {"messages": HELLO, "tools": [tool("a", parameters={"title": "x" * 70_000}, strict=True)]},
-     "tools[0].function.parameters", "invalid_value", "65536"),
+     "tools[0].function.parameters", "invalid_grammar", "65536"),
     (CHAT, {"messages": HELLO, "tools": [tool("a", parameters={"not": {}}, strict=True)], "tool_choice": "required"},
-     "tools[0].function.parameters.not", "invalid_value", "say what is allowed"),
+     "tools[0].function.parameters.not", "invalid_grammar", "say what is allowed"),
     (CHAT, {"messages": HELLO, "tools": [tool("a")], "tool_choice": "always"}, "tool_choice", "invalid_value",
      "'required'"),
     (CHAT, {"messages": HELLO, "tools": [tool("a")], "tool_choice": {"type": "function", "function": {"name": "b"}}},
@@ -235,6 +235,19 @@ async def test_a_body_over_the_limit_gets_413(verify: ScriptedVerify, tmp_path: 
             response = await world.http.post(TEXT, content=content, headers={"content-type": "application/json"})
             assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
             assert "2048" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("length", "more"), [(2048 * 8 + 1, ""), (2049, "expect: 100-continue\r\n")])
+async def test_a_body_that_says_it_is_too_long_gets_413_at_once(
+    verify: ScriptedVerify, tmp_path: Any, length: int, more: str
+) -> None:
+    async with open_world(verify, tmp_path, max_body_bytes=2048) as world:
+        reader, writer = await asyncio.open_connection(*world.rest.removeprefix("http://").split(":"))
+        head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {length}\r\n{more}\r\n".encode())
+        answer = await reader.read()  # to the end: the connection is closed
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 413") and b"request_too_large" in answer
 
 
 async def test_a_slow_body_gets_408(verify: ScriptedVerify, tmp_path: Any) -> None:

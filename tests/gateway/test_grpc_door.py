@@ -74,9 +74,10 @@ async def test_models_are_listed(world: World) -> None:
 @pytest.mark.parametrize(
     ("request_", "kind", "field"),
     [
-        (Request(), InvalidRequestError, "input"),
+        (Request(), InvalidRequestError, "prompt"),
         (Request(prompt=""), InvalidRequestError, "prompt"),
         (Request(prompt="x", n=0), InvalidRequestError, "n"),
+        (Request(prompt="x", speculation=9), InvalidRequestError, "speculation"),
         (Request(prompt="x", n=10**6), InvalidRequestError, "n"),
         (Request(prompt="x", max_tokens=0), InvalidRequestError, "max_tokens"),
         (Request(prompt="x", sampling={"temperature": -1}), InvalidRequestError, "sampling.temperature"),

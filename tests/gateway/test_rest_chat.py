@@ -55,6 +55,7 @@ async def test_a_stream_is_role_deltas_reason_usage_done(world: World) -> None:
     assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 2
     assert len({c.id for c in chunks}) == 1
+    assert all(c.usage is None and "usage" in c.model_fields_set for c in chunks[:-1]), "null, as OpenAI sends it"
     assert not any("\ufffd" in (c.choices[0].delta.content or "") for c in chunks[:-1])
 
 
@@ -72,6 +73,7 @@ async def test_a_raw_stream_is_well_formed_and_ends_with_done(world: World) -> N
     parsed = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     counts = [p["usage"]["completion_tokens"] for p in parsed]
     assert counts == sorted(counts) and counts[-1] == counts[-2] > 0
+    assert counts[0] == 0, "the role is no token"
     assert parsed[-1]["usage"]["outrider"]["rounds"] > 0
 
 

@@ -172,7 +172,7 @@ async def test_a_strict_tool_holds_calls_that_the_model_chooses(tmp_path: Path, 
         bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}]
         body = {"messages": HELLO, "tools": bad}
         error = (await world.http.post(CHAT, json=body)).json()["error"]
-        assert error["param"] == "tools[0].function.parameters.properties.a.not" and error["code"] == "invalid_value"
+        assert error["param"] == "tools[0].function.parameters.properties.a.not" and error["code"] == "invalid_grammar"
         body["tool_choice"] = "none"
         assert (await world.http.post(CHAT, json=body)).status_code == 200
 
