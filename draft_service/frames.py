@@ -65,7 +65,7 @@ class AskState(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """door -> engine: tell the state now."""
 
     number: int
-    """Comes back in `DraftEngineState.answers`."""
+    """Comes back in `DraftEngineState.reply_to`."""
 
 
 class ToVerify(msgspec.Struct, frozen=True, array_like=True):
@@ -84,7 +84,7 @@ class TurnUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """engine -> door: what is open now, and what was counted since the last time."""
 
-    answers: int = 0
+    reply_to: int = 0
     """Number of the `AskState` that it answers; 0 if it came by itself."""
     num_requests: int = 0
     num_nodes: int = 0

@@ -11,7 +11,7 @@ from functools import partial
 from starlette.routing import Route, Router
 
 from gateway.core.catalogue import Catalogue
-from gateway.core.gate import Allowance, Gate
+from gateway.core.gate import Gate, LogprobQuota
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.replica import Replica
 from gateway.core.router import Router as VerifyRouter
@@ -131,7 +131,7 @@ def build_gateway(options: GatewayOptions) -> Gateway:
     metrics = GatewayMetrics()
     if options.sglang_metrics:
         metrics.registry.register(SglangNames(metrics))
-    return Gateway(catalogue, router, Gate(options.max_answers), metrics, Allowance(options.max_logprobs))
+    return Gateway(catalogue, router, Gate(options.max_answers), metrics, LogprobQuota(options.max_logprobs))
 
 
 async def _follow_readiness(

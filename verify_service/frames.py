@@ -159,7 +159,7 @@ class FromDraft(msgspec.Struct, frozen=True, array_like=True, tag=6):
     messages: list[DraftMessage]
 
 
-class FeaturesUp(msgspec.Struct, frozen=True, array_like=True, tag=8):
+class FeatureStreamAccepted(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """door -> engine: the features stream of a session is open."""
 
     session: int
@@ -168,7 +168,7 @@ class FeaturesUp(msgspec.Struct, frozen=True, array_like=True, tag=8):
     uses_ring: bool = False
 
 
-class FeaturesDone(msgspec.Struct, frozen=True, array_like=True, tag=9):
+class FeatureStreamReleased(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """door -> engine: a draft has released features."""
 
     session: int
@@ -176,7 +176,7 @@ class FeaturesDone(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class ProjectionFrame(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """door -> engine: the next bytes of the projection that a session has offered; `FeaturesUp` follows the last."""
+    """door -> engine: next bytes of the projection that a session offers; `FeatureStreamAccepted` follows the last."""
 
     session: int
     part: ProjectionPart
@@ -195,8 +195,8 @@ class EngineUpdates(msgspec.Struct, frozen=True, array_like=True, tag=3):
     snapshot: Snapshot | None
 
 
-class FeaturesOpen(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """engine -> door: open the features stream of a session; `FeaturesUp` answers."""
+class OpenFeatureStream(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """engine -> door: open the features stream of a session; `FeatureStreamAccepted` answers."""
 
     session: int
     begin: FeaturesBegin
@@ -211,11 +211,11 @@ FromDoor = (
     | DraftUp
     | SessionDown
     | FromDraft
-    | FeaturesUp
-    | FeaturesDone
+    | FeatureStreamAccepted
+    | FeatureStreamReleased
     | ProjectionFrame
 )
-FromEngine = EngineUpdates | FromVerify | SessionLost | FeaturesOpen | FeaturePieces
+FromEngine = EngineUpdates | FromVerify | SessionLost | OpenFeatureStream | FeaturePieces
 
 from_door: msgspec.msgpack.Decoder[FromDoor] = decoder(FromDoor)
 from_engine: msgspec.msgpack.Decoder[Ready[TargetProfile] | Refused | FromEngine] = decoder(

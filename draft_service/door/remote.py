@@ -290,6 +290,6 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         self.state = state
         if self.on_state is not None:
             self.on_state(state)
-        answer = self._asked.get(state.answers)
+        answer = self._asked.get(state.reply_to)
         if answer is not None and not answer.done():
             answer.set_result(None)

@@ -92,20 +92,20 @@ class DraftReporter:
         """Until the state should be told; None if there is nothing new in it."""
         return max(0.0, self._state_at + STATE_SECONDS - monotonic()) if self._changed else None
 
-    def tell_state(self, answers: int = 0) -> None:
+    def tell_state(self, reply_to: int = 0) -> None:
         """Send the state now: as an answer to the `AskState` of this number, or unasked if it is time."""
-        if answers or self.seconds_left == 0.0:
+        if reply_to or self.seconds_left == 0.0:
             self._state_at, self._changed = monotonic(), False
-            self._pipe.send(self._take_state(answers))
+            self._pipe.send(self._take_state(reply_to))
 
-    def _take_state(self, answers: int) -> DraftEngineState:
+    def _take_state(self, reply_to: int) -> DraftEngineState:
         """The state now, with all that was counted since the last time."""
         requests = self._requests
         slices, self._slices = self._slices, [0] * len(self._slices)
         slice_seconds, self._slice_seconds = self._slice_seconds, 0.0
         phases, phase_seconds = requests.growth.answer_phases.take()
         return DraftEngineState(
-            answers=answers,
+            reply_to=reply_to,
             num_requests=len(requests),
             num_nodes=requests.growth.num_live,
             gauges=dict(self._drafter.gauges()),

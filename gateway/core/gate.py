@@ -125,7 +125,7 @@ def _key() -> str:
     return client.get().partition("/")[0]
 
 
-class Allowance:
+class LogprobQuota:
     """Counts what all requests keep. Used from one event loop."""
 
     def __init__(self, most: int) -> None:
@@ -137,18 +137,18 @@ class Allowance:
         """Held while a body of very many values is made: that takes several times the memory of the values."""
 
     @contextmanager
-    def open(self) -> Iterator[Account]:
-        """The account of a request that wants values told. Raises OverloadedError when most of all are taken.
+    def open(self) -> Iterator[RequestQuota]:
+        """The quota of a request that wants values told. Raises OverloadedError when most of all are taken.
 
         The rest is for those that are under way.
         """
         if self.num_values > self.most - self.most // _SHARE_OF_ONE:
             raise self.refusal()
-        account = Account(self)
+        quota = RequestQuota(self)
         try:
-            yield account
+            yield quota
         finally:
-            self.num_values -= account.num_values
+            self.num_values -= quota.num_values
 
     def refusal(self) -> OverloadedError:
         """That there is no room."""
@@ -160,25 +160,25 @@ class Allowance:
         )
 
 
-class Account:
+class RequestQuota:
     """What one request keeps."""
 
-    def __init__(self, allowance: Allowance) -> None:
-        self._allowance = allowance
+    def __init__(self, logprob_quota: LogprobQuota) -> None:
+        self._all = logprob_quota
         self.num_values = 0
 
     def hold(self, num_values: int, field: str) -> None:
         """Says what is kept now. Raises InvalidRequestError about `field` over a request's share, OverloadedError."""
-        allowance = self._allowance
-        if num_values > allowance.most_of_one:
+        logprob_quota = self._all
+        if num_values > logprob_quota.most_of_one:
             raise InvalidRequestError(
                 field,
                 "log-probabilities, traced nodes and their tokens, which a request keeps in memory, are over the limit "
-                f"of {allowance.most_of_one}",
+                f"of {logprob_quota.most_of_one}",
                 "ask for fewer likely tokens, fewer answers or prompts at once, a lower limit of tokens, or a stream",
             )
         more = num_values - self.num_values
-        if more > 0 and allowance.num_values + more > allowance.most:
-            raise allowance.refusal()
-        allowance.num_values += more
+        if more > 0 and logprob_quota.num_values + more > logprob_quota.most:
+            raise logprob_quota.refusal()
+        logprob_quota.num_values += more
         self.num_values = num_values

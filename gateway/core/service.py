@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gateway.core.answer import Answer, Delta
 from gateway.core.catalogue import Catalogue, GatewayModel
-from gateway.core.gate import Allowance, Gate, Ticket
+from gateway.core.gate import Gate, LogprobQuota, Ticket
 from gateway.core.metrics import AnswerMeter, GatewayMetrics
 from gateway.core.request import Job
 from gateway.core.router import Router
@@ -28,13 +28,13 @@ class Gateway:
     """The parts of one gateway."""
 
     def __init__(
-        self, catalogue: Catalogue, router: Router, gate: Gate, metrics: GatewayMetrics, allowance: Allowance
+        self, catalogue: Catalogue, router: Router, gate: Gate, metrics: GatewayMetrics, logprob_quota: LogprobQuota
     ) -> None:
         self.catalogue = catalogue
         self.router = router
         self.gate = gate
         self.metrics = metrics
-        self.allowance = allowance
+        self.logprob_quota = logprob_quota
 
     @property
     def ready(self) -> bool:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.core.admission import admit
 from gateway.core.answer import Delta, Token, count_rounds
 from gateway.core.catalogue import GatewayModel
-from gateway.core.gate import Account
+from gateway.core.gate import RequestQuota
 from gateway.core.request import Job
 from gateway.core.service import Gateway
 from gateway.core.tool_parser import ToolCallDelta
@@ -338,12 +338,12 @@ class GenerationRoute:
                 ]
                 builder = self._builder_type(model, jobs, body)
                 ticket.reserve(sum(job.n for job in jobs))
-                with self._account(builder) as account:
+                with self._quota_of(builder) as quota:
                     deltas = self._gateway.generate(jobs, model)
                     answer = self._send_stream if body.stream else self._send_whole
                     if body.stream:
                         note_event_stream(scope)
-                    await run_while_connected(receive, answer(deltas, builder, account, send))
+                    await run_while_connected(receive, answer(deltas, builder, quota, send))
 
     def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:
         """The user that a body names, the body, and its requests. Called in a thread if it is long."""
@@ -352,27 +352,27 @@ class GenerationRoute:
         return user if isinstance(user, str) else "", parsed, parsed.requests(self._options.max_prompts)
 
     @contextmanager
-    def _account(self, builder: ResponseBuilder) -> Iterator[Account | None]:
-        """The account of what the response keeps in memory; None where that is text alone."""
+    def _quota_of(self, builder: ResponseBuilder) -> Iterator[RequestQuota | None]:
+        """The quota of what the response keeps in memory; None where that is text alone."""
         if not builder.keeps_values:
             yield None
             return
-        with self._gateway.allowance.open() as account:
-            account.hold(builder.num_kept, builder.kept_field)
-            yield account
+        with self._gateway.logprob_quota.open() as quota:
+            quota.hold(builder.num_kept, builder.kept_field)
+            yield quota
 
     async def _send_whole(
-        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, account: Account | None, send: Send
+        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, quota: RequestQuota | None, send: Send
     ) -> None:
         async with aclosing(deltas):
             async for delta in deltas:
                 builder.collect(delta)
-                if account is not None:
-                    account.hold(builder.num_kept, builder.kept_field)
+                if quota is not None:
+                    quota.hold(builder.num_kept, builder.kept_field)
         await send_json(send, await self._rendered(builder, None, lambda: json_bytes(builder.whole())))
 
     async def _send_stream(
-        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, account: Account | None, send: Send
+        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, quota: RequestQuota | None, send: Send
     ) -> None:
         stream = EventStream(send, stall_seconds=self._options.stall_seconds)
         try:
@@ -382,8 +382,8 @@ class GenerationRoute:
                         await stream.write(KEEP_ALIVE)
                         continue
                     await stream.write(await self._rendered(builder, delta, partial(_events, builder, delta)))
-                    if account is not None:
-                        account.hold(builder.num_kept, builder.kept_field)
+                    if quota is not None:
+                        quota.hold(builder.num_kept, builder.kept_field)
         except ClientStalled:
             self._gateway.count_error(DOOR, OverloadedError("the stream was left unread", code="slow_reader"))
             raise
@@ -404,7 +404,7 @@ class GenerationRoute:
             return render()
         if not builder.is_very_large:
             return await asyncio.to_thread(render)
-        async with self._gateway.allowance.one_large:
+        async with self._gateway.logprob_quota.one_large:
             return await asyncio.to_thread(render)
 
 

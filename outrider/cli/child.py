@@ -2,14 +2,12 @@
 
     python -m outrider.cli.child PARENT_PID MODULE [ARGUMENT ...]
 
-runs a module in a child that cannot outlive its parent. On Linux the kernel kills the child when the thread that
-started it ends. Elsewhere a thread of the child waits for the end of its standard input, a pipe whose other end the
-parent holds and never writes to.
+runs a module in a child that cannot outlive its parent (`outrider.host.parent`), which holds the other end of its
+standard input.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import runpy
@@ -23,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import OutriderError
+from outrider.host.parent import tie_to_parent
 from outrider.rpc.lifecycle import exit_text
 
 # Log lines kept for the message about a failed start.
@@ -191,37 +190,12 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         return
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def main(arguments: list[str]) -> None:
     """Tie this process to its parent, then become the module."""
     parent_pid, module, *rest = arguments
     tie_to_parent(int(parent_pid))
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def tie_to_parent(parent_pid: int) -> None:
-    """Make sure that this process is killed when its parent dies; exit at once if it is dead already."""
-    if sys.platform == "linux":
-        _ask_kernel()
-    else:
-        threading.Thread(target=_die_at_end_of_input, name="parent-watch", daemon=True).start()
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-def _ask_kernel() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-
-
-def _die_at_end_of_input() -> None:
-    while os.read(0, 1024):
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -301,9 +301,9 @@ def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) ->
         return
     count = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
     for flag, name in (("--device", verify.device), ("--draft-device", draft.device if draft else "")):
-        if _first_gpu(name) >= gpus and re.fullmatch(r"cuda(:\d+)?", name):
+        if first_gpu(name) >= gpus and re.fullmatch(r"cuda(:\d+)?", name):
             raise ConfigError(f"{flag}: {name} is not there; {count}, as far as is told without torch")
-    last = _first_gpu(verify.device) + verify.tensor_parallel_size
+    last = first_gpu(verify.device) + verify.tensor_parallel_size
     if gpus and verify.device != "cpu" and last > gpus:
         raise ConfigError(
             f"--tensor-parallel-size: {verify.tensor_parallel_size} ranks from --device {verify.device} on need {last} "
@@ -311,7 +311,8 @@ def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) ->
         )
 
 
-def _first_gpu(device: str) -> int:
+def first_gpu(device: str) -> int:
+    """The number of a --device: 0 where it has none."""
     number = device.partition(":")[2]
     return int(number) if number.isdecimal() else 0
 

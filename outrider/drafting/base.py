@@ -151,6 +151,11 @@ class CombinedDrafter:
         return {name: size for part in self.parts for name, size in part.gauges().items()}
 
 
+def parts_of(drafter: AnyDrafter) -> tuple[AnyDrafter, ...]:
+    """The drafters that a combined one is made of, or the one."""
+    return drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)
+
+
 @dataclass(slots=True, eq=False)
 class Tree:
     """An open request as growers know it."""

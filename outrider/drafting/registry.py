@@ -12,7 +12,7 @@ from dataclasses import replace
 from pkgutil import resolve_name
 
 from outrider.config.draft import ALGORITHMS, AUTO, DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, TreeGrowth, TreeLimits
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, TreeGrowth, TreeLimits, parts_of
 from outrider.drafting.growth import NodeGrowth
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.model.growth import BurstGrowth
@@ -50,7 +50,7 @@ def named_drafters(options: DraftOptions) -> tuple[str, ...]:
 def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
     """What grows trees with a drafter's guesses."""
     growth = TreeGrowth(options.max_nodes)
-    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)
+    parts = parts_of(drafter)
     first_source = 0
     for part in parts:
         sources = range(first_source, first_source + len(part.sources))

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs, Refusal, Tree
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs, Refusal, Tree, parts_of
 from outrider.drafting.registry import build_growth, drafts_on_demand, named_drafters
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarNode, GrammarState, GrammarVocabulary, compile_grammar
@@ -389,7 +389,5 @@ def introduce(drafter: AnyDrafter, options: DraftOptions) -> Hello:
         projection_hash=needs.projection.name if needs.projection is not None else "",
         # In lockstep nothing is said before a tree is complete, features and all.
         features_optional=bool(needs.feature_layers and drafters_of_any_target(drafter)) and not options.lockstep,
-        drafts_on_demand=drafts_on_demand(
-            drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,), options
-        ),
+        drafts_on_demand=drafts_on_demand(parts_of(drafter), options),
     )

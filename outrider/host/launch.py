@@ -2,14 +2,14 @@
 
     python -m outrider.host.launch PARENT_PID MODULE [ARGUMENT ...]
 
-calls `MODULE.main` with the arguments, in a process that its parent does not leave behind (`outrider.cli.child`).
+calls `MODULE.main` with the arguments, in a process that its parent does not leave behind (`outrider.host.parent`).
 """
 
 from __future__ import annotations
 
 import sys
 
-from outrider.cli.child import tie_to_parent
+from outrider.host.parent import tie_to_parent
 from outrider.host.worker import exit_process
 from outrider.imports import import_for_good
 

@@ -65,10 +65,10 @@ class CpuWeight:
 
     def product(self, rows: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """rows W^T + bias + residual, [M, out] for [M, in]."""
-        if not isinstance(self._wide, Packed):
-            return _by_onednn(rows, self._wide, bias, residual)
-        few = self._few if rows.shape[0] <= MAX_ROWS else None
-        total = tile_product(rows if rows.stride(1) == 1 else rows.contiguous(), few or self._wide)
+        packed = self._few if self._few is not None and rows.shape[0] <= MAX_ROWS else self._wide
+        if not isinstance(packed, Packed):
+            return _by_onednn(rows, packed, bias, residual)
+        total = tile_product(rows if rows.stride(1) == 1 else rows.contiguous(), packed)
         for added in (bias, residual):
             if added is not None:
                 total += added

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outrider.cli.options import first_gpu
 from outrider.config.base import expand, options_to_argv
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.verify import VerifyOptions
@@ -99,7 +100,7 @@ def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOp
             yield warning("gpu", text, "end what else runs on it, or lower --mem-fraction-static")
         else:
             yield ok("gpu", text)
-    last = _first_gpu(verify.device) + verify.tensor_parallel_size
+    last = first_gpu(verify.device) + verify.tensor_parallel_size
     if last > len(gpus) and verify.device != "cpu":
         text = f"--device {verify.device} with --tensor-parallel-size {verify.tensor_parallel_size} needs {last} GPUs"
         yield problem("gpu", text, "lower it, or --device")
@@ -113,11 +114,6 @@ def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOp
         )
     elif len(gpus) > 1:
         yield ok("peer access", "every GPU reaches every other one's memory")
-
-
-def _first_gpu(device: str) -> int:
-    number = device.partition(":")[2]
-    return int(number) if number.isdecimal() else 0
 
 
 def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:

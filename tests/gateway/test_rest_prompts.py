@@ -16,7 +16,7 @@ from gateway_world import World, open_world
 from scripted_verify import MODEL, ScriptedVerify
 
 from gateway.core.catalogue import GatewayModel
-from gateway.core.gate import Allowance, Gate
+from gateway.core.gate import Gate, LogprobQuota
 from gateway.core.metrics import GatewayMetrics
 from gateway.core.service import Gateway
 from gateway.core.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ async def test_long_texts_are_tokenized_and_told_beside_the_event_loop(verify: S
 
     verify.tokenizer = Watched.load(verify.folder)
     model = GatewayModel(MODEL, 256, verify.vocab_size, verify.tokenizer, created=0, fingerprint="")
-    gateway = Gateway(_Known(model), None, Gate(4), GatewayMetrics(), Allowance(4096))  # type: ignore[arg-type]
+    gateway = Gateway(_Known(model), None, Gate(4), GatewayMetrics(), LogprobQuota(4096))  # type: ignore[arg-type]
     application = TokenizerRoute(gateway, GatewayOptions(), BodyReader(max_bytes=1 << 20, seconds=5), prepare_tokenize)
     transport = httpx.ASGITransport(app=application)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:

@@ -53,12 +53,12 @@ from verify_service.frames import (
     Cancel,
     DraftUp,
     EngineUpdates,
-    FeaturesDone,
-    FeaturesOpen,
-    FeaturesUp,
+    FeatureStreamAccepted,
+    FeatureStreamReleased,
     FromDoor,
     FromDraft,
     FromEngine,
+    OpenFeatureStream,
     ProjectionFrame,
     RoundFigures,
     RoundReport,
@@ -214,8 +214,8 @@ def test_features_arrive_as_they_left(messages: list[Features]) -> None:
 def test_what_a_session_says_of_features_arrives() -> None:
     for frame in (
         DraftUp(1, "a:1", Terms(vocab_size=50, feature_layers=(3, 1), line=LineOffer("host", "path"))),
-        FeaturesUp(1, 9, True),
-        FeaturesDone(1, 2**40),
+        FeatureStreamAccepted(1, 9, True),
+        FeatureStreamReleased(1, 2**40),
         ProjectionFrame(1, ProjectionPart(6, "x", 0, b"y")),
     ):
         assert to_engine(frame) == frame
@@ -225,7 +225,7 @@ def test_what_a_session_says_of_features_arrives() -> None:
 @pytest.mark.parametrize("flags", [(False, False), (True, False), (True, True)])
 def test_a_features_stream_begins_as_the_engine_says(ring: FeatureRing | None, flags: tuple[bool, bool]) -> None:
     begin = FeaturesBegin("", (3, 1), 16, "bfloat16", ring, *flags)
-    assert to_door(FeaturesOpen(7, begin)) == FeaturesOpen(7, begin)
+    assert to_door(OpenFeatureStream(7, begin)) == OpenFeatureStream(7, begin)
 
 
 def test_places_in_a_ring_arrive() -> None:

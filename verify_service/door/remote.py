@@ -30,11 +30,11 @@ from verify_service.frames import (
     Cancel,
     DraftUp,
     EngineUpdates,
-    FeaturesDone,
-    FeaturesOpen,
-    FeaturesUp,
+    FeatureStreamAccepted,
+    FeatureStreamReleased,
     FromDraft,
     FromEngine,
+    OpenFeatureStream,
     ProjectionFrame,
     RoundReport,
     Snapshot,
@@ -224,11 +224,11 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
 
     def features_opened(self, stream: DraftStream, window: int, uses_ring: bool) -> None:
         """The features stream of a session is open, and its projection was told if it was wanted."""
-        self.send(FeaturesUp(stream.number, window, uses_ring))
+        self.send(FeatureStreamAccepted(stream.number, window, uses_ring))
 
     def features_released(self, stream: DraftStream, through: int) -> None:
         """A draft is done with features that it was sent."""
-        self.send(FeaturesDone(stream.number, through))
+        self.send(FeatureStreamReleased(stream.number, through))
 
     def on_ready(self, served: TargetProfile) -> None:
         """See EngineConnection."""
@@ -253,7 +253,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         match frame:
             case FromVerify():
                 stream.send(frame.messages)
-            case FeaturesOpen():
+            case OpenFeatureStream():
                 stream.begin_features(frame.begin)
             case FeaturePieces():
                 stream.send_features(frame.features)

@@ -171,12 +171,12 @@ class Grammars:
                 continue
             if root is None:
                 entry.error = state.error or InternalError("the grammar's state was lost")
-                entry.nodes, entry.marks, entry.masks = Nodes(), None, [state.end_mask]
+                entry.nodes, entry.node_sources, entry.masks = Nodes(), None, [state.end_mask]
                 continue
             states = self._states(state, entry.nodes, None)
             masks = [node.mask for node in states if node is not None and node.mask is not None]
             if len(masks) < len(entry.nodes):
-                entry.nodes, entry.marks, masks = Nodes(), None, []
+                entry.nodes, entry.node_sources, masks = Nodes(), None, []
             entry.masks = [root, *masks]
         return ready
 

@@ -173,7 +173,7 @@ class RoundCommit(NamedTuple):
 
     def _tree(self) -> RoundTree:
         """The tree that the round verified. The request's next round has not been committed yet."""
-        nodes, marks, tokens = self.entry.nodes, self.entry.marks, self.tokens
+        nodes, marks, tokens = self.entry.nodes, self.entry.node_sources, self.tokens
         position = len(self.entry.request.tokens) - len(tokens)
         if marks is None:  # the round held no nodes
             return RoundTree(position, len(tokens))

@@ -69,7 +69,7 @@ class Entry:
     """Position of the first token that is computed: where the request's valid KV ends when the round begins."""
     samples: bool = field(init=False)
     """Whether the chunk reaches the root."""
-    marks: Marks | None = None
+    node_sources: NodeSources | None = None
     """Where the nodes come from, for a request that is traced."""
     masks: Sequence[Mask] = ()
     """Tokens that may follow the root and each node, in their order; empty without a grammar or bad words."""
@@ -182,7 +182,7 @@ class Pending(Protocol):
         """Results in the order of the entries. An exception ends the engine."""
 
 
-class Marks(NamedTuple):
+class NodeSources(NamedTuple):
     """Who found the nodes that a round takes of a tree, and how likely the drafter thought them."""
 
     drafters: Sequence[int]
@@ -190,17 +190,17 @@ class Marks(NamedTuple):
     drafter_names: Sequence[str]
 
 
-NO_MARKS = Marks((), (), ())
+NO_SOURCES = NodeSources((), (), ())
 
 
-def mark(mirror: TreeMirror, slots: Sequence[int], sources: Sequence[str]) -> Marks:
-    """Marks of the nodes in these slots of a mirror. `sources` are the draft's names of its drafters."""
+def node_sources(mirror: TreeMirror, slots: Sequence[int], sources: Sequence[str]) -> NodeSources:
+    """Those of the nodes in these slots of a mirror. `sources` are the draft's names of its drafters."""
     found = [mirror.sources[slot] for slot in slots]
     used = sorted(set(found))
     # A draft may have said fewer names than it uses; what it says is not believed elsewhere either.
     names = [sources[source] if source < len(sources) else f"source {source}" for source in used]
     places = {source: place for place, source in enumerate(used)}
-    return Marks([places[source] for source in found], [mirror.scores[slot] for slot in slots], names)
+    return NodeSources([places[source] for source in found], [mirror.scores[slot] for slot in slots], names)
 
 
 def follow(parents: Sequence[int], token_ids: Sequence[int], committed: Sequence[int]) -> list[int]:

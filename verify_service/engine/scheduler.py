@@ -13,7 +13,7 @@ from outrider.tree.mirror import TreeMirror
 from verify_service.engine.grammars import Grammars
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import FairQueue, Request
-from verify_service.engine.round import Entry, mark
+from verify_service.engine.round import Entry, node_sources
 from verify_service.speculation.budget import Budget, Choice, Forest
 from verify_service.speculation.draft_wait import DraftWaitState
 from verify_service.speculation.drafts import Drafts
@@ -305,7 +305,7 @@ class Scheduler:
         spec = self._drafts.spec(entry.request)
         if spec is not None:
             sources = spec.replica.terms.sources if spec.replica is not None else ()
-            entry.marks = mark(spec.mirror, entry.nodes.slots, sources)
+            entry.node_sources = node_sources(spec.mirror, entry.nodes.slots, sources)
 
     def _extend(self, request: Request, missing: int, chunk: int) -> int:
         """Tokens of a request with more than its root to compute that the next round takes, `chunk` at most."""

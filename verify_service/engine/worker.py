@@ -30,8 +30,8 @@ from verify_service.frames import (
     DraftStatus,
     DraftUp,
     EngineUpdates,
-    FeaturesDone,
-    FeaturesUp,
+    FeatureStreamAccepted,
+    FeatureStreamReleased,
     FromDoor,
     FromDraft,
     ProjectionFrame,
@@ -234,11 +234,11 @@ class SocketInbox:
                 connection = self._sessions[frame.session]
                 connection.projection_dtype = frame.part.dtype
                 connection.projection += frame.part.data
-            case FeaturesUp():
+            case FeatureStreamAccepted():
                 connection = self._sessions[frame.session]
                 opened = self._engine.features.opened
                 self.post(partial(opened, connection, frame.window, frame.uses_ring, connection.take_projection()))
-            case FeaturesDone():
+            case FeatureStreamReleased():
                 released = self._engine.features.released
                 self.post(partial(released, self._sessions[frame.session], frame.through))
             case Stop():

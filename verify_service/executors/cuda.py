@@ -128,7 +128,7 @@ class CudaExecutor(Executor):
         )
 
     def results(self, shape: RoundShape) -> RoundResults:
-        """See Rounds."""
+        """See RoundExecutor."""
         bucket = Bucket(self.limits.max_round_tokens, shape.rows)
         num_tokens, _, committed, _ = self._output.fields(bucket)
         if self.drafts is None:
@@ -137,7 +137,7 @@ class CudaExecutor(Executor):
         return RoundResults(trees.tokens(self._input.tokens(bucket)), num_tokens, committed, trees.drafted(shape.rows))
 
     def note_drafted(self) -> None:
-        """See Rounds."""
+        """See RoundExecutor."""
         self._output.stamp(2)
 
     @torch.inference_mode()

@@ -21,12 +21,10 @@ from outrider.drafting.model.context import WHOLE, ContextCut, cut_context, num_
 from outrider.drafting.model.round_drafter import (
     MAX_COMMITTED,
     ChoiceShape,
-    GrownNodes,
     RoundExecutor,
     RoundShape,
-    RoundTrees,
-    RowTree,
 )
+from outrider.drafting.model.round_trees import GrownNodes, RoundTrees, RowTree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
@@ -34,7 +32,7 @@ from outrider.models.capacity import ROUND_REGION
 from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.request import Request
-from verify_service.engine.round import NO_MARKS, Entry, Growth, Marks, Nodes
+from verify_service.engine.round import NO_SOURCES, Entry, Growth, Nodes, NodeSources
 from verify_service.executors.ranks import ExecutorLink
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
 from verify_service.speculation.growth_policy import GrowthCost
@@ -229,14 +227,14 @@ class RoundDrafts:
         """Note for a traced request where its nodes come from, of which those grew here that have no slots."""
         nodes, first = entry.nodes, len(entry.nodes.slots)
         if entry.request.params.trace:
-            drafters, given, names = entry.marks or NO_MARKS
+            drafters, given, names = entry.node_sources or NO_SOURCES
             # What a grown node hangs below has grown, too, whoever else found it.
             edges = [
                 score - (nodes.scores[parent] if parent >= 0 else 0.0)
                 for score, parent in zip(nodes.scores[first:], nodes.parents[first:], strict=True)
             ]
             own = [len(names)] * len(edges)
-            entry.marks = Marks([*drafters, *own], [*given, *edges], [*names, self._options.name])
+            entry.node_sources = NodeSources([*drafters, *own], [*given, *edges], [*names, self._options.name])
 
     def tell(self, entries: Sequence[Entry], growth: Growth | None) -> None:
         """Lay out which trees the round of these entries takes, and whose are to be grown behind it."""

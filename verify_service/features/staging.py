@@ -249,7 +249,7 @@ def _write_ends(rows: Tensor, magic: bytes) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class FeatureLine:
+class FeatureChannel:
     """The features stream of a draft: what is sent and not released is bounded."""
 
     row_bytes: int

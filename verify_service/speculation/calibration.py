@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.tree.handshake import MAX_SOURCES
 from outrider.tree.mirror import Observation
 
 _SCORE_EDGES = (-7.0, -5.0, -3.5, -2.5, -1.8, -1.2, -0.8, -0.5, -0.3, -0.15, -0.05)
@@ -28,11 +29,11 @@ class Calibrator:
     goes on while no drafts are verified.
     """
 
-    def __init__(self, num_sources: int = 256) -> None:
-        self._promised = np.zeros((num_sources, _NUM_BINS))
-        self._hits = np.zeros((num_sources, _NUM_BINS))
-        self._seen = np.zeros((num_sources, _NUM_BINS))
-        self._shifts = [[0.0] * _NUM_BINS] * num_sources
+    def __init__(self) -> None:
+        self._promised = np.zeros((MAX_SOURCES, _NUM_BINS))
+        self._hits = np.zeros((MAX_SOURCES, _NUM_BINS))
+        self._seen = np.zeros((MAX_SOURCES, _NUM_BINS))
+        self._shifts = [[0.0] * _NUM_BINS] * MAX_SOURCES
 
     def __call__(self, score: float, source: int) -> float:
         """The edge score of a source as a calibrated edge log-probability, at most 0."""

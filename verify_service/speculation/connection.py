@@ -11,7 +11,7 @@ from outrider.host.worker import Pipe
 from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
 from outrider.tree.handshake import Terms
 from outrider.tree.projection import Projection
-from verify_service.frames import FeaturesOpen, FromDoor
+from verify_service.frames import FromDoor, OpenFeatureStream
 
 
 class DraftConnection(Protocol):
@@ -74,7 +74,7 @@ class DraftServiceConnection:
 
     def begin_features(self, begin: FeaturesBegin) -> None:
         """See DraftConnection."""
-        self.pipe.send(FeaturesOpen(self.session, begin))
+        self.pipe.send(OpenFeatureStream(self.session, begin))
 
     def send_features(self, messages: list[Features]) -> None:
         """See DraftConnection."""

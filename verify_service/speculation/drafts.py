@@ -23,7 +23,7 @@ from outrider.protocol.speculation import (
 from outrider.tree.handshake import Terms
 from outrider.tree.mirror import Observation, TreeMirror
 from verify_service.engine.request import Request
-from verify_service.features.staging import FeatureLine
+from verify_service.features.staging import FeatureChannel
 from verify_service.speculation.calibration import MAX_WRONG_LOOKS, Calibrator, DraftBackoff
 from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
@@ -105,7 +105,7 @@ class DraftReplica:
     terms: Terms = field(default_factory=Terms)
     feature_parts: tuple[int, ...] = ()
     """Parts of a stored row that its features are; empty if it gets none."""
-    line: FeatureLine | None = None
+    feature_stream: FeatureChannel | None = None
     """Its features stream, if it takes any and the stream was asked for."""
     requests: dict[int, SpeculativeRequest] = field(default_factory=dict)
     """Requests that it serves, by number."""
@@ -396,7 +396,7 @@ class Drafts:
             return False
         if not terms.feature_layers or terms.features_optional:
             return True
-        return self.has_features(request) and replica.line is not None and replica.line.open
+        return self.has_features(request) and replica.feature_stream is not None and replica.feature_stream.open
 
     def has_features(self, request: Request) -> bool:
         """Whether the features of all of the request's positions are stored."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
+from outrider.drafting.base import AnyDrafter, Needs, parts_of
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.features import MemoryMapper
 
@@ -144,5 +144,4 @@ def find_mapper(drafter: AnyDrafter) -> MemoryMapper | None:
 
 
 def _models(drafter: AnyDrafter) -> Iterator[ModelDrafter]:
-    parts = drafter.parts if isinstance(drafter, CombinedDrafter) else (drafter,)
-    return (part for part in parts if isinstance(part, ModelDrafter))
+    return (part for part in parts_of(drafter) if isinstance(part, ModelDrafter))

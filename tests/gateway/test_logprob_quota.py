@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_verify import ScriptedVerify
 
-from gateway.core.gate import Account, Allowance
+from gateway.core.gate import LogprobQuota, RequestQuota
 from outrider.errors import InvalidRequestError, OverloadedError
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -87,19 +87,19 @@ async def test_when_all_is_taken_others_are_told_to_come_later(verify: ScriptedV
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=60), st.integers(4, 100))
 def test_never_more_than_the_limit_is_held_and_all_comes_back(steps: list[tuple[int, int]], most: int) -> None:
-    allowance = Allowance(most)
-    open_ones: dict[int, tuple[Any, Account]] = {}
+    logprob_quota = LogprobQuota(most)
+    open_ones: dict[int, tuple[Any, RequestQuota]] = {}
     for which, number in steps:
         try:
             if which not in open_ones:
-                context = allowance.open()
+                context = logprob_quota.open()
                 open_ones[which] = (context, context.__enter__())
             open_ones[which][1].hold(number, "logprobs")
         except (InvalidRequestError, OverloadedError):
             if which in open_ones:
                 open_ones.pop(which)[0].__exit__(None, None, None)
-        assert allowance.num_values == sum(account.num_values for _, account in open_ones.values()) <= most
-        assert all(account.num_values <= allowance.most_of_one for _, account in open_ones.values())
+        assert logprob_quota.num_values == sum(quota.num_values for _, quota in open_ones.values()) <= most
+        assert all(quota.num_values <= logprob_quota.most_of_one for _, quota in open_ones.values())
     for context, _ in open_ones.values():
         context.__exit__(None, None, None)
-    assert allowance.num_values == 0
+    assert logprob_quota.num_values == 0

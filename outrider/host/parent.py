@@ -1,0 +1,37 @@
+"""The tie of a process to the one that started it, without which it is not to live on.
+
+On Linux the kernel kills the child when the thread that started it ends. Elsewhere a thread of the child waits for the
+end of its standard input, a pipe whose other end the parent holds and never writes to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+_PR_SET_PDEATHSIG = 1
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """Make sure that this process is killed when its parent dies; exit at once if it is dead already."""
+    if sys.platform == "linux":
+        _ask_kernel()
+    else:
+        threading.Thread(target=_die_at_end_of_input, name="parent-watch", daemon=True).start()
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _ask_kernel() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _die_at_end_of_input() -> None:
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
