@@ -13,7 +13,7 @@ from outrider.config.base import Option, describe_options
 from outrider.config.verify import VerifyOptions
 
 SHARED = ("log_level", "drain_seconds", "lockstep")
-TARGETS = ("device", "dtype", "attention_backend", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
+TARGETS = ("device", "dtype", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
 """Options of a model that verify and draft have; without a service's name they are verify's."""
 DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
 """Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""

@@ -54,6 +54,7 @@ def _parallel(*flags: str) -> tuple[Foreign, ...]:
     )
 
 
+_DRAFT_ATTENTION = "a draft's attention is ours on a GPU and torch's on a CPU"
 _ADDRESS = "an address is host and port in one; use "
 
 SERVING = (
@@ -109,8 +110,8 @@ SERVING = (
 FOREIGN = (
     *SERVING,
     _same("--speculative-draft-model", "--speculative-draft-model-path"),
-    # On the draft service this is the draft's own backend; verify alone has nothing of the kind.
-    _same("--speculative-draft-attention-backend", "--draft-attention-backend", "--attention-backend"),
+    Foreign("--speculative-draft-attention-backend", moot=_DRAFT_ATTENTION),
+    Foreign("--draft-attention-backend", moot=_DRAFT_ATTENTION),
     _same("--speculative-num-draft-tokens", "--max-draft-tokens"),
     _same("--speculative-accept-threshold-single", "--accept-threshold-single"),
     _same("--speculative-accept-threshold-acc", "--accept-threshold-acc"),

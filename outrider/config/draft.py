@@ -22,7 +22,6 @@ _OF_MODELS = (
     "speculative_token_map",
     "speculative_draft_window_size",
     "speculative_draft_sink_size",
-    "attention_backend",
     "disable_cuda_graph",
     "max_total_tokens",
     "mem_fraction_static",
@@ -91,9 +90,6 @@ class DraftOptions(PeerServiceOptions):
         "Number format of a draft model; auto: on a CPU bfloat16 where it is "
         "faster, on a GPU the checkpoint's half format.",
         choices=("auto", "float32", "bfloat16", "float16"),
-    )
-    attention_backend: str = option(
-        "auto", "Attention of a draft model; auto takes triton on a GPU.", choices=("auto", "triton", "torch")
     )
     disable_cuda_graph: bool = option(False, "Run draft steps kernel by kernel on a GPU; slower.")
     max_total_tokens: int = option(
@@ -164,10 +160,6 @@ class DraftOptions(PeerServiceOptions):
         """Raise ConfigError where options do not fit each other, whatever machine and models are."""
         check_device(self.device)
         check_drafters(self.speculative_algorithm, self.lockstep, model_path=self.speculative_draft_model_path)
-        if self.attention_backend == "triton" and self.device == "cpu":
-            raise ConfigError("--attention-backend: triton needs a GPU; choose torch, or auto")
-        if self.attention_backend == "torch" and self.device.startswith("cuda"):
-            raise ConfigError("--attention-backend: torch runs on a CPU; choose triton, or --device cpu")
         _ordered(
             "min_match_window_size", self.min_match_window_size, "max_match_window_size", self.max_match_window_size
         )

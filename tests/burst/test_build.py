@@ -6,7 +6,7 @@ import pytest
 from burst_host import Host
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.model.build import build_runner, load_model_drafter
+from outrider.drafting.model.build import build_runner
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.errors import ConfigError
@@ -50,14 +50,3 @@ def test_sequences_that_memory_could_never_hold_are_not_served(plain_model: Draf
     assert GrowthOptions.choose(DraftOptions(), shape, plain_model.max_positions).max_positions == 608
     plain_model.window = ContextWindow(256)
     assert build_runner(plain_model, DraftOptions(max_total_tokens=600)).shape.max_context == 4096
-
-
-def test_attention_that_the_device_has_not_is_refused_before_the_model_is_looked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("outrider.device.torch.cuda.is_available", lambda: False)
-    options = DraftOptions(
-        attention_backend="triton", speculative_algorithm=("EAGLE3",), speculative_draft_model_path="none"
-    )
-    with pytest.raises(ConfigError, match="--attention-backend: triton needs a GPU"):
-        load_model_drafter(options)

@@ -76,7 +76,6 @@ def test_options_of_a_model_are_the_target_s_and_those_of_drafting_the_draft_s()
         speculative_algorithm=("STANDALONE",),
         speculative_draft_model_path="X",
         speculative_num_steps=3,
-        attention_backend="triton",
         branch_length=20,
     )
 
@@ -312,9 +311,9 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_starts(
 def test_a_draft_service_s_own_options_are_named_as_the_user_spells_them(
     capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:
-    wrong = ["--draft-placement=remote", "--draft-device=cpu", "--draft-attention-backend=triton"]
+    wrong = ["--draft-placement=remote", "--draft-device=gpu"]
     assert main(["up", "--ephemeral", f"--model={model_path}", *wrong]) == 2
-    assert "error: --draft-attention-backend: triton needs a GPU; choose torch" in capsys.readouterr().err
+    assert "error: --draft-device: 'gpu' is no device" in capsys.readouterr().err
 
 
 def test_a_socket_that_cannot_be_bound_is_told_before_anything_starts(
