@@ -119,11 +119,9 @@ class CudaExecutor(Executor):
             self._features,
             self._attention,
             self.rows,
+            limits=self.limits,
             num_pages=self._kv.num_slots // self.page_size,
             page_size=self.page_size,
-            context_length=self.limits.context_length,
-            max_round_tokens=self.limits.max_round_tokens,
-            vocab_size=self.limits.vocab_size,
             link=ExecutorLink() if model.exchange is None else self.link,
         )
 

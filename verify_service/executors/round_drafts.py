@@ -33,6 +33,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.tree.projection import PROJECTED, Projection
 from verify_service.engine.request import Request
 from verify_service.engine.round import NO_SOURCES, Entry, Growth, Nodes, NodeSources
+from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.ranks import ExecutorLink
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
 from verify_service.speculation.growth_policy import GrowthCost
@@ -86,6 +87,25 @@ def feature_store(model: DraftModel, target: LanguageModel, num_slots: int) -> F
     return FeatureStore((), hidden, num_slots, target.dtype, target.device, projection)
 
 
+def _burst_shape(
+    model: DraftModel, options: DraftingOptions, rows: RequestRows, num_pages: int, page_size: int
+) -> BurstShape:
+    return BurstShape(
+        num_rows=rows.spare,
+        region=options.region,
+        branching=options.branching,
+        lone_branching=options.lone_branching,
+        max_seeds=1,
+        max_steps=options.max_steps,
+        max_width=options.max_width,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_context=rows.page_tables.shape[1] * page_size,
+        feature_size=model.feature_size,
+        sink_pages=num_sink_pages(model.window, page_size),
+    )
+
+
 class RoundDrafts:
     """The drafter of an executor, and what it knows of each request."""
 
@@ -98,52 +118,37 @@ class RoundDrafts:
         attention: AttentionBackend,
         rows: RequestRows,
         *,
+        limits: EngineLimits,
         num_pages: int,
         page_size: int,
-        context_length: int,
-        max_round_tokens: int,
-        vocab_size: int,
         link: ExecutorLink,
     ) -> None:
-        """`rounds`: the executor, whose rows and pages the drafter uses. `link`: to ranks with parts of the model."""
+        """`rounds`: the executor, whose rows, limits and pages the drafter uses. `link`: to ranks with parts of the
+        model."""
         self._link = link
         self._model = model
         self._options = options
         self._rows = rows
         self._page_size = page_size
-        self._max_round_tokens = max_round_tokens
-        shape = BurstShape(
-            num_rows=rows.spare,
-            region=options.region,
-            branching=options.branching,
-            lone_branching=options.lone_branching,
-            max_seeds=1,
-            max_steps=options.max_steps,
-            max_width=options.max_width,
-            page_size=page_size,
-            num_pages=num_pages,
-            max_context=rows.page_tables.shape[1] * page_size,
-            feature_size=model.feature_size,
-            sink_pages=num_sink_pages(model.window, page_size),
-        )
+        self._max_round_tokens = limits.max_round_tokens
         self.drafter = link.new_drafter(
             model,
-            shape,
+            _burst_shape(model, options, rows, num_pages, page_size),
             attention,
             rounds,
             None if store is None else partial(stored_features, store, model),
-            max_round_tokens=max_round_tokens,
-            vocab_limit=vocab_size,
+            max_round_tokens=limits.max_round_tokens,
+            vocab_limit=limits.vocab_size,
             floor=_FLOOR,
             chunk_size=_CATCH_UP_TOKENS,
         )
         rows.follow(self)
-        self.trees = RoundTrees(max_round_tokens, rows.spare, model.device)
+        self.trees = RoundTrees(limits.max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
         """Nodes that were chosen behind the last round and may be taken by the next one."""
         self.failed = False
         """Whether drafting is switched off, since it went wrong once."""
-        self._max_positions = min(model.max_positions, context_length)
+        self._max_positions = min(model.max_positions, limits.context_length)
         self._drafted: dict[Request, int] = {}
         """Committed tokens of each request that the drafter has KV of, or leaves out."""
         self._cuts: dict[Request, ContextCut] = {}
