@@ -111,7 +111,7 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
     if kind == "unsupported":
         return InvalidRequestError(field, context["problem"], context["fix"], code="unsupported_parameter")
     if kind == "form":
-        return InvalidRequestError(field, context["problem"], context["fix"])
+        return InvalidRequestError(field, context["problem"], context["fix"], code=context["code"])
     problem, _, fix = error["msg"].partition("; ")
     return InvalidRequestError(field, problem, fix)
 

@@ -80,10 +80,10 @@ class BodyReader:
     def _check_length(self, headers: Mapping[str, str]) -> None:
         """Raises HttpError for a body that says it is too long, where nothing of it needs to be read for the answer."""
         length = headers.get("content-length", "0")
-        # A client that asks first has sent nothing yet; of others no more is read than of bodies without a length.
-        most = self._max_bytes * (1 if headers.get("expect", "").lower() == "100-continue" else _DISCARD_FACTOR)
-        if length.isdecimal() and int(length) > most:
-            raise self._too_large({"connection": "close"})
+        asks_first = headers.get("expect", "").lower() == "100-continue"
+        if length.isdecimal() and int(length) > self._max_bytes * (1 if asks_first else _DISCARD_FACTOR):
+            # Who did not ask is sending: closed, the connection would take the answer with it.
+            raise self._too_large({"connection": "close"} if asks_first else None)
 
     def _too_large(self, headers: dict[str, str] | None = None) -> HttpError:
         said = f"the body is over the limit of {self._max_bytes} bytes; send less"

@@ -218,7 +218,7 @@ class FormBody(StrictModel):
             for field, grammar in self.forms:
                 check_grammar(grammar, field, strict=self.is_strict)
         except InvalidRequestError as error:
-            about = {"within": error.field, "problem": error.problem, "fix": error.fix}
+            about = {"within": error.field, "problem": error.problem, "fix": error.fix, "code": error.code}
             raise PydanticCustomError("form", "{problem}; {fix}", about) from None
         return self
 

@@ -16,6 +16,7 @@ import json
 import os
 import random
 import resource
+import secrets
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -61,9 +62,9 @@ class GrammarVocabulary:
         if not ends:
             raise ConfigError("the model has no end-of-sequence token, so that no constrained answer could end")
         try:
-            text = _without_spelling((folder / "tokenizer.json").read_bytes())
+            text = _without_spelling((folder / "tokenizer.json").read_bytes(), ends)
             tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(f"{folder}: the grammar library cannot read the tokenizer: {error}") from None
         return cls(tokenizer, vocab_size, ends)
 
@@ -73,28 +74,29 @@ class GrammarVocabulary:
         return -(-self.size // 32)
 
 
-def _without_spelling(tokenizer_json: bytes) -> str:
-    """A tokenizer.json whose special tokens have names that no text holds.
+def _without_spelling(tokenizer_json: bytes, end_ids: Sequence[int]) -> str:
+    """A tokenizer.json whose special tokens, and tokens that end an answer, have names that no text holds.
 
-    The library turns text that a grammar leaves no choice about into tokens, and would take the name of a special token
-    in it, as of the one that ends an answer, for that token, whose bytes are none of the text.
+    The library turns text that a grammar leaves no choice about into tokens, and would take the name of such a token
+    in it for that token, whose bytes are none of the text.
     """
     tokenizer = msgspec.json.decode(tokenizer_json)
-    names = {
-        added["content"]: f"\ufdd0{added['id']}\ufdd0"
-        for added in tokenizer.get("added_tokens") or ()
-        if added.get("special")
-    }
-    model = tokenizer["model"]
+    model, unlikely = tokenizer["model"], secrets.token_hex(8)
+    names: dict[str, str] = {}
+    for added in tokenizer.get("added_tokens") or ():
+        if added.get("special") or added["id"] in end_ids:
+            names[added["content"]] = name = f"\ufdd0{added['id']}:{unlikely}"
+            added["content"], added["special"] = name, True
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
     elif isinstance(vocab, list):  # of a unigram model: pieces and scores
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if merges := model.get("merges"):
+        pairs = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in merges)
+        model["merges"] = [merge for merge, pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    for added in tokenizer.get("added_tokens") or ():
-        added["content"] = names.get(added["content"], added["content"])
     return msgspec.json.encode(tokenizer).decode()
 
 
@@ -230,6 +232,8 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     elif "coerce_one_of" in said:
         said = "holds a oneOf whose cases cannot be told apart"
         fix = "use anyOf, which allows the same texts and more, or leave strict out, which reads oneOf so"
+    elif "unknown special token" in said:
+        said, fix = "names a special token", "name it by its id, as <[1]>, or leave it out"
     elif "Failed to generate regex for" in said:
         said, fix = "holds a limit of numbers that is too far from 0", "use limits of at most 17 digits"
     elif said.startswith("NoExtension"):

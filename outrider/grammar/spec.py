@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -76,6 +77,7 @@ _MAX_REFERENCES = 8
 
 _WHOLE_NUMBERS = range(-(10**18), 2**64)
 """What a schema may hold: of others the grammar library says that they are no JSON, and near -2^63 it crashes."""
+_MANY_DIGITS = re.compile(r"-?(?<![\d.])\d{19,4000}(?![\d.eE])")
 _OWN_KEYS = ("x-guidance",)
 """Keys by which a schema would give orders to the grammar library."""
 EXACT_ONE_OF: dict[str, Any] = {"x-guidance": {"coerce_one_of": False}}
@@ -136,6 +138,9 @@ def _check(grammar: Grammar, field: str, *, strict: bool) -> None:
                 raise InvalidRequestError(field, "is empty", "send a grammar with a rule named root or start")
             if "%llguidance" in grammar.source.partition(f"\n{PATTERN_BELOW}\n")[0]:
                 raise InvalidRequestError(field, "gives orders to the grammar library", "remove %llguidance")
+            if "%json" in grammar.source:
+                for digits in _MANY_DIGITS.findall(grammar.source):
+                    _check_numbers(int(digits), field)
         case GrammarKind.CHOICE:
             _check_size(grammar.source, MAX_SOURCE_BYTES, field)
             choices = grammar.choices

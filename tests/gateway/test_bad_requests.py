@@ -151,6 +151,10 @@ FIELDS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (CHAT, {"messages": HELLO, "functions": [{}]}, "functions", "unsupported_parameter", "use tools"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "yaml"}}, "response_format.type", "invalid_value",
      "'json_schema'"),
+    (TEXT, {"prompt": "x", "guided_json": {"const": 10**30}}, "guided_json.const", "invalid_grammar", "2^64"),
+    (TEXT, {"prompt": "x", "guided_regex": ""}, "guided_regex", "invalid_grammar", "regular expression"),
+    ("/generate", {"text": "x", "sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema",
+     "invalid_grammar", "valid JSON"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema",
      "missing_required_parameter", "send the schema"),
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "invalid_value", "logprobs"),
@@ -237,6 +241,15 @@ async def test_a_body_over_the_limit_gets_413(verify: ScriptedVerify, tmp_path: 
             assert "2048" in response.json()["error"]["message"]
 
 
+async def test_who_sends_a_far_too_long_body_reads_the_answer(verify: ScriptedVerify, tmp_path: Any) -> None:
+    async with open_world(verify, tmp_path, max_body_bytes=2048) as world:
+        for _ in range(3):
+            response = await world.http.post(
+                TEXT, content=b"x" * 8_000_000, headers={"content-type": "application/json"}
+            )
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+
+
 @pytest.mark.parametrize(("length", "more"), [(2048 * 8 + 1, ""), (2049, "expect: 100-continue\r\n")])
 async def test_a_body_that_says_it_is_too_long_gets_413_at_once(
     verify: ScriptedVerify, tmp_path: Any, length: int, more: str
@@ -245,7 +258,7 @@ async def test_a_body_that_says_it_is_too_long_gets_413_at_once(
         reader, writer = await asyncio.open_connection(*world.rest.removeprefix("http://").split(":"))
         head = f"POST {TEXT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {length}\r\n{more}\r\n".encode())
-        answer = await reader.read()  # to the end: the connection is closed
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 30)
         writer.close()
         assert answer.startswith(b"HTTP/1.1 413") and b"request_too_large" in answer
 

@@ -76,6 +76,7 @@ AT_SIGHT: list[tuple[Grammar, str, str]] = [
     (schema({"enum": [1, [float("nan")]]}), "json_schema.enum[1][0]", "not a finite number"),
     (schema({"items": {"minimum": 10**30}}), "json_schema.items.minimum", "too far from 0; send"),
     (schema({"const": 2 - 2**63}), "json_schema.const", "too far from 0"),
+    (Grammar(GrammarKind.EBNF, f'start: %json {{"const": {2 - 2**63}}}'), "ebnf", "too far from 0"),
     (regex(""), "regex", "is empty"),
     (regex("a" * 5000), "regex", "over the limit of 4096"),
     (Grammar.of_choices([]), "choice", "send 1 to 1024"),

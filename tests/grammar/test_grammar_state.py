@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, text_of, tiny_vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, InvalidRequestError
 from outrider.grammar import compiler
 from outrider.grammar.compiler import (
     CompiledGrammar,
@@ -255,26 +255,30 @@ def test_masks_have_a_bit_for_each_token_and_no_word_more(tmp_path: Path, vocab_
 
 
 def byte_tokenizer(kind: str) -> tokenizers.Tokenizer:
-    """All of ASCII, and a special token of each of the two words that end an answer."""
+    """All of ASCII, and tokens that end an answer: one among the pieces, one that is special, and one that is not."""
     if kind == "unigram":
         pieces = [("<unk>", 0.0), ("<end>", 0.0), *((chr(code), -1.0) for code in range(32, 127)), ("end", -1.0)]
         inner = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
         inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     else:
-        signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<unk>", "<end>"]
-        inner = tokenizers.Tokenizer(models.BPE({sign: at for at, sign in enumerate(signs)}, [], unk_token="<unk>"))
+        signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<unk>", "<end", "<end>"]
+        vocab = {sign: at for at, sign in enumerate([*signs, "<e", "<en"])}
+        merges = [("<", "e"), ("<e", "n"), ("<en", "d"), ("<end", ">")] if kind == "merged" else []
+        inner = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<unk>", "<end>", "<|stop|>"])
+    inner.add_tokens(["<|halt|>"])
     return inner
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("kind", ["bpe", "merged", "unigram"])
 @pytest.mark.parametrize(
     ("grammar", "text"),
     [
         (Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"enum": ["<end>"]})), '"<end>"'),
         (Grammar.of_choices(["a <|stop|> b"]), "a <|stop|> b"),
+        (Grammar.of_choices(["a<|halt|>b"]), "a<|halt|>b"),
         (Grammar(GrammarKind.REGEX, r"<\|stop\|><end>x"), "<|stop|><end>x"),
         (Grammar(GrammarKind.EBNF, 'start: "<end>" "x"'), "<end>x"),
     ],
@@ -284,12 +288,24 @@ def test_a_text_that_spells_a_special_token_is_written_as_text(
 ) -> None:
     inner = byte_tokenizer(kind)
     inner.save(str(tmp_path / "tokenizer.json"))
-    ends = [inner.token_to_id("<end>"), inner.token_to_id("<|stop|>")]
+    ends = [token for name in ("<end>", "<|stop|>", "<|halt|>") if (token := inner.token_to_id(name)) is not None]
     vocabulary = GrammarVocabulary.from_folder(tmp_path, inner.get_vocab_size(), ends)
     compiled = compile_grammar(grammar, vocabulary)
     probe(compiled)
     state, answer = GrammarState(compiled), list[int]()
-    while (token := int(np.flatnonzero(unpack(state.mask(state.root, ()), vocabulary.size))[0])) not in ends:
+    while True:
+        mask = state.mask(state.root, ())
+        assert mask is not None
+        token = int(np.flatnonzero(unpack(mask, vocabulary.size))[0])
+        if token in ends:
+            break
         state.follow([token])
         answer.append(token)
     assert inner.decode(answer, skip_special_tokens=False) == text
+
+
+def test_a_special_token_has_no_name_in_a_grammar(tmp_path: Path) -> None:
+    byte_tokenizer("bpe").save(str(tmp_path / "tokenizer.json"))
+    vocabulary = GrammarVocabulary.from_folder(tmp_path, 300, [258])
+    with pytest.raises(InvalidRequestError, match="names a special token; name it by its id"):
+        compile_grammar(Grammar(GrammarKind.EBNF, 'start: <|stop|> "x"'), vocabulary)

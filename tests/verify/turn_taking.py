@@ -50,11 +50,10 @@ class TurnTaking:
         self.held = 0.0
         self.num_held = self.num_rounds = 0
         self._machine, self._wait, self._longest = machine, wait, longest
-        self._drafts = Drafts(
-            VOCAB, max_nodes=8 * CREDIT_ROUNDS, clock=self.clock, mode=DraftWaitMode(shares_cores=True)
-        )
+        mode = DraftWaitMode(shares_cores=True)
+        self._drafts = Drafts(VOCAB, max_nodes=8 * CREDIT_ROUNDS, clock=self.clock, mode=mode)
         self._budget = Budget(CostModel(machine.rounds, WIDTHS), 15)
-        self._policy = DraftWaitPolicy(self._budget, longest, DraftWaitMode(shares_cores=True))
+        self._policy = DraftWaitPolicy(self._budget, longest, mode)
         self._random = random.Random(7)
         self._port = Recorder()
         self._drafts.connected(self._port, Terms(drafts_on_demand=True))
