@@ -83,6 +83,7 @@ def mt_runs() -> str:
         ("4 bits, 8 of logits and head", MT_BENCH, "80, 96", {MT_INSIDE: inside}),
         ("4 bits, 8 of logits and head", "mt_bench_llamacpp_cpu", "16, 128", both),
         ("the same, without AMX", "mt_bench_avx512_cpu", "80, 96", {MT_INSIDE: inside}),
+        ("the same, without AMX", "mt_bench_avx512_bf16_cpu", "80, 96", {MT_INSIDE: inside}),
         ("4 bits, all layers at once", "mt_bench_80_before_eight_bits_cpu", "80, 96", {MT_INSIDE: inside}),
         ("4 bits, all layers at once", "mt_bench_llamacpp_before_eight_bits_cpu", "16, 128", {MT_INSIDE: inside}),
         ("4 bits, tiles", "mt_bench_80_before_layers_cpu", "80, 96", {MT_INSIDE: inside}),
