@@ -163,14 +163,11 @@ def _choose_gated(
 
 def _choose_nibbles(num_out: int, size: int, processors: int) -> RingConfig | None:
     """`choose_ring` for codes of four bits of other matrices, four warps together."""
-    tiles, steps, at_once = ceil_div(num_out, 64), ceil_div(size, 256), 2 * processors
-    if tiles > at_once:
+    if ceil_div(num_out, 64) > 2 * processors:
         return None
-    split = _even_split(tiles, steps, at_once)
     # They are read so fast that programs must not be missed.
-    if tiles * split >= 0.9 * at_once:
-        return RingConfig(64, 256, split_k=split, per_sm=2, stages=min(6, steps // split))
-    return RingConfig(64, 256, split_k=0, per_sm=3, stages=3)
+    config = _in_parts(RingConfig(64, 256, per_sm=2, stages=6), num_out, size, 2 * processors, busy=0.9)
+    return config or RingConfig(64, 256, split_k=0, per_sm=3, stages=3)
 
 
 def _choose_bytes(num_out: int, size: int, rows: int, processors: int) -> RingConfig | None:
@@ -184,45 +181,56 @@ def _choose_bytes(num_out: int, size: int, rows: int, processors: int) -> RingCo
         twice = RingConfig(block_k=256, per_sm=2, stages=3)
     config = None
     if few and size >= long:
-        config = _split_evenly(num_out, size, processors, twice, most=4)
+        config = _in_parts(twice, num_out, size, 2 * processors, most=4)
     if config is None and not (few and size >= _LONG_CODES):
-        config = _choose_whole(num_out, size, processors, _whole_bytes(tiles, rows, processors))
-        if config is not None and rows > 32 and config.split_k == 1:
-            config = _choose_whole(num_out, size, processors, RingConfig(block_k=256))
-        if config is not None and rows <= 16 and tiles * config.split_k <= processors // 4:
-            # The next launches' programs are on other processors: nobody wants the memory of these.
-            config = _choose_whole(num_out, size, processors, RingConfig(block_k=256, stages=8))
+        config = _choose_whole_bytes(num_out, size, rows, processors)
     if config is None and num_out * size >= RING_WEIGHTS:
         # Stretches of few steps are better not halved.
         shared = twice if rows <= 32 or size >= 8192 else RingConfig(stages=6)
-        config = _split_evenly(num_out, size, processors, shared) or replace(shared, split_k=0)
+        config = _in_parts(shared, num_out, size, shared.per_sm * processors) or replace(shared, split_k=0)
     return None if config is None else _fitting_ring(config, rows, code_bits=8)
 
 
-def _whole_bytes(tiles: int, rows: int, processors: int) -> RingConfig:
-    """What `_choose_whole` is asked for in codes of eight bits."""
+def _choose_whole_bytes(num_out: int, size: int, rows: int, processors: int) -> RingConfig | None:
+    """`_choose_whole` for codes of eight bits, four warps together."""
     if rows > 32:
-        return RingConfig(stages=6)
-    return RingConfig(block_k=256, stages=5 if rows <= 16 or tiles >= 0.9 * processors else 4)
-
-
-def _split_evenly(num_out: int, size: int, processors: int, config: RingConfig, most: int = 64) -> RingConfig | None:
-    """`config` with a tile in as many parts, `most` at most, as can run at once; None where that leaves too few."""
-    tiles, steps, at_once = ceil_div(num_out, config.tile), ceil_div(size, config.block_k), config.per_sm * processors
-    split = _even_split(tiles, steps, min(at_once, most * tiles))
-    if tiles * split < _BUSY * at_once:
-        return None
-    return replace(config, split_k=split, stages=min(config.stages, steps // split))
+        config = _choose_whole(num_out, size, processors, RingConfig(stages=6))
+        whole = config is not None and config.split_k == 1
+        return _choose_whole(num_out, size, processors, RingConfig(block_k=256)) if whole else config
+    config = _choose_whole(num_out, size, processors, RingConfig(block_k=256, stages=8))
+    tiles = ceil_div(num_out, 64)
+    # Few programs have their processors for themselves: those of the next launches are on others.
+    if config is None or (rows <= 16 and tiles * config.split_k <= processors // 4):
+        return config
+    return replace(config, stages=min(config.stages, 5 if rows <= 16 or tiles >= 0.9 * processors else 4))
 
 
 def _choose_whole(num_out: int, size: int, processors: int, config: RingConfig) -> RingConfig | None:
     """A cut like `config` into no more programs than there are processors, of whole tiles or of parts of
     _LEAST_CODES columns and more; None where they are too few for their work."""
+    small, least = num_out * size < RING_WEIGHTS, _LEAST_CODES // config.block_k
+    cut = _in_parts(config, num_out, size, processors, least, busy=0.0 if small else _BUSY)
+    if cut is None:
+        return None
+    programs = ceil_div(num_out, cut.tile) * cut.split_k
+    enough = programs >= _LEAST_PROGRAMS and size <= _MOST_CODES * cut.split_k
+    return cut if enough or programs >= _BUSY * processors else None
+
+
+def _in_parts(
+    config: RingConfig,
+    num_out: int,
+    size: int,
+    at_once: int,
+    least: int = _LEAST_STEPS,
+    most: int = 64,
+    busy: float = _BUSY,
+) -> RingConfig | None:
+    """`config` with each tile in equal parts, `most` and as many as run at once, of `least` steps or more; None where
+    that leaves fewer programs than `busy` of those that run at once, or more than these."""
     tiles, steps = ceil_div(num_out, config.tile), ceil_div(size, config.block_k)
-    split = _even_split(tiles, steps, processors, _LEAST_CODES // config.block_k)
-    programs = tiles * split
-    small = num_out * size < RING_WEIGHTS and programs >= _LEAST_PROGRAMS and size <= _MOST_CODES * split
-    if programs > processors or (programs < _BUSY * processors and not small):
+    split = _even_split(tiles, steps, min(at_once, most * tiles), least)
+    if not busy * at_once <= tiles * split <= at_once:
         return None
     return replace(config, split_k=split, stages=min(config.stages, steps // split))
 
@@ -244,7 +252,7 @@ def _even_split(tiles: int, steps: int, at_once: int, least: int = _LEAST_STEPS)
 
 def _choose_by_warp(num_out: int, size: int, processors: int, code_bits: int, grouped: bool) -> RingConfig | None:
     """A cut for at most BY_WARP_ROWS rows, where warps by themselves were faster."""
-    tiles, steps, at_once = ceil_div(num_out, 64), ceil_div(size, 256), 2 * processors
+    tiles, at_once = ceil_div(num_out, 64), 2 * processors
     blocks, per_row = code_bits == 8 and grouped, code_bits == 8 and not grouped
     if per_row and (num_out * size < _LEAST_EVEN or (tiles >= _BUSY * processors and size < _LONG_CODES)):
         return None
@@ -255,10 +263,9 @@ def _choose_by_warp(num_out: int, size: int, processors: int, code_bits: int, gr
     if not per_row:
         tried = [(config, at_once, _LEAST_STEPS) for config in ((short,) if blocks else (tall, short))]
     for config, most, least in tried:
-        tiles = ceil_div(num_out, config.tile)
-        split = _even_split(tiles, steps, min(at_once, most * tiles), least)
-        if (0.9 if blocks else _BUSY) * at_once <= tiles * split <= at_once:
-            return replace(config, split_k=split, stages=min(config.stages, steps // split))
+        cut = _in_parts(config, num_out, size, at_once, least, most, busy=0.9 if blocks else _BUSY)
+        if cut is not None:
+            return cut
     if blocks:
         return RingConfig(128, 128, split_k=0, per_sm=2, stages=4, warps=8, by_warp=True)
     return replace(short, split_k=0, stages=3) if num_out * size < RING_WEIGHTS else None
