@@ -2,7 +2,8 @@
 
 OutriderError
 ├── InvalidRequestError        400  INVALID_ARGUMENT     the request is at fault
-│   └── ContextLengthError     400  INVALID_ARGUMENT     code context_length_exceeded
+│   ├── ContextLengthError     400  INVALID_ARGUMENT     code context_length_exceeded
+│   └── InvalidGrammarError    400  INVALID_ARGUMENT     code invalid_grammar
 ├── NotFoundError              404  NOT_FOUND            no such model
 ├── OverloadedError            429  RESOURCE_EXHAUSTED   a queue is full; try again later
 ├── UnavailableError           503  UNAVAILABLE          a service behind is away or draining
@@ -55,6 +56,12 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and requested output do not fit the context."""
 
     code = "context_length_exceeded"
+
+
+class InvalidGrammarError(InvalidRequestError):
+    """What an answer must be cannot be held to."""
+
+    code = "invalid_grammar"
 
 
 class NotFoundError(OutriderError):

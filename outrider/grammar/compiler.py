@@ -30,7 +30,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from outrider.errors import ConfigError, InvalidRequestError, OutriderError
+from outrider.errors import ConfigError, InvalidGrammarError, OutriderError
 from outrider.grammar.spec import FORM_BELOW, PATTERN_BELOW, Grammar, GrammarKind, prepare_schema
 
 LENGTH = struct.Struct("<I")
@@ -169,7 +169,7 @@ class CompiledGrammar:
 def compile_grammar(grammar: Grammar, vocabulary: GrammarVocabulary) -> CompiledGrammar:
     """Compile a grammar that `check_grammar` has passed; from 1 ms to a second, without holding the interpreter.
 
-    Raises InvalidRequestError if it cannot be compiled within the limits, or allows no text at all.
+    Raises InvalidGrammarError if it cannot be compiled within the limits, or allows no text at all.
     """
     try:
         matcher = LLMatcher(vocabulary.tokenizer, source_of(grammar), log_level=0, limits=_LIMITS)
@@ -220,7 +220,7 @@ def _lark_of(grammar: Grammar) -> str:
         raise refusal(grammar, str(error)) from None
 
 
-def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
+def refusal(grammar: Grammar, reason: str) -> InvalidGrammarError:
     """What a client is told of a grammar that the library refuses or gives up on."""
     said, fix = reason.replace("<non-verbose/>", " "), _FIXES[grammar.kind]
     if "regex parse error" in said:
@@ -241,13 +241,13 @@ def refusal(grammar: Grammar, reason: str) -> InvalidRequestError:
     elif any(sign in said for sign in _TOO_MUCH):
         said, fix = f"is too complex ({said})", "use smaller repetitions and fewer alternatives"
     said = " ".join(said.split())[:_MAX_REASON] or "cannot be compiled"
-    return InvalidRequestError(grammar.field, said, fix, code="invalid_grammar")
+    return InvalidGrammarError(grammar.field, said, fix)
 
 
 def probe(compiled: CompiledGrammar) -> None:
     """Write a few answers of random legal tokens, to see whether masks within an answer can be computed, too.
 
-    Raises InvalidRequestError where they cannot.
+    Raises InvalidGrammarError where they cannot.
     """
     source = random.Random(compiled.grammar.digest)
     for _ in range(_NUM_PROBES):
@@ -448,7 +448,7 @@ def judge(grammar: Grammar, vocabulary: GrammarVocabulary | None) -> Verdict:
         return Verdict("cannot be used: the grammar library does not know the model's tokenizer", "leave it out")
     try:
         probe(compile_grammar(grammar, vocabulary))
-    except InvalidRequestError as error:
+    except InvalidGrammarError as error:
         return Verdict(error.problem, error.fix)
     return Verdict()
 

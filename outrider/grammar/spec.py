@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 from urllib.parse import unquote
 
-from outrider.errors import InvalidRequestError
+from outrider.errors import InvalidGrammarError
 
 
 class GrammarKind(Enum):
@@ -114,30 +114,24 @@ _DATA = ("enum", "const", "default", "examples", "example", "discriminator")
 
 
 def check_grammar(grammar: Grammar, field: str | None = None, *, strict: bool = False) -> None:
-    """Raise InvalidRequestError, about `field`, for a grammar that is too large or asks for what is not supported.
+    """Raise InvalidGrammarError, about `field`, for a grammar that is too large or asks for what is not supported.
 
     `strict`: also for a schema with `uniqueItems`, or with a `format` of names, to which nothing is held.
     """
-    try:
-        _check(grammar, field or grammar.field, strict=strict)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(error.field, error.problem, error.fix, code="invalid_grammar") from None
-
-
-def _check(grammar: Grammar, field: str, *, strict: bool) -> None:
+    field = field or grammar.field
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             _check_schema(grammar.source, field, strict=strict)
         case GrammarKind.REGEX:
             _check_size(grammar.source, MAX_REGEX_BYTES, field)
             if not grammar.source:
-                raise InvalidRequestError(field, "is empty", "send a regular expression")
+                raise InvalidGrammarError(field, "is empty", "send a regular expression")
         case GrammarKind.EBNF:
             _check_size(grammar.source, MAX_SOURCE_BYTES, field)
             if not grammar.source.strip():
-                raise InvalidRequestError(field, "is empty", "send a grammar with a rule named root or start")
+                raise InvalidGrammarError(field, "is empty", "send a grammar with a rule named root or start")
             if "%llguidance" in grammar.source.partition(f"\n{PATTERN_BELOW}\n")[0]:
-                raise InvalidRequestError(field, "gives orders to the grammar library", "remove %llguidance")
+                raise InvalidGrammarError(field, "gives orders to the grammar library", "remove %llguidance")
             if "%json" in grammar.source:
                 for digits in _MANY_DIGITS.findall(grammar.source):
                     _check_numbers(int(digits), field)
@@ -145,9 +139,9 @@ def _check(grammar: Grammar, field: str, *, strict: bool) -> None:
             _check_size(grammar.source, MAX_SOURCE_BYTES, field)
             choices = grammar.choices
             if not choices or len(choices) > MAX_CHOICES:
-                raise InvalidRequestError(field, f"holds {len(choices)} choices", f"send 1 to {MAX_CHOICES}")
+                raise InvalidGrammarError(field, f"holds {len(choices)} choices", f"send 1 to {MAX_CHOICES}")
             if not all(choices):
-                raise InvalidRequestError(field, "holds an empty choice", "send texts of at least one character")
+                raise InvalidGrammarError(field, "holds an empty choice", "send texts of at least one character")
 
 
 def without_further_keys(source: str) -> str:
@@ -232,9 +226,9 @@ def _check_size(source: str, limit: int, field: str) -> None:
     try:
         length = len(source.encode())
     except UnicodeEncodeError:
-        raise InvalidRequestError(field, "holds a lone surrogate, which is not Unicode text", "send UTF-8") from None
+        raise InvalidGrammarError(field, "holds a lone surrogate, which is not Unicode text", "send UTF-8") from None
     if length > limit:
-        raise InvalidRequestError(field, f"{length} bytes, over the limit of {limit}", f"send at most {limit}")
+        raise InvalidGrammarError(field, f"{length} bytes, over the limit of {limit}", f"send at most {limit}")
 
 
 def _check_schema(source: str, field: str, *, strict: bool) -> None:
@@ -243,9 +237,9 @@ def _check_schema(source: str, field: str, *, strict: bool) -> None:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not valid JSON: {error}"
-        raise InvalidRequestError(field, reason, "send a JSON schema") from None
+        raise InvalidGrammarError(field, reason, "send a JSON schema") from None
     if not isinstance(schema, dict):
-        raise InvalidRequestError(field, "is not an object", 'send a JSON schema such as {"type": "object"}')
+        raise InvalidGrammarError(field, "is not an object", 'send a JSON schema such as {"type": "object"}')
     _check_numbers(schema, field)
     if schema.get("x-guidance") == EXACT_ONE_OF["x-guidance"]:
         del schema["x-guidance"]
@@ -262,15 +256,15 @@ def _check_schema(source: str, field: str, *, strict: bool) -> None:
                     problem = (
                         f"with all objects that refer to the same names, over the limit of {MAX_SOURCE_BYTES} bytes"
                     )
-                    raise InvalidRequestError(place, problem, "use a pattern, or fewer names")
+                    raise InvalidGrammarError(place, problem, "use a pattern, or fewer names")
         level = [(child, path + place) for value, path in level for place, child in _subschemas(value)]
         if not level:
             return
-    raise InvalidRequestError(field, f"is nested over {MAX_DEPTH} levels", "move inner schemas to $defs and use $ref")
+    raise InvalidGrammarError(field, f"is nested over {MAX_DEPTH} levels", "move inner schemas to $defs and use $ref")
 
 
 def _check_numbers(schema: Any, field: str) -> None:
-    """Raise InvalidRequestError for a number, wherever it stands, that the grammar library would take for another."""
+    """Raise InvalidGrammarError for a number, wherever it stands, that the grammar library would take for another."""
     level: list[tuple[Any, str]] = [(schema, field)]
     while level:
         value, place = level.pop()
@@ -279,36 +273,36 @@ def _check_numbers(schema: Any, field: str) -> None:
         elif isinstance(value, list):
             level += [(child, f"{place}[{index}]") for index, child in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
-            raise InvalidRequestError(place, "is not a finite number", "send one below 1.8e308")
+            raise InvalidGrammarError(place, "is not a finite number", "send one below 1.8e308")
         elif isinstance(value, int) and value not in _WHOLE_NUMBERS:
-            raise InvalidRequestError(place, "is too far from 0", "send a whole number from -10^18 to 2^64 - 1")
+            raise InvalidGrammarError(place, "is too far from 0", "send a whole number from -10^18 to 2^64 - 1")
 
 
 def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
-    """Raise InvalidRequestError for an unsupported keyword of a schema; lists have none."""
+    """Raise InvalidGrammarError for an unsupported keyword of a schema; lists have none."""
     for key, child in value.items() if isinstance(value, dict) else ():
         if key in _OWN_KEYS:
-            raise InvalidRequestError(f"{path}.{key}", "is not a keyword of JSON Schema", "remove it")
+            raise InvalidGrammarError(f"{path}.{key}", "is not a keyword of JSON Schema", "remove it")
         if key in _UNSUPPORTED:
-            raise InvalidRequestError(f"{path}.{key}", "is not supported", _UNSUPPORTED[key])
+            raise InvalidGrammarError(f"{path}.{key}", "is not supported", _UNSUPPORTED[key])
         if strict and key == "uniqueItems" and child is not False:
             fix = "leave it out and check it afterwards, or leave strict out"
-            raise InvalidRequestError(f"{path}.{key}", "is not held to", fix)
+            raise InvalidGrammarError(f"{path}.{key}", "is not held to", fix)
         if key == "$ref" and isinstance(child, str) and not child.startswith("#"):
-            raise InvalidRequestError(f"{path}.$ref", "points outside the schema", "use a $ref that begins with #")
+            raise InvalidGrammarError(f"{path}.$ref", "points outside the schema", "use a $ref that begins with #")
 
 
 def _check_names(names: Any, place: str, root: Any, *, strict: bool) -> int:
     """Returns about the bytes of what `prepare_schema` writes for these `propertyNames`, for each object that has them.
 
-    Raises InvalidRequestError about `place` where it has no words for them.
+    Raises InvalidGrammarError about `place` where it has no words for them.
     """
     known = _object_of_names(names, root)
     if known is None:
         fix = "say it by enum, const, pattern, lengths or a $ref to one of these alone, or use patternProperties"
-        raise InvalidRequestError(place, "is not supported", fix)
+        raise InvalidGrammarError(place, "is not supported", fix)
     if strict and isinstance(names, dict) and names.get("format") in FORMATS:
-        raise InvalidRequestError(f"{place}.format", "is not held to", "use pattern, or leave strict out")
+        raise InvalidGrammarError(f"{place}.format", "is not held to", "use pattern, or leave strict out")
     return sum(len(name) + 1 for key in ("properties", "patternProperties") for name in known.get(key, ()))
 
 

@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from outrider.errors import ContextLengthError, InternalError, InvalidRequestError, OverloadedError
+from outrider.errors import ContextLengthError, InternalError, InvalidGrammarError, InvalidRequestError, OverloadedError
 from outrider.grammar.compiler import LENGTH, Verdict
 from outrider.grammar.spec import Grammar, check_grammar
 from outrider.logs import get_logger
@@ -195,7 +195,7 @@ class GrammarChecker:
         """By the grammar's digest: those under way, and those whose verdict lasts; the oldest first."""
 
     async def check(self, grammar: Grammar) -> None:
-        """Raise InvalidRequestError for a grammar that cannot be used, OverloadedError if too many wait for this.
+        """Raise InvalidGrammarError for a grammar that cannot be used, OverloadedError if too many wait for this.
 
         One check serves all who ask for it; it goes on when one of them goes away.
         """
@@ -208,7 +208,7 @@ class GrammarChecker:
         self._checks.move_to_end(grammar.digest)
         verdict = await asyncio.shield(check)
         if verdict.problem:
-            raise InvalidRequestError(grammar.field, verdict.problem, verdict.fix, code="invalid_grammar")
+            raise InvalidGrammarError(grammar.field, verdict.problem, verdict.fix)
 
     async def close(self) -> None:
         """End the processes."""
