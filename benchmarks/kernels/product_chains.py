@@ -47,7 +47,7 @@ from outrider.models.loader import load_decoder
 from outrider.models.weights import write_shards
 from outrider_tools.bench.report import Row, write_report
 from outrider_tools.inflate.shapes import parse_shape
-from outrider_tools.quantize import FORMATS, is_quantized
+from outrider_tools.quantize import quantize
 
 Shape = tuple[int, int, bool]
 """num_out, size and gated, as kernels.linear_configs has them."""
@@ -281,8 +281,9 @@ def former_choice(path: Path) -> Callable[..., object]:
     return choose
 
 
-def write_random(folder: Path, shape: str, form: str, device: torch.device) -> None:
-    """A Llama checkpoint of random weights of a shape that `outrider inflate` knows, `form` bf16 or as quantized."""
+def write_random(folder: Path, shape: str, form: str, device: torch.device) -> Path:
+    """The folder, within this one, of a Llama checkpoint of random weights: a shape that `outrider inflate` knows, and
+    bf16 or a format of `outrider quantize`."""
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -297,16 +298,15 @@ def write_random(folder: Path, shape: str, form: str, device: torch.device) -> N
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in whole.checkpoint_tensors().items():
             values = torch.randn(tensor.shape, device=device) * 0.02 if tensor.dim() > 1 else torch.ones(tensor.shape)
-            if form == "bf16" or not is_quantized(name):
-                yield name, values.bfloat16()
-                continue
-            scales = FORMATS[form].fit(values, GROUP)
-            for end, packed in FORMATS[form].encode(values, scales, GROUP).items():
-                yield name.removesuffix("weight") + end, packed
+            yield name, values.bfloat16()
 
-    quantization = {} if form == "bf16" else {"quantization_config": FORMATS[form].config(GROUP)}
-    (folder / "config.json").write_text(json.dumps(fields | quantization), encoding="utf-8")
-    write_shards(folder, tensors(), SHARD_BYTES, lambda done: None)
+    wide, packed = folder / "bf16", folder / form
+    wide.mkdir()
+    (wide / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    write_shards(wide, tensors(), SHARD_BYTES, lambda done: None)
+    if packed != wide:
+        quantize(wide, packed, form, GROUP, device, SHARD_BYTES, lambda *done: None)
+    return packed
 
 
 def main() -> None:
@@ -326,9 +326,8 @@ def main() -> None:
     former = None if options.against is None else former_choice(options.against)
     device, label = torch.device("cuda"), options.model.name if options.model else f"{options.shape} {options.format}"
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        if options.model is None:
-            write_random(Path(folder), options.shape, options.format, device)
-        loaded = load_decoder(options.model or folder, torch.bfloat16, device, own_products=True)
+        made = options.model or write_random(Path(folder), options.shape, options.format, device)
+        loaded = load_decoder(made, torch.bfloat16, device, own_products=True)
         for text in options.rounds:
             num_requests, num_rows = map(int, text.split("x"))
             if former is None:

@@ -13,12 +13,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from outrider.config.base import ENV_PREFIX
+from outrider.config.base import ENV_PREFIX, describe_options
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
@@ -94,7 +93,8 @@ def misspelt_variables(variables: Iterable[str]) -> list[tuple[str, str]]:
     A service's environment may hold options of the others, and what has nothing to do with them.
     """
     services = (GatewayOptions, VerifyOptions, DraftOptions)
-    known = {item.name.upper() for options in services for item in fields(options)} | {*_NO_OPTIONS}
+    options = (option for service in services for option in describe_options(service))
+    known = {option.env.removeprefix(ENV_PREFIX) for option in options} | {*_NO_OPTIONS}
     found = []
     for variable in sorted(variables):
         name = variable.removeprefix(ENV_PREFIX)
