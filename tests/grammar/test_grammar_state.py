@@ -14,7 +14,7 @@ import tokenizers
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, text_of, tiny_vocabulary
+from tiny_grammar import CHOICE, END, OBJECT, REGEX, SCHEMA, TOKENS, VOCAB, byte_level, text_of, tiny_vocabulary
 from tokenizers import decoders, models, pre_tokenizers
 
 from outrider.errors import ConfigError, InvalidRequestError
@@ -261,12 +261,9 @@ def byte_tokenizer(kind: str) -> tokenizers.Tokenizer:
         inner = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
         inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     else:
-        signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<unk>", "<end", "<end>"]
-        vocab = {sign: at for at, sign in enumerate([*signs, "<e", "<en"])}
+        signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<unk>", "<end", "<end>", "<e", "<en"]
         merges = [("<", "e"), ("<e", "n"), ("<en", "d"), ("<end", ">")] if kind == "merged" else []
-        inner = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>"))
-        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        inner.decoder = decoders.ByteLevel()
+        inner = byte_level(signs, merges, "<unk>")
     inner.add_special_tokens(["<unk>", "<end>", "<|stop|>"])
     inner.add_tokens(["<|halt|>"])
     return inner

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-import tokenizers
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tiny_grammar import byte_level
+from tokenizers import pre_tokenizers
 
 from gateway.core.reasoning import ReasoningMarkers, ReasoningStart
 from gateway.core.request import Tool
@@ -51,9 +51,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
     """All bytes; some models have the marks as tokens that are not special."""
     folder = tmp_path_factory.mktemp("bytes")
     signs = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
-    inner = tokenizers.Tokenizer(models.BPE({sign: index for index, sign in enumerate(signs)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
+    inner = byte_level(signs)
     inner.add_special_tokens(["<end>"])
     inner.add_tokens(request.param)
     inner.save(str(folder / "tokenizer.json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -18,12 +19,20 @@ _SINGLE = [*'{}[]":,.-0123456789abcdefghijklmnopqrstuvyx_', _SPACE, "Ċ"]
 TOKENS = [*_SINGLE, *_LONGER, "<pad>", "<end>"]
 
 
-def tiny_vocabulary(folder: Path) -> GrammarVocabulary:
-    """Of a tokenizer that is written into `folder`."""
-    vocab = {token: index for index, token in enumerate(TOKENS)}
-    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+def byte_level(
+    pieces: Iterable[str], merges: Sequence[tuple[str, str]] = (), unk_token: str | None = None
+) -> tokenizers.Tokenizer:
+    """A tokenizer of these pieces, by their order, written as byte-level ones write bytes."""
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=list(merges), unk_token=unk_token))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def tiny_vocabulary(folder: Path) -> GrammarVocabulary:
+    """Of a tokenizer that is written into `folder`."""
+    inner = byte_level(TOKENS)
     inner.add_special_tokens(["<pad>", "<end>"])
     inner.save(str(folder / "tokenizer.json"))
     return GrammarVocabulary.from_folder(folder, VOCAB, [END])
