@@ -62,9 +62,9 @@ def reading(engine: ThreadedEngine, truth: list[Answer], layers: tuple[int, ...]
 
 
 def ring_of(engine: ThreadedEngine, draft: FeatureDraft) -> Ring | None:
-    stream = engine.drafts.replicas[draft].feature_stream
-    assert stream is not None
-    return stream.ring
+    channel = engine.drafts.replicas[draft].channel
+    assert channel is not None
+    return channel.ring
 
 
 @pytest.mark.parametrize("kind", ["torch", "paged"])
@@ -82,7 +82,7 @@ def test_every_committed_position_lies_in_the_ring(
     ring = ring_of(engine, draft)
     assert ring is not None and len(files.made) == 1
     # Slots come back with the releases.
-    assert len(ring._free) + len(engine.drafts.replicas[draft].feature_stream.lent) == NUM_SLOTS  # type: ignore[union-attr]
+    assert len(ring._free) + len(engine.drafts.replicas[draft].channel.lent) == NUM_SLOTS  # type: ignore[union-attr]
     assert len(ring._free) >= NUM_SLOTS - 1
     assert {(message.ring_offset - 256) // MAX_FEATURE_BYTES for message in draft.messages} <= set(range(NUM_SLOTS))  # type: ignore[operator]
 

@@ -173,12 +173,12 @@ class RoundCommit(NamedTuple):
 
     def _tree(self) -> RoundTree:
         """The tree that the round verified. The request's next round has not been committed yet."""
-        nodes, marks, tokens = self.entry.nodes, self.entry.node_sources, self.tokens
+        nodes, sources, tokens = self.entry.nodes, self.entry.node_sources, self.tokens
         position = len(self.entry.request.tokens) - len(tokens)
-        if marks is None:  # the round held no nodes
+        if sources is None:  # the round held no nodes
             return RoundTree(position, len(tokens))
         accepted = follow(nodes.parents, nodes.token_ids, tokens)
-        drafters, scores, names = marks
+        drafters, scores, names = sources
         return RoundTree(
             position, len(tokens), nodes.parents, nodes.token_ids, drafters, scores, accepted, drafter_names=names
         )

@@ -102,7 +102,7 @@ class FeatureSender:
         """Connected drafts that will get features and cannot yet."""
         replicas = self._drafts.replicas.values()
         return sum(
-            bool(replica.feature_parts) and (replica.feature_stream is None or not replica.feature_stream.open)
+            bool(replica.feature_parts) and (replica.channel is None or not replica.channel.open)
             for replica in replicas
         )
 
@@ -147,8 +147,8 @@ class FeatureSender:
     def disconnected(self, connection: DraftConnection) -> None:
         """A session ended that `Drafts` still knows of."""
         replica = self._drafts.replicas.get(connection)
-        if replica is not None and replica.feature_stream is not None:
-            self._take_back_ring(replica.feature_stream)
+        if replica is not None and replica.channel is not None:
+            self._take_back_ring(replica.channel)
 
     def opened(
         self, connection: DraftConnection, window: int, uses_ring: bool = False, projection: Projection | None = None
@@ -158,13 +158,13 @@ class FeatureSender:
         `projection` is the draft's, where it was wanted.
         """
         replica = self._drafts.replicas.get(connection)
-        if replica is None or replica.feature_stream is None:
+        if replica is None or replica.channel is None:
             return
-        stream = replica.feature_stream
-        stream.window = min(window or WINDOW_BYTES, WINDOW_BYTES)
-        stream.accepted = True
+        channel = replica.channel
+        channel.window = min(window or WINDOW_BYTES, WINDOW_BYTES)
+        channel.accepted = True
         if not uses_ring:
-            self._take_back_ring(stream)
+            self._take_back_ring(channel)
         if projection is not None:
             self._wanted = replace(self._needed(), projection=projection)
         if not self.preparing:
@@ -173,8 +173,8 @@ class FeatureSender:
     def released(self, connection: DraftConnection, through: int) -> None:
         """A draft is done with message `through` and all before it."""
         replica = self._drafts.replicas.get(connection)
-        if replica is not None and replica.feature_stream is not None:
-            replica.feature_stream.release(through)
+        if replica is not None and replica.channel is not None:
+            replica.channel.release(through)
             self._has_room = True
 
     def advance(self) -> None:
@@ -207,10 +207,10 @@ class FeatureSender:
         while self._sending and self._ship() and not self._piecewise:
             pass
 
-    def _take_back_ring(self, stream: FeatureChannel) -> None:
-        if stream.ring is not None:
-            self._executor.take_back_ring(stream.ring)
-            stream.ring = None
+    def _take_back_ring(self, channel: FeatureChannel) -> None:
+        if channel.ring is not None:
+            self._executor.take_back_ring(channel.ring)
+            channel.ring = None
 
     def _prepare(self) -> bool:
         """Begin to prepare for what is wanted; whether that is possible."""
@@ -255,7 +255,7 @@ class FeatureSender:
         self._wanted = kept
         for replica in self._drafts.replicas.values():
             # One that has yet to give its projection had no part in it.
-            is_asked = replica.feature_stream is not None and not replica.feature_stream.accepted
+            is_asked = replica.channel is not None and not replica.channel.accepted
             if not is_asked and not kept.holds(replica.feature_parts, replica.terms.projection_hash):
                 replica.feature_parts = ()
 
@@ -273,18 +273,18 @@ class FeatureSender:
         """Ask for a draft's stream, or use it if it is there, once what the draft takes is stored."""
         if not replica.feature_parts or not self._plan.holds(replica.feature_parts, replica.terms.projection_hash):
             return
-        if replica.feature_stream is None:
+        if replica.channel is None:
             self._dial(replica, wants_projection=False)
-        elif replica.feature_stream.accepted:
-            replica.feature_stream.open = True
+        elif replica.channel.accepted:
+            replica.channel.open = True
 
     def _dial(self, replica: DraftReplica, wants_projection: bool) -> None:
-        if replica.feature_stream is not None:
+        if replica.channel is not None:
             return
         layers, projected = replica.terms.feature_layers, PROJECTED in replica.feature_parts
         width, dtype = self._row_format(replica, projected)
         ring = self._executor.lend_ring()
-        replica.feature_stream = FeatureChannel(width * FEATURE_ITEM_BYTES[dtype], dtype, ring)
+        replica.channel = FeatureChannel(width * FEATURE_ITEM_BYTES[dtype], dtype, ring)
         described = None if ring is None else ring.description
         begin = FeaturesBegin("", layers, width, dtype, described, projected, wants_projection)
         replica.connection.begin_features(begin)
@@ -298,26 +298,26 @@ class FeatureSender:
     def _collect(self) -> None:
         for replica in self._drafts.replicas.values():
             while (
-                replica.feature_stream is not None
-                and replica.feature_stream.open
-                and (pieces := self._pieces(replica, replica.feature_stream))
+                replica.channel is not None
+                and replica.channel.open
+                and (pieces := self._pieces(replica, replica.channel))
             ):
                 slots = np.concatenate([piece.slots(self._memory.page_size) for piece in pieces])
                 rows = self._executor.read_features(
-                    slots, replica.feature_parts, self._last_round, replica.feature_stream.ring
+                    slots, replica.feature_parts, self._last_round, replica.channel.ring
                 )
                 if rows is None:
                     break
                 self._sending.append(
-                    _Sending(replica, rows, [self._message(replica.feature_stream, piece) for piece in pieces])
+                    _Sending(replica, rows, [self._message(replica.channel, piece) for piece in pieces])
                 )
 
-    def _pieces(self, replica: DraftReplica, stream: FeatureChannel) -> list[_Piece]:
+    def _pieces(self, replica: DraftReplica, channel: FeatureChannel) -> list[_Piece]:
         """What to copy next for a draft: those that miss least come first, so that no prompt holds up a decoder.
 
         A draft that has answered nothing yet may not have read of the request: its opening takes another way.
         """
-        room = min(stream.room, STAGE_BYTES) // stream.row_bytes
+        room = min(channel.room, STAGE_BYTES) // channel.row_bytes
         if room <= 0:
             return []
         behind = [
@@ -332,35 +332,35 @@ class FeatureSender:
         for missing, _, spec in sorted(behind, key=lambda one: one[:2]):
             start, end = spec.num_features_sent, spec.num_features_sent + min(missing, room)
             room -= end - start
-            most = max(MAX_FEATURE_BYTES // stream.row_bytes, 1)
+            most = max(MAX_FEATURE_BYTES // channel.row_bytes, 1)
             pieces += [_Piece(spec, at, min(most, end - at)) for at in range(start, end, most)]
             if not room:
                 break
         return pieces
 
-    def _message(self, stream: FeatureChannel, piece: _Piece) -> Features:
+    def _message(self, channel: FeatureChannel, piece: _Piece) -> Features:
         """Number a piece and count it as sent."""
         spec, end = piece.spec, piece.start + piece.size
         spec.num_features_sent = end
         final = end == spec.feature_end
-        sequence = stream.take(piece.size * stream.row_bytes)
-        return Features(spec.number, piece.start, piece.size, final, memoryview(b""), stream.dtype, sequence)
+        sequence = channel.take(piece.size * channel.row_bytes)
+        return Features(spec.number, piece.start, piece.size, final, memoryview(b""), channel.dtype, sequence)
 
     def _ship(self) -> bool:
         """Send one batch of rows, if it is here and the connection has room; whether it was."""
         sending = self._sending[0]
-        connection, stream = sending.replica.connection, sending.replica.feature_stream
-        if not sending.rows.done() or stream is None:
+        connection, channel = sending.replica.connection, sending.replica.channel
+        if not sending.rows.done() or channel is None:
             return False
         alive = self._drafts.replicas.get(connection) is sending.replica
         if alive and not connection.has_room:
             return False
         self._sending.popleft()
         if alive:
-            connection.send_features(_filled(sending.messages, sending.rows, stream.row_bytes))
+            connection.send_features(_filled(sending.messages, sending.rows, channel.row_bytes))
         if alive and sending.rows.offset is not None:
             # The draft reads them where they are.
-            stream.lent.append((sending.messages[-1].sequence, sending.rows))
+            channel.lent.append((sending.messages[-1].sequence, sending.rows))
         else:
             sending.rows.free()
         return True

@@ -105,7 +105,7 @@ class DraftReplica:
     terms: Terms = field(default_factory=Terms)
     feature_parts: tuple[int, ...] = ()
     """Parts of a stored row that its features are; empty if it gets none."""
-    feature_stream: FeatureChannel | None = None
+    channel: FeatureChannel | None = None
     """Its features stream, if it takes any and the stream was asked for."""
     requests: dict[int, SpeculativeRequest] = field(default_factory=dict)
     """Requests that it serves, by number."""
@@ -396,7 +396,7 @@ class Drafts:
             return False
         if not terms.feature_layers or terms.features_optional:
             return True
-        return self.has_features(request) and replica.feature_stream is not None and replica.feature_stream.open
+        return self.has_features(request) and replica.channel is not None and replica.channel.open
 
     def has_features(self, request: Request) -> bool:
         """Whether the features of all of the request's positions are stored."""
