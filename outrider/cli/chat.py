@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 
 import grpc
@@ -54,9 +56,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the user has had enough; 1 where an answer failed, unless a person at a terminal was told so."""
-    # Not as Ctrl-C, which ends no more than a line or an answer here; through the `with` blocks all the same.
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda *_: sys.exit(EXIT_INTERRUPTED))
+    _leave_on_signals()
     in_terminal = sys.stdin.isatty()
     console = make_console(color=not arguments.no_color)
     # What reads answers from a pipe finds nothing else there.
@@ -80,6 +80,34 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             chat.close()
     return EXIT_FAILURE if chat.failed and not in_terminal else 0
+
+
+def _leave_on_signals() -> None:
+    """Have SIGTERM and SIGHUP end the process through its `with` blocks. Ctrl-C ends no more than a line or an answer.
+
+    A signal that comes just before the main thread begins to read a line is handled when the read returns, which may be
+    never. So a thread that is told of each signal repeats it until it is handled.
+    """
+    numbers, main = (signal.SIGTERM, signal.SIGHUP), threading.get_ident()
+    leaving = threading.Event()
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+
+    def leave(*_: object) -> None:
+        if not leaving.is_set():
+            leaving.set()
+            sys.exit(EXIT_INTERRUPTED)
+
+    def repeat() -> None:
+        while (signum := told.recv(1)[0]) not in numbers:
+            pass
+        while not leaving.wait(0.1):
+            signal.pthread_kill(main, signum)
+
+    for signum in numbers:
+        signal.signal(signum, leave)
+    signal.set_wakeup_fd(tell.detach())
+    threading.Thread(target=repeat, name="signals", daemon=True).start()
 
 
 @contextlib.contextmanager

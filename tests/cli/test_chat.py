@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import pty
 import signal
 import sys
@@ -81,6 +82,39 @@ async def test_a_signal_ends_it(gateway: tuple[EchoGateway, str], question: str,
     if question:
         await process.stdout.readuntil(b"begun")
     process.send_signal(number)
+    try:
+        async with asyncio.timeout(20):
+            assert await process.wait() == 130
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+# Sends a signal that does not interrupt the main thread's read, as one that came just before it: it goes to another
+# thread, once the main thread reads from file 0 (system call 0).
+UNSEEN = """
+import builtins, os, signal, threading
+from outrider.cli.main import main
+
+def send():
+    while not open("/proc/self/task/%d/syscall" % os.getpid()).read().startswith("0 0x0 "):
+        pass
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+def read(prompt):
+    threading.Thread(target=send).start()
+    return os.read(0, 1).decode()
+
+builtins.input = read
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls differ")
+async def test_a_signal_ends_it_that_came_before_the_read_of_a_line(gateway: tuple[EchoGateway, str]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", UNSEEN, "chat", "--connect", gateway[1], stdin=asyncio.subprocess.PIPE, cwd=ROOT
+    )
     try:
         async with asyncio.timeout(20):
             assert await process.wait() == 130
