@@ -12,12 +12,13 @@ from benchmarks.engine.cost import FittedCost, Point, round_times
 from benchmarks.results_page.reports import ROOT, ResultFile, report
 from benchmarks.results_page.split_tables import (
     CONTEXTS,
+    DRAFT_STEPS,
     EAGLE3,
+    EAGLE3_16,
     EAGLE3_LOCKSTEP,
     LOCKSTEP,
     PLAIN,
     PLAIN_16,
-    RANDOM,
     SPLIT,
     SPLIT_16,
     STEP_NODES,
@@ -28,32 +29,21 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def plot_split() -> Figure:
-    """Speeds of the 80 questions, one request and sixteen."""
-    one = report("split_renewed_n80_h200x2")
-    figure, (left, right) = _figure(8.4, 2)
-    names = {PLAIN: "plain", LOCKSTEP: "lockstep", SPLIT: "split"}
-    _bars(left, {title: one(case) for case, title in names.items()}, "one request")
-    _bars(right, {"plain": one(PLAIN_16), "split": one(SPLIT_16)}, "16 requests")
-    return _titled(figure, "8B shape, 135M draft, 80 MT-bench questions, greedy", one)
-
-
-def plot_six() -> Figure:
-    """Speeds and accept lengths of different drafts, six questions."""
-    one = report("split_renewed_h200x2")
+    """Speeds and accept lengths of different drafts over the 80 questions, one request; speeds of sixteen."""
+    one = report("split_80_h200x2")
     names = {
         PLAIN: "plain",
-        RANDOM: "EAGLE-3,\nrandom",
         EAGLE3_LOCKSTEP: "EAGLE-3,\nlockstep",
         EAGLE3: "EAGLE-3",
         LOCKSTEP: "135M,\nlockstep",
-        "llama-8b standalone+ngram split b1 bf16 greedy": "135M and\nn-grams",
         SPLIT: "135M",
     }
-    figure, (left, right) = _figure(12, 2)
-    _bars(left, {title: one(case) for case, title in names.items()}, "speed")
+    figure, (left, middle, right) = _figure(12, 3)
+    _bars(left, {title: one(case) for case, title in names.items()}, "one request")
     lengths = {title: one(case, "accept_length") for case, title in names.items()}
-    _bars(right, lengths, "accept length", label="tokens committed a round", form="%.1f")
-    return _titled(figure, "8B shape, six MT-bench questions, one request, greedy", one)
+    _bars(middle, lengths, "accept length, one request", label="tokens committed a round", form="%.1f")
+    _bars(right, {"plain": one(PLAIN_16), "EAGLE-3": one(EAGLE3_16), "135M": one(SPLIT_16)}, "16 requests")
+    return _titled(figure, "8B shape, 80 MT-bench questions, greedy", one)
 
 
 def plot_mt_bench() -> Figure:
@@ -74,8 +64,7 @@ def plot_steps() -> Figure:
     """Draft steps by nodes."""
     one = report("draft_step_renewed_h200")
     figure, panels = _figure(8.4, 2)
-    drafts = (("135m standalone", "135M draft"), ("llama-8b eagle3", "EAGLE-3 head of 8B shape"))
-    for axes, (draft, title) in zip(panels, drafts, strict=True):
+    for axes, (draft, title) in zip(panels, DRAFT_STEPS.items(), strict=True):
         for key, place in {**CONTEXTS, "4k": "4,096"}.items():
             cases = (f"{draft} split b1 m{count} ctx{key} bf16 greedy" for count in STEP_NODES)
             times = [one(case, "draft_step_ms") for case in cases]
@@ -153,7 +142,6 @@ def plot_drafts() -> Figure:
 
 PLOTS: dict[str, Callable[[], Figure]] = {
     "split_80": plot_split,
-    "split_6": plot_six,
     "mt_bench": plot_mt_bench,
     "draft_steps": plot_steps,
     "engine": plot_engine,

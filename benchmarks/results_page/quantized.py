@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.results_page.reports import Cells, report, table, targets
 
-TEXT, ENGINE = "quantized_text", "engine_quantized_growth_h200"
+TEXT, ENGINE = "quantized_text", "engine_quantized_h200"
 LONG_ENGINE = "engine_quantized_h100"
 SPEC = {"fp8": "split_fp8_growth_h200", "bf16": "split_bf16_growth_h200"}
 TEXT_CASES = {
@@ -31,9 +31,6 @@ PRODUCTS = {
     "gpt-oss-20b": {"mxfp4": "MXFP4"},
 }
 PRODUCT_TOKENS = (1, 8, 16, 32, 64)
-CPU = ("cpu_products_cpu", "cpu_products_again_cpu")
-CPU_WAYS = ("bfloat16", "int8 weight-only", "int8 by row", "int8 product alone")
-CPU_ROWS = (1, 4, 8, 16)
 
 
 def text_table() -> str:
@@ -62,23 +59,6 @@ def text_table() -> str:
         )
     ]
     return f"{one.source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
-
-
-def cpu_table() -> str:
-    """All products of a round on a CPU by what torch has for int8, in two runs."""
-    runs = [report(name) for name in CPU]
-    lines: list[Cells] = []
-    for way in CPU_WAYS:
-        cells = []
-        for count in CPU_ROWS:
-            case = f"{way} m{count}"
-            times = " and ".join(f"{one(case, 'median_ms'):.1f}" for one in runs)
-            ratios = " and ".join(f"{one(case, 'speedup_over_bfloat16'):.2f}" for one in runs)
-            cells.append(times if way == "bfloat16" else f"{times} ({ratios})")
-        lines.append((way, *cells))
-    head = ("products, ms (over bfloat16)", *(f"{count} row{'s' * (count > 1)}" for count in CPU_ROWS))
-    sources = "\n\n".join(one.source() for one in runs)
-    return f"{sources}\n\n{table(head, lines)}"
 
 
 def _case(num_rows: int, num_tokens: int) -> str:

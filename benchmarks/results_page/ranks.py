@@ -1,26 +1,25 @@
-"""Tables of ranks: the exchange between them, and a round of a target that is cut in N."""
+"""Tables of ranks: two beside a split on the same GPUs, the exchange between them, and a 70B target."""
 
 from __future__ import annotations
 
 from benchmarks.results_page.reports import Cells, ResultFile, report, table, targets
-from kernels.exchange import two_shot_pays
 
-EXCHANGE, CUT = "exchange_h100x2", "cut_round_h100"
+EXCHANGE = "exchange_h100x2"
 WIDTHS = (4096, 8192)
 JOINED = "join m{} w64128 float32"
 HIDDEN, LAYERS = 8192, 80
 LARGE = (
     ("ranks_70b_tp2_h100x4", "llama-70b", "H100", 2, (1, 16)),
     ("ranks_70b_tp4_h100x4", "llama-70b", "H100", 4, (1, 16)),
-    ("ranks_70b_fp8_tp2_h100x4", "llama-70b-fp8", "H100", 2, (1, 16)),
-    ("ranks_70b_fp8_tp4_h100x4", "llama-70b-fp8", "H100", 4, (1, 16)),
-    ("ranks_70b_fp8_tp4_h200x4", "llama-70b-fp8", "H200", 4, (1,)),
     ("ranks_70b_fp8_tp2_h200x2", "llama-70b-fp8", "H200", 2, (1, 16)),
+    ("ranks_70b_fp8_tp4_h200x4", "llama-70b-fp8", "H200", 4, (1,)),
 )
 """Report, label, GPU, ranks, requests at once."""
 LARGE_MATRICES = LAYERS * (2 * HIDDEN**2 + 2 * HIDDEN * 1024 + 3 * HIDDEN * 28672)
 LARGE_HEAD_BYTES = 2 * 49152 * HIDDEN
 """Of the output matrix, which stays in bf16."""
+SPEED = "tokens_per_second"
+TWO_GPUS_COLUMNS = ((SPEED, ",.0f"), ("accept_length", ".2f"))
 BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12}
 """By the vendor's datasheet."""
 
@@ -73,64 +72,40 @@ def exchange_table() -> str:
     return f"{one.source()}\n\n{words}\n\n{table(head, lines)}\n\n{logits}\n\n{targets(aims)}"
 
 
-def served_table() -> str:
-    """Two ranks beside one, plain and with the 135M draft inside the rounds."""
-    one = report("ranks_8b_h100x2")
-    lines, aims = [], []
-    for batch in (1, 16, 64):
-        cells: list[str] = []
-        for how in ("plain", "standalone"):
-            alone, both = (f"llama-8b {how} {ranks} b{batch} bf16 greedy" for ranks in ("tp1", "tp2 peer"))
-            over = one(both) / one(alone)
-            cells += [*(one.cell(case, "tokens_per_second", ",.0f") for case in (alone, both)), f"{over:.2f}"]
-            cells += [one.cell(case, "round_gpu_ms" if how == "plain" else "accept_length") for case in (alone, both)]
-            aims += (
-                [("two ranks over one, batch 1", "at least", 1.55, [("", over)])]
-                if (how, batch) == ("plain", 1)
-                else []
-            )
-        lines.append((f"{batch}", *cells))
-    head = (
-        "requests",
-        "one rank, tokens/s",
-        "two",
-        "over one",
-        "round on the GPU, ms",
-        "of two, ms",
-        "135M draft inside, one rank, tokens/s",
-        "two",
-        "over one",
-        "accept length",
-        "of two",
-    )
-    return f"{one.source()}\n\n{table(head, lines)}\n\n{targets(aims)}"
+def two_gpus_table() -> str:
+    """Two GPUs as two ranks that draft inside their rounds, and as a split: verify on one, the draft on the other."""
+    ranks, split, split_80 = report("split_ranks_h200x2"), report("split_6_h200x2"), report("split_80_h200x2")
+    kinds = {"standalone": "135M draft", "eagle3": "EAGLE-3"}
+    plain = "llama-8b plain b1 bf16 greedy"
+    lines: list[Cells] = [
+        ("plain, one request", split.cell(plain, SPEED, ",.0f"), "", ranks.cell(plain, SPEED, ",.0f"), "", "")
+    ]
+    for kind, title in kinds.items():
+        inside, apart = (f"llama-8b {kind} {where} " for where in ("colocated", "split"))
+        for what, of_ranks, of_split, source in (
+            ("six questions", "b1", "b1", split),
+            ("all 80", "b1 n80", "b1", split_80),
+            ("16 requests", "b16", "b16", split_80),
+        ):
+            cases = ((source, f"{apart}{of_split} bf16 greedy"), (ranks, f"{inside}{of_ranks} bf16 greedy"))
+            cells = [one.cell(case, name, form) for one, case in cases for name, form in TWO_GPUS_COLUMNS]
+            speeds = [one(case) for one, case in cases]
+            lines.append((f"{title}, {what}", *cells, f"{speeds[1] / speeds[0]:.2f}"))
+    head = ("", "split, tokens/s", "accept length", "two ranks, tokens/s", "accept length", "ranks over split")
+    sources = "\n\n".join(one.source() for one in (ranks, split))
+    draft, eagle3 = (f"llama-8b {kind} colocated b1 {{}}bf16 greedy" for kind in kinds)
+    apart = [("split", split_80(f"llama-8b {kind} split b1 bf16 greedy")) for kind in kinds]
+    aims = [
+        ("tokens/s, 135M draft", "at least", 850, [apart[0], *_both(ranks, draft)]),
+        ("tokens/s, EAGLE-3", "at least", 700, [apart[1], *_both(ranks, eagle3)]),
+        ("plain decoding of two ranks over one GPU's", "at least", 1.55, [("", ranks(plain) / split(plain))]),
+    ]
+    return f"{sources}\n\n{table(head, lines)}\n\n{targets(aims)}"
 
 
-def head_table() -> str:
-    """An EAGLE-3 head inside the rounds of two ranks: rank 0's alone, and cut."""
-    whole, cut = report("ranks_eagle3_alone_h200x2"), report("ranks_eagle3_cut_h200x2")
-    lines, gains = [], []
-    for batch in (1, 16):
-        plain, head = (f"llama-8b {how} tp2 peer b{batch} bf16 greedy" for how in ("plain", "eagle3"))
-        over = whole(head, "round_ms") / cut(head, "round_ms")
-        gains.append((f"{batch}", over))
-        cells = [cut.cell(plain, "tokens_per_second", ",.0f")]
-        cells += [one.cell(head, "tokens_per_second", ",.0f") for one in (whole, cut)]
-        cells += [one.cell(head, name) for name in ("accept_length", "round_ms") for one in (whole, cut)]
-        lines.append((f"{batch}", *cells, f"{over:.2f}"))
-    head_line = (
-        "requests",
-        "plain, tokens/s",
-        "head on rank 0 alone",
-        "cut",
-        "accept length, alone",
-        "cut",
-        "round, ms, alone",
-        "cut",
-        "alone over cut",
-    )
-    aims = [("round on rank 0 alone over cut", "at least", 1.0, gains)]
-    return f"{whole.source()}\n\n{cut.source()}\n\n{table(head_line, lines)}\n\n{targets(aims)}"
+def _both(ranks: ResultFile, case: str) -> list[tuple[str, float]]:
+    """Over six questions and over all."""
+    return [("ranks, six", ranks(case.format(""))), ("ranks, 80", ranks(case.format("n80 ")))]
 
 
 def large_table() -> str:
@@ -167,41 +142,3 @@ def large_table() -> str:
     ]
     sources = "\n\n".join(report(name).source() for name, *_ in LARGE)
     return f"{sources}\n\n{table(head, lines)}\n\n{targets(aims)}"
-
-
-def exchange_us(one: ResultFile, count: int, ranks: int) -> float:
-    """Of `count` rows of HIDDEN between `ranks`: measured for two; for more, two's and the further bytes' time."""
-    two_shot = two_shot_pays(2 * count * HIDDEN, ranks)
-    kind = "two-shot" if two_shot else "one-shot"
-    messages = 2 * (ranks - 1) / ranks if two_shot else ranks - 1
-    few, many = (f"one-shot m{size} w{HIDDEN} bfloat16" for size in (32, 128))
-    us_a_row = (one(many, "exchange_us") - one(few, "exchange_us")) / 96
-    return one(f"{kind} m{count} w{HIDDEN} bfloat16", "exchange_us") + (messages - 1) * count * us_a_row
-
-
-def cut_table() -> str:
-    """Milliseconds of a round of a 70B target, by ranks and tokens."""
-    cut, exchange = report(CUT), report(EXCHANGE)
-    lines: list[Cells] = []
-    for ranks in (1, 2, 4, 8):
-        for count in (1, 8, 32, 64):
-            case = f"tp{ranks} m{count}"
-            products = LAYERS * sum(cut(case, f"{name}_us") for name in ("qkv", "output", "gate_up", "down"))
-            attention = [LAYERS * cut(f"{case} ctx{context}k", "attention_us") for context in (1, 4)]
-            between = cut(f"m{count}", "norm_us") if ranks == 1 else exchange_us(exchange, count, ranks)
-            parts = [products, attention[0], 2 * LAYERS * between, cut(case, "head_us")]
-            total = sum(parts)
-            cells = [f"{part / 1000:.2f}" for part in (*parts, total, total - attention[0] + attention[1])]
-            lines.append((f"{ranks}", f"{count}", *cells, f"{1e6 / total:.0f}"))
-    head = (
-        "ranks",
-        "tokens",
-        "products, ms",
-        "attention over 1k",
-        "exchange and norms",
-        "logits",
-        "sum",
-        "sum over 4k",
-        "rounds a second over 1k",
-    )
-    return f"{cut.source()}\n\n{table(head, lines)}"

@@ -78,7 +78,7 @@ class ResultFile:
     def source(self, command: str = "command") -> str:
         """Device, date, commit, file and command."""
         commit = str(self.data["commit"]).split()[0][:9]
-        return f"{self.device}, {self.date}, commit {commit}, {self.link}:\n\n{_console(self.data[command])}"
+        return f"{self.device}, {self.date}, commit {commit}, {self.link}:\n\n{_folded(self.data[command])}"
 
 
 report = cache(ResultFile)
@@ -126,11 +126,13 @@ def _words(command: str) -> Iterable[str]:
     return found
 
 
-def _console(command: str) -> str:
+def _folded(command: str) -> str:
+    """A command that readers of a page unfold."""
     lines: list[str] = []
     for word in _words(_today(command)):
         if lines and len(lines[-1]) + len(word) < 110:
             lines[-1] += f" {word}"
         else:
             lines.append(f"    {word}" if lines else word)
-    return "```console\n{}\n```".format(" \\\n".join(lines))
+    text = " \\\n".join(lines)
+    return f"<details><summary>command</summary>\n\n```console\n{text}\n```\n\n</details>"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from benchmarks.engine.cost import Point, round_times
 from benchmarks.results_page import long_runs, quantized
-from benchmarks.results_page.ranks import cut_table, exchange_table, head_table, large_table, served_table
+from benchmarks.results_page.ranks import exchange_table, large_table, two_gpus_table
 from benchmarks.results_page.reports import ROOT, Cells, ResultFile, report, table, targets
 from benchmarks.results_page.split_tables import (
     ACCEPT_COLUMNS,
@@ -17,21 +17,19 @@ from benchmarks.results_page.split_tables import (
     ALL_80_STANDALONE,
     COLOCATED,
     COLOCATED_COLUMNS,
+    COLOCATED_STANDALONE,
     COPIES,
     EQUAL_TEXTS,
-    HEADS,
     JSON,
     LARGE_SPLIT,
     LOCKSTEP,
     LONG,
     NAIVE,
-    PAIR,
     PAIR_COLUMNS,
     PLACEMENT,
     PLACEMENT_COLUMNS,
     PLAIN,
     PLAIN_16,
-    SIX,
     SPLIT,
     SPLIT_16,
     USELESS,
@@ -51,10 +49,9 @@ BEGIN, END = "<!-- {0}: made by benchmarks.results_page -->", "<!-- {0}: end -->
 MT_PLAIN, MT_DEFAULT = "smollm2-135m plain split b1 bf16 greedy", "smollm2-135m eagle3+ngram split b1 bf16 greedy"
 KINDS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 MT_INSIDE = MT_DEFAULT.replace("split", "colocated")
-MT_PLAIN_32, MT_INSIDE_32 = (case.replace("bf16", "fp32") for case in (MT_PLAIN, MT_INSIDE))
 """What the default is on a CPU of few cores."""
+MT_OTHER = "smollm2-135m llamacpp b1 gguf greedy"
 MT_BENCH = "mt_bench_80_cpu"
-CHECKOUTS = "smollm2-135m default b1 greedy"
 
 
 def mt_table() -> str:
@@ -73,54 +70,25 @@ def mt_table() -> str:
 
 
 def mt_runs() -> str:
-    """Every run of the default against plain decoding, those with products of four bits first."""
-    services, inside = "draft service", "verify's process"
-    both = {MT_DEFAULT: services, MT_INSIDE: inside}
-    plain_of = {MT_DEFAULT: MT_PLAIN, MT_INSIDE: MT_PLAIN, MT_INSIDE_32: MT_PLAIN_32}
-    after, before = ({f"{CHECKOUTS} {which}": services} for which in ("after", "before"))
+    """The default, plain decoding and llama.cpp on CPUs of several kinds."""
     lines = []
-    for products, name, asked, cases in (
-        ("4 bits, 8 of logits and head", MT_BENCH, "80, 96", {MT_INSIDE: inside}),
-        ("4 bits, 8 of logits and head", "mt_bench_llamacpp_cpu", "16, 128", both),
-        ("the same, without AMX", "mt_bench_avx512_cpu", "80, 96", {MT_INSIDE: inside}),
-        ("the same, without AMX", "mt_bench_avx512_bf16_cpu", "80, 96", {MT_INSIDE: inside}),
-        ("4 bits, all layers at once", "mt_bench_80_before_eight_bits_cpu", "80, 96", {MT_INSIDE: inside}),
-        ("4 bits, all layers at once", "mt_bench_llamacpp_before_eight_bits_cpu", "16, 128", {MT_INSIDE: inside}),
-        ("4 bits, tiles", "mt_bench_80_before_layers_cpu", "80, 96", {MT_INSIDE: inside}),
-        ("4 bits, tiles", "mt_bench_llamacpp_before_layers_cpu", "16, 128", {MT_INSIDE: inside}),
-        ("4 bits, tiles", "checkouts_amx_cpu", "8 short ones, 96", {f"{CHECKOUTS} after": inside}),
-        ("4 bits", "mt_bench_80_before_tiles_cpu", "80, 96", both),
-        ("4 bits", "mt_bench_colocated_2_cores", "24, 128", both),
-        ("4 bits", "mt_bench_inline_four_bits_cpu", "8, 96", both),
-        ("4 bits", "mt_bench_colocated_4_cores", "8, 96", both),
-        ("4 bits", "mt_bench_colocated_8_cores", "8, 96", both),
-        ("4 bits", "checkouts_placement_cpu", "8 short ones, 96", {f"{CHECKOUTS} after": inside}),
-        ("4 bits", "checkouts_four_bits_quiet_cpu", "8, 128", after),
-        ("4 bits", "checkouts_four_bits_cpu", "8 short ones, 96", after),
-        ("4 bits", "checkouts_four_bits_again_cpu", "8 short ones, 96", after),
-        ("32 bits, without AMX", "mt_bench_no_amx_cpu", "16, 96", {MT_INSIDE_32: inside}),
-        ("16 bits", "checkouts_amx_cpu", "8 short ones, 96", before),
-        ("16 bits", "checkouts_placement_cpu", "8 short ones, 96", before),
-        ("16 bits", "checkouts_four_bits_quiet_cpu", "8, 128", before),
-        ("16 bits", "checkouts_four_bits_cpu", "8 short ones, 96", before),
-        ("16 bits", "checkouts_four_bits_again_cpu", "8 short ones, 96", before),
-        ("16 bits", "mt_bench_inline_cpu", "8, 128", both),
-        ("16 bits", "mt_bench_inline_busy_cpu", "16, 128", both),
-        ("16 bits", "mt_bench_cpu_short", "24, 256", {MT_DEFAULT: services}),
-        ("16 bits", "mt_bench_cpu_again", "80, 256", {MT_DEFAULT: services}),
-        ("16 bits", "mt_bench_cpu", "80, 256, in turn with transformers", {MT_DEFAULT: services}),
+    for name, machine, asked in (
+        (MT_BENCH, "AMX", "80, 96"),
+        ("mt_bench_llamacpp_cpu", "AMX", "16, 128"),
+        ("mt_bench_avx512_bf16_cpu", "AVX-512 VNNI and bf16", "80, 96"),
+        ("mt_bench_avx512_cpu", "AVX-512 VNNI", "80, 96"),
     ):
         one = report(name)
-        load = one.cell("all", "load_average") if ("all", "load_average") in one else str(one.data.get("load", ""))
-        for case, where in cases.items():
-            plain = plain_of.get(case) or case.replace("default", "plain")
-            speeds = (f"{one(plain):.1f}", f"{one(case):.1f}", f"{one(case) / one(plain):.2f}")
-            memory = f"{one(case, 'resident_mib'):,.0f}" if (case, "resident_mib") in one else ""
-            accept = one.cell(case, "accept_length")
-            lines.append((one.link, one.device, load, asked, products, where, *speeds, accept, memory))
-    of_run = ("run", "device", "load average", "questions, tokens", "products", "drafters in")
-    found = ("plain, tokens/s", "default, tokens/s", "over plain", "accept length", "memory of all services, MiB")
-    return table((*of_run, *found), lines)
+        plain, default = one(MT_PLAIN), one(MT_INSIDE)
+        other = one(MT_OTHER) if (MT_OTHER, "tokens_per_second") in one else None
+        cells = (f"{plain:.1f}", f"{default:.1f}", f"{default / plain:.2f}", one.cell(MT_INSIDE, "accept_length"))
+        beside = (f"{other:.1f}", f"{default / other:.2f}") if other else ("", "")
+        memory = f"{one(MT_INSIDE, 'resident_mib'):,.0f}"
+        lines.append((f"{one.device}, {machine}", one.date, one.link, asked, *cells, *beside, memory))
+    head = ("device", "date", "run", "questions, tokens", "plain, tokens/s", "default, tokens/s", "over plain")
+    return table(
+        (*head, "accept length", "llama.cpp, tokens/s", "default over it", "memory of all services, MiB"), lines
+    )
 
 
 def ngram_table() -> str:
@@ -374,9 +342,9 @@ def kinds_table() -> str:
 
 def readme_table() -> str:
     """One line a configuration."""
-    cpu, two, one = report(MT_BENCH), report("split_renewed_n80_h200x2"), report("live_renewed_h200")
+    cpu, two, one = report(MT_BENCH), report("split_80_h200x2"), report("live_renewed_h200")
     no_amx = report("mt_bench_avx512_cpu")
-    inside = report("split_colocated_renewed_h200")
+    inside, ranks = report("split_colocated_renewed_h200"), report("split_ranks_h200x2")
 
     def line(what: str, prompts: str, source: ResultFile, plain: str, drafted: str) -> Cells:
         before, after = source(plain), source(drafted)
@@ -393,6 +361,7 @@ def readme_table() -> str:
         line("8B shape, 135M draft, 16 requests", "80", two, PLAIN_16, SPLIT_16),
         line("8B shape, EAGLE-3 inside the round, one request", "80", inside, plain_80, ALL_80_EAGLE3),
         line("8B shape, 135M draft inside the round, one request", "80", inside, plain_80, ALL_80_STANDALONE),
+        line("8B shape, 135M draft inside the rounds of two ranks", "6", ranks, PLAIN, COLOCATED_STANDALONE),
         line("8B shape, n-grams, one request", "ours", one, live.format("plain", 1), live.format("ngram", 1)),
         line("8B shape, n-grams, 32 requests", "ours", one, live.format("plain", 32), live.format("ngram", 32)),
     ]
@@ -405,13 +374,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "mt_bench": mt_table,
     "mt_bench_runs": mt_runs,
     "ngram": ngram_table,
-    "split_80": lambda: split_table("split_renewed_n80_h200x2", ALL_80),
-    "split_6": lambda: split_table("split_renewed_h200x2", SIX),
+    "split_80": lambda: split_table("split_80_h200x2", ALL_80),
     "split_targets": split_targets,
     "split_70b": lambda: split_table("split_70b_fp8_tp2_h100x4", LARGE_SPLIT, PAIR_COLUMNS),
-    "split_h100": lambda: split_table("split_h100x2", PAIR, PAIR_COLUMNS),
     "colocated": lambda: split_table("split_colocated_renewed_h200", COLOCATED, COLOCATED_COLUMNS),
-    "colocated_heads": lambda: split_table("split_heads_inside_h200", HEADS, COLOCATED_COLUMNS),
     "equal_texts": lambda: split_table("split_accept_h200", EQUAL_TEXTS, PLACEMENT_COLUMNS),
     "copies": lambda: split_table("split_copy_renewed_h200", COPIES, PLACEMENT_COLUMNS),
     "accept_ngram": lambda: split_table("accept_ngram_cpu", ACCEPT_NGRAM, ACCEPT_COLUMNS),
@@ -432,13 +398,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "model_impl": model_impl_table,
     "exchange": exchange_table,
-    "ranks": served_table,
-    "ranks_head": head_table,
+    "two_gpus": two_gpus_table,
     "ranks_large": large_table,
-    "cut": cut_table,
     "deterministic": deterministic_table,
     "quantized_text": quantized.text_table,
-    "quantized_cpu": quantized.cpu_table,
     "quantized_engine": quantized.engine_table,
     "quantized_spec": quantized.spec_table,
     "expert_products": quantized.expert_products_table,
