@@ -16,9 +16,9 @@ import numpy as np
 
 import draft_service.engine.engine as draft_engine
 import outrider.drafting.model.batch_manager as batch_manager
+import outrider.drafting.model.burst_grower as growth
 import outrider.drafting.model.drafter as drafter
 import outrider.drafting.model.forest as reroot
-import outrider.drafting.model.growth as growth
 import outrider.drafting.model.publisher as publisher
 import outrider.drafting.model.runner as runner
 from benchmarks.simulate.language import VOCAB, Language
@@ -189,7 +189,7 @@ class DraftService:
         told = DraftOptions(max_positions=CONTEXT, speculative_algorithm=("STANDALONE",))
         self.requests = Requests(ModelDrafter(self.runner, ("standalone",), Needs()), told)
         grown = self.requests.growth.growers[0]
-        assert isinstance(grown, growth.BurstGrowth)
+        assert isinstance(grown, growth.BurstGrower)
         self.growth = grown
         self.totals: Counter[str] = Counter()
         self._actor, self._costs, self._deliver = actor, costs, deliver

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 import outrider.drafting.model.batch_manager as batch_manager
+import outrider.drafting.model.burst_grower as growth
 import outrider.drafting.model.drafter as drafter
-import outrider.drafting.model.growth as growth
 import outrider.drafting.model.planner as planner
 import outrider.drafting.model.publisher as publisher
 import verify_service.engine.engine as verify_engine
@@ -293,7 +293,7 @@ class Simulation:
         changes = [
             *self.draft.module_changes(),
             (verify_engine, "time", SimpleNamespace(monotonic=self._actor.clock)),
-            (growth.BurstGrowth, "_land", self._noting_ends(growth.BurstGrowth._land)),
+            (growth.BurstGrower, "_land", self._noting_ends(growth.BurstGrower._land)),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
         for owner, name, value in changes:

@@ -40,8 +40,8 @@ from outrider.drafting.model.burst import (
     StepBucket,
     StepBuckets,
 )
+from outrider.drafting.model.burst_grower import BurstGrower
 from outrider.drafting.model.drafter import ModelDrafter
-from outrider.drafting.model.growth import BurstGrowth
 from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Commit, DraftMessage, Features, Grow, Open
 from outrider.protocol.speculation_codec import encode_draft
@@ -329,7 +329,7 @@ class Service:
             self.requests.handle(self.peer, Open(number, prompt, len(prompt), SamplingParams(0.0), self._credit))
             self._send_features(number, 0, PROMPT - 2)
         growth = self.requests.growth.growers[0]
-        assert isinstance(growth, BurstGrowth)
+        assert isinstance(growth, BurstGrower)
         self._growth = growth
         for phase, owner, name in (
             ("follow", growth, "_follow_ahead"),

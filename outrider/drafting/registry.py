@@ -12,10 +12,11 @@ from dataclasses import replace
 from pkgutil import resolve_name
 
 from outrider.config.draft import ALGORITHMS, AUTO, DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, TreeGrowth, TreeLimits, parts_of
-from outrider.drafting.growth import NodeGrowth
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, parts_of
+from outrider.drafting.model.burst_grower import BurstGrower
 from outrider.drafting.model.drafter import ModelDrafter
-from outrider.drafting.model.growth import BurstGrowth
+from outrider.drafting.node_grower import NodeGrower
+from outrider.drafting.tree_growth import TreeGrowth, TreeLimits
 
 _NGRAM_NODES = 64
 _NGRAM_FLOOR = 0.02
@@ -57,9 +58,9 @@ def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
         first_source = sources.stop
         limits = _limits(options, part, sources, parts)
         if isinstance(part, ModelDrafter):
-            BurstGrowth(part.runner, growth, limits, part.growth_options(options))
+            BurstGrower(part.runner, growth, limits, part.growth_options(options))
         elif isinstance(part, Drafter):
-            NodeGrowth(part, growth, limits)
+            NodeGrower(part, growth, limits)
         else:
             raise TypeError(f"{type(part).__name__} is no drafter that something could grow with")
     return growth

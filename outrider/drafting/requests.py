@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs, Refusal, Tree, parts_of
+from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs, parts_of
 from outrider.drafting.registry import build_growth, drafts_on_demand, named_drafters
+from outrider.drafting.tree_growth import Refusal, Tree
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import GrammarNode, GrammarState, GrammarVocabulary, compile_grammar
 from outrider.logs import get_logger

@@ -225,7 +225,7 @@ def test_the_draft_says_what_the_language_holds_below_every_path(monkeypatch: py
 def test_a_run_is_repeatable_and_times_leave_no_trace() -> None:
     (first, figures), (_, again) = simulate(), simulate()
     assert figures == again and first.world.verify.now < 60
-    import outrider.drafting.model.growth as growth
+    import outrider.drafting.model.burst_grower as growth
 
     assert growth.perf_counter.__module__ == "time"
 

@@ -17,8 +17,8 @@ from scripted_runner import ScriptedRunner
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs
 from outrider.drafting.model.burst import BurstShape
+from outrider.drafting.model.burst_grower import BurstGrower
 from outrider.drafting.model.drafter import ModelDrafter
-from outrider.drafting.model.growth import BurstGrowth
 from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, DraftMessage, Grow, Open, Pause, Resume
 from outrider.sampling.params import SamplingParams
@@ -132,7 +132,7 @@ class Rig:
             drafter = CombinedDrafter([drafter, partner])
         self.requests = Requests(drafter, self.options)
         first = self.requests.growth.growers[0]
-        assert isinstance(first, BurstGrowth)
+        assert isinstance(first, BurstGrower)
         self.growth = first
         self.peer = Peer()
         self.open_requests: dict[int, Verify] = {}

@@ -6,7 +6,8 @@ import math
 import threading
 from collections.abc import Callable, Collection, Sequence
 
-from outrider.drafting.base import Candidate, Drafter, FrontierNode, Tree
+from outrider.drafting.base import Candidate, Drafter, FrontierNode
+from outrider.drafting.tree_growth import Tree
 from outrider.protocol.speculation import Commit, Decline, DeclineReason, DraftMessage, Grow, Open
 from outrider.sampling.params import SamplingParams
 from outrider.tree.mirror import TreeMirror

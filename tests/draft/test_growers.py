@@ -10,9 +10,10 @@ from draft_fakes import VOCAB, RecordingPort, ScriptedDrafter, commit_message, o
 
 from outrider.config.draft import DraftOptions
 from outrider.drafting import requests as requests_module
-from outrider.drafting.base import AnyDrafter, Grower, Refusal, Tree, TreeGrowth, TreeLimits
-from outrider.drafting.growth import NodeGrowth
+from outrider.drafting.base import AnyDrafter
+from outrider.drafting.node_grower import NodeGrower
 from outrider.drafting.requests import Requests
+from outrider.drafting.tree_growth import Grower, Refusal, Tree, TreeGrowth, TreeLimits
 from outrider.protocol.speculation import Decline, DeclineReason, Pause, Resume
 
 
@@ -111,7 +112,7 @@ def test_beside_another_grower_a_drafter_is_asked_about_few_nodes_of_many_reques
         growth = TreeGrowth(10000)
         if shared:
             ChainGrower(growth, TreeLimits(20, 48, -math.inf, range(1), shared=True))
-        NodeGrowth(drafter, growth, TreeLimits(1000, 48, -math.inf, range(1, 2), shared=shared))
+        NodeGrower(drafter, growth, TreeLimits(1000, 48, -math.inf, range(1, 2), shared=shared))
         return growth
 
     monkeypatch.setattr(requests_module, "build_growth", build)

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import Candidate, FrontierNode, Tree
+from outrider.drafting.base import Candidate, FrontierNode
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.drafting.ngram.predictor import NoiseTrust, chances_given_noise, point_gumbel
 from outrider.drafting.ngram.trie import TrieNode
 from outrider.drafting.registry import build_drafter
+from outrider.drafting.tree_growth import Tree
 from outrider.errors import ConfigError
 from outrider.protocol.speculation import Open
 from outrider.sampling.noise import gumbel

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models
 
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
-from outrider.drafting.base import Needs, Tree
+from outrider.drafting.base import Needs
+from outrider.drafting.tree_growth import Tree
 from outrider.protocol.speculation import Features
 from outrider.rpc.channel import open_channel
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc

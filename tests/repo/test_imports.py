@@ -14,7 +14,7 @@ TORCH_FREE = [
     "gateway",
     "outrider.drafting.ngram",
     "outrider.drafting.registry",
-    "outrider.drafting.model.growth",
+    "outrider.drafting.model.burst_grower",
     "draft_service.main",
     "draft_service.engine.worker",
     "outrider.cli",

@@ -20,11 +20,12 @@ from threaded_engine import ThreadedEngine
 from tiny_grammar import END
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, Candidate, CombinedDrafter, Drafter, FrontierNode, Needs, Tree
+from outrider.drafting.base import AnyDrafter, Candidate, CombinedDrafter, Drafter, FrontierNode, Needs
 from outrider.drafting.model.build import build_runner
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.drafting.requests import introduce
+from outrider.drafting.tree_growth import Tree
 from outrider.errors import UnavailableError
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM

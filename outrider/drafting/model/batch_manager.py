@@ -6,12 +6,12 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from outrider.drafting.base import Grower, Refusal, Tree
 from outrider.drafting.model.context import WHOLE, DraftContext, cut_context
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.features import PendingFeatures
 from outrider.drafting.model.forest import DraftForest, RerootStep, reaches, reroot
 from outrider.drafting.model.kv import ContextKVManager, DeclinedError
+from outrider.drafting.tree_growth import Grower, Refusal, Tree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features

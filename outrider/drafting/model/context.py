@@ -6,8 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from outrider.drafting.base import Tree
 from outrider.drafting.model.features import PendingFeatures
+from outrider.drafting.tree_growth import Tree
 from outrider.models.drafters.config import ContextWindow
 
 

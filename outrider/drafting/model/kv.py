@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cache.pages import PagePool
-from outrider.drafting.base import Refusal
 from outrider.drafting.model.burst import Extent
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.drafter import GrowthOptions
+from outrider.drafting.tree_growth import Refusal
 from outrider.protocol.speculation import DeclineReason
 
 if TYPE_CHECKING:

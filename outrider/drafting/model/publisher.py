@@ -9,10 +9,10 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.base import TreeGrowth, TreeLimits
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.entries import DEAD, REFUSED, Ints
 from outrider.drafting.model.forest import DraftForest, places_within
+from outrider.drafting.tree_growth import TreeGrowth, TreeLimits
 
 _NODES_PER_CHECK = 64
 """Nodes between two looks at the clock."""

@@ -8,9 +8,10 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import Candidate, Drafter, FrontierNode, Tree
+from outrider.drafting.base import Candidate, Drafter, FrontierNode
 from outrider.drafting.ngram.predictor import Guess, NgramRequest, Predictor, chances_given_noise, point_gumbel
 from outrider.drafting.ngram.trie import Trie
+from outrider.drafting.tree_growth import Tree
 
 _INDEX_SLICE = 64
 """Tokens indexed between two looks at the clock: 0.3 ms, up to 1.5 where text repeats."""

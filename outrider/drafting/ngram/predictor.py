@@ -9,8 +9,9 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from outrider.drafting.base import FrontierNode, Tree
+from outrider.drafting.base import FrontierNode
 from outrider.drafting.ngram.trie import State, Trie
+from outrider.drafting.tree_growth import Tree
 
 _LENGTH_BUCKET = (0, 0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7)
 _PRIOR = (0.2, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.92)

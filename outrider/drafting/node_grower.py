@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from time import perf_counter
 
-from outrider.drafting.base import Candidate, Drafter, FrontierNode, Grower, Refusal, Tree, TreeGrowth, TreeLimits
+from outrider.drafting.base import Candidate, Drafter, FrontierNode
+from outrider.drafting.tree_growth import Grower, Refusal, Tree, TreeGrowth, TreeLimits
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.speculation import DeclineReason, Features
@@ -153,7 +154,7 @@ class GrowthQueue:
         heappush(self._heap, (-path_score, self._number, node_id, token, score, source))
 
 
-class NodeGrowth(Grower):
+class NodeGrower(Grower):
     """Grows the tree with the likeliest node to add, while any may have more and the memory lasts."""
 
     def __init__(self, drafter: Drafter, growth: TreeGrowth, limits: TreeLimits) -> None:

@@ -10,13 +10,13 @@ from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from outrider.drafting.base import Grower, Tree, TreeGrowth, TreeLimits
 from outrider.drafting.model.batch_manager import BatchManager
 from outrider.drafting.model.burst import BurstResult
 from outrider.drafting.model.drafter import PART_SECONDS, GrowthOptions
 from outrider.drafting.model.forest import DraftForest
 from outrider.drafting.model.planner import BurstPlan, Planner
 from outrider.drafting.model.publisher import NodePublisher
+from outrider.drafting.tree_growth import Grower, Tree, TreeGrowth, TreeLimits
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.protocol.speculation import Features
@@ -52,7 +52,7 @@ def _immediately() -> bool:
     return True
 
 
-class BurstGrowth(Grower):
+class BurstGrower(Grower):
     """Keeps one burst under way, and appends to the authors' trees what the parts before brought.
 
     While a burst runs, the forest follows commits at once where it can, and the device is told of them with the next

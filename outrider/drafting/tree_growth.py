@@ -1,0 +1,360 @@
+"""What grows: open trees, and the growers that append to them by one policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.drafting.answer_phases import AnswerPhases
+from outrider.logs import get_logger
+from outrider.protocol.speculation import DeclineReason, Features
+from outrider.tree.author import TreeAuthor
+
+_logger = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Tree:
+    """An open request as growers know it."""
+
+    handle: int
+    """Names it in the whole service; never used twice."""
+    author: TreeAuthor
+    vocab_size: int
+    """Ids at or past this are illegal."""
+    parts: frozenset[int] | None = None
+    """Numbers of the growers that may serve it, where there are several; None for all."""
+    growers: list[Grower] = field(default_factory=list)
+    """Growers that serve it."""
+    is_paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a grower does not serve a tree any more."""
+
+    reason: DeclineReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """Bounds of a grower's trees."""
+
+    num_nodes: int
+    """Live nodes below the root, whatever the credit."""
+    depth: int
+    """Draft tokens from the root."""
+    path_score: float
+    """Least natural-log chance, from the root, of a node worth sending."""
+    sources: range
+    """Numbers of the drafter's sources among those of all growers."""
+    shared: bool = False
+    """Whether another grower appends to the same trees."""
+    leaves_half: bool = False
+    """Whether half of a tree's credit is left to the others, whose nodes come later."""
+
+
+class TreeGrowth:
+    """All open trees and what grows them: credit, memory, pauses, refusals, and what verify is to be told.
+
+    Growers are told of what happened to a tree, ask how many nodes it may have, append by `append` or `extend`, and
+    say by `refuse` that they cannot serve it. A tree that one of several growers refuses is left to the rest.
+    """
+
+    def __init__(self, max_nodes: int) -> None:
+        self.max_nodes = max_nodes
+        self.num_live = 0
+        """Live nodes in all trees."""
+        self.grown: Counter[int] = Counter()
+        """Nodes appended by source since someone emptied this."""
+        self.growers: list[Grower] = []
+        """Each adds itself when it is made."""
+        self.unsent: dict[int, Tree] = {}
+        """Trees by handle with nodes or an acknowledged commit that verify was not sent yet."""
+        self.answer_phases = AnswerPhases()
+        self._share = max_nodes  # nodes that each tree may have
+        self._counted: dict[int, int] = {}  # live nodes by handle of the tree
+        self._refused: list[tuple[Grower, Tree, Refusal]] = []
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether another node fits."""
+        return self.num_live < self.max_nodes
+
+    @property
+    def idle(self) -> bool:
+        """Whether `grow` has nothing to do."""
+        return all(grower.idle for grower in self.growers)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `grow` has committed tokens to compute before some tree can grow."""
+        return any(grower.is_behind for grower in self.growers)
+
+    @property
+    def device_idle(self) -> bool:
+        """Whether a device waits for the next call of `grow`: messages are to be applied, and nothing else done."""
+        return any(grower.device_idle for grower in self.growers)
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether there is something to send to verify now."""
+        return bool(self._refused) or self._has_due
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return any(grower.has_work for grower in self.growers)
+
+    def take_updates(self) -> list[Tree]:
+        """The trees of which something is to be sent to verify now."""
+        due = [tree for tree in self.unsent.values() if self._is_due(tree)]
+        for tree in due:
+            del self.unsent[tree.handle]
+        return due
+
+    def take_refused(self) -> list[tuple[Tree, Refusal]]:
+        """The trees that nothing grows any more since the last call; each is to be closed."""
+        if not self._refused:
+            return []
+        refused, self._refused = self._refused, []
+        declined: dict[int, tuple[Tree, Refusal]] = {}
+        for grower, tree, refusal in refused:
+            if grower not in tree.growers:  # it was closed meanwhile
+                continue
+            if len(tree.growers) == 1:
+                declined[tree.handle] = tree, refusal
+                continue
+            tree.growers.remove(grower)
+            grower.close(tree)
+            _logger.info("request %d goes on without one drafter: %s", tree.author.request, refusal.detail)
+        return list(declined.values())
+
+    def open(self, tree: Tree) -> None:
+        """Begin to grow a tree with all growers that may serve it. If this raises, it is not open."""
+        growers, parts = self.growers, tree.parts if len(self.growers) > 1 else None
+        tree.growers = [one for number, one in enumerate(growers) if parts is None or number in parts]
+        opened: list[Grower] = []
+        try:
+            for grower in tree.growers:
+                grower.open(tree)
+                opened.append(grower)
+        except Exception:
+            for grower in opened:
+                grower.close(tree)
+            raise
+        self._counted[tree.handle] = 0
+        self._share_memory()
+        self._recount(tree)
+
+    def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """The author's committed tokens may have gone past `known`; `missed` says that a new epoch began with that."""
+        if tree.author.committed_len > known:
+            self.answer_phases.begin(tree.handle)
+            for grower in tree.growers:
+                grower.follow(tree, known, missed=missed)
+        self._look_again(tree)
+
+    def pause(self, tree: Tree) -> None:
+        """Nothing is to be appended to a tree until it is resumed."""
+        tree.is_paused = True
+        self._look_again(tree)
+
+    def resume(self, tree: Tree, credit: int) -> None:
+        """A tree may grow, up to `credit` nodes."""
+        tree.is_paused, tree.author.credit = False, credit
+        self._look_again(tree)
+
+    def close(self, tree: Tree) -> None:
+        """Free everything of a tree."""
+        self.num_live -= self._counted.pop(tree.handle)
+        self._share_memory()
+        self.unsent.pop(tree.handle, None)
+        self.answer_phases.forget(tree.handle)
+        for grower in tree.growers:
+            grower.close(tree)
+        tree.growers = []
+
+    def take_features(self, tree: Tree, features: Features) -> None:
+        """The target's features of committed positions have come; their memory is free once this returns."""
+        for grower in tree.growers:
+            grower.take_features(tree, features)
+        self.answer_phases.note(tree.handle, "features")
+
+    def grow(self, deadline: float, interrupted: Callable[[], bool]) -> None:
+        """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until there is nothing to do.
+
+        Several growers keep devices busy first, then grow what costs nothing, and wait for devices last.
+        """
+        if len(self.growers) == 1:
+            self.growers[0].grow(deadline, interrupted)
+            return
+        for may_wait in (False, True):
+            for grower in self.growers:
+                if not grower.idle:
+                    grower.grow(deadline, interrupted, wait=may_wait)
+                    self._tell_others(grower)
+            # New nodes are sent before anything waits for a device.
+            if self._has_due or interrupted():
+                return
+
+    def work(self, deadline: float) -> None:
+        """Do what can wait until `time.perf_counter()` reads `deadline`."""
+        for grower in self.growers:
+            grower.work(deadline)
+
+    def forget_target(self) -> None:
+        """The next trees are of another target. No tree is open."""
+        for grower in self.growers:
+            grower.forget_target()
+
+    def take_counts(self) -> dict[str, float]:
+        """What growers counted since the last call, by name; one of them at most counts bursts."""
+        return {name: value for grower in self.growers for name, value in grower.take_counts().items()}
+
+    def granted(self, tree: Tree, limits: TreeLimits) -> int:
+        """Live nodes that verify lets a tree have, within a grower's bounds; 0 while it is paused."""
+        if tree.is_paused:
+            return 0
+        credit = tree.author.credit
+        if limits.leaves_half and len(tree.growers) > 1:
+            credit = (credit + 1) // 2
+        return min(credit, limits.num_nodes)
+
+    def most_nodes(self, tree: Tree, limits: TreeLimits) -> int:
+        """Live nodes that a tree may have by now: what is granted, and no more than its share of the memory."""
+        # As `granted`, which is not called: this is asked for each tree in each turn.
+        if limits.leaves_half or tree.is_paused:
+            return min(self.granted(tree, limits), self._share)
+        return min(tree.author.credit, limits.num_nodes, self._share)
+
+    def append(self, tree: Tree, parent: int, token: int, score: float, source: int) -> int | None:
+        """Append a node and return its id; None if the author refuses it, see TreeAuthor.add."""
+        added = tree.author.add(parent, token, score, source)
+        if added is not None:
+            self.appended(tree, source)
+        return added
+
+    def extend(self, tree: Tree, parents: list[int], tokens: list[int], scores: list[float], source: int) -> bool:
+        """Append nodes of consecutive ids at once; whether that could be done, see TreeAuthor.extend."""
+        if tree.author.extend(parents, tokens, scores, source) is None:
+            return False
+        self.appended(tree, source, len(tokens))
+        return True
+
+    def appended(self, tree: Tree, source: int, count: int = 1) -> None:
+        """Count nodes that were appended, and have them sent."""
+        self.num_live += count
+        self._counted[tree.handle] += count
+        self.grown[source] += count
+        self.unsent[tree.handle] = tree
+
+    def refuse(self, grower: Grower, tree: Tree, refusal: Refusal) -> None:
+        """A grower cannot serve a tree any more; it is told to close it a little later."""
+        self._refused.append((grower, tree, refusal))
+
+    @property
+    def _has_due(self) -> bool:
+        return any(self._is_due(tree) for tree in self.unsent.values())
+
+    def _is_due(self, tree: Tree) -> bool:
+        for grower in tree.growers:  # noqa: SIM110 (asked in each turn, of each tree: half the time of `any`)
+            if grower.holds_back(tree):
+                return False
+        return True
+
+    def _look_again(self, tree: Tree) -> None:
+        self._recount(tree)
+        for grower in tree.growers:
+            grower.changed(tree)
+
+    def _recount(self, tree: Tree) -> None:
+        """Count the nodes of a tree anew; it has something to send: an acknowledgement at least."""
+        num_live = tree.author.num_live
+        self.num_live += num_live - self._counted[tree.handle]
+        self._counted[tree.handle] = num_live
+        self.unsent[tree.handle] = tree
+
+    def _share_memory(self) -> None:
+        self._share = max(1, self.max_nodes // max(1, len(self._counted)))
+
+    def _tell_others(self, grower: Grower) -> None:
+        for tree in self.unsent.values():
+            for other in tree.growers:
+                if other is not grower:
+                    other.foreign_nodes_added(tree)
+
+
+class Grower(ABC):
+    """Finds nodes for open trees. The engine's thread calls it; what all growers share lies in `growth`."""
+
+    def __init__(self, growth: TreeGrowth, limits: TreeLimits) -> None:
+        self.growth = growth
+        self.limits = limits
+        growth.growers.append(self)
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether `grow` has nothing to do."""
+
+    @abstractmethod
+    def open(self, tree: Tree) -> None:
+        """Begin to grow a tree. If this raises, the tree is not open here."""
+
+    @abstractmethod
+    def follow(self, tree: Tree, known: int, *, missed: bool) -> None:
+        """The author's committed tokens went past `known`; `missed` says that a new epoch began with that."""
+
+    @abstractmethod
+    def changed(self, tree: Tree) -> None:
+        """Look again at a tree that was followed, or of which other numbers of nodes are granted."""
+
+    @abstractmethod
+    def close(self, tree: Tree) -> None:
+        """Free everything of a tree."""
+
+    @abstractmethod
+    def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
+        """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until there is nothing to do.
+
+        Without `wait`, a grower whose next step is to wait for a device returns.
+        """
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether committed tokens are to be computed before some tree can grow."""
+        return False
+
+    @property
+    def device_idle(self) -> bool:
+        """Whether a device waits for the next call of `grow`."""
+        return False
+
+    def holds_back(self, tree: Tree) -> bool:
+        """Whether verify is not to be told of a tree yet, since more nodes come in a moment."""
+        return False
+
+    def foreign_nodes_added(self, tree: Tree) -> None:  # noqa: B027
+        """Another grower appended to the tree's author."""
+
+    def take_features(self, tree: Tree, features: Features) -> None:  # noqa: B027
+        """The target's features of committed positions have come; their memory is free once this returns."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to do."""
+        return False
+
+    def work(self, deadline: float) -> None:  # noqa: B027
+        """Do what can wait until `time.perf_counter()` reads `deadline`."""
+
+    def forget_target(self) -> None:  # noqa: B027
+        """The next trees are of another target. No tree is open."""
+
+    def take_counts(self) -> dict[str, float]:
+        """What was counted since the last call, by name."""
+        return {}
