@@ -13,6 +13,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TextIO
 
@@ -25,10 +26,11 @@ _MAX_LINE = 8192
 _MAX_FRAMES = 12
 _MAX_CAUSES = 4
 
-# The scheme or key stays, what follows it goes. A bare "token" is a word of the trade here, not a key.
+# The scheme or key stays, what follows it goes. A bare "token" is a word of the trade here, not a key, also in "bearer
+# token".
 _SECRET = re.compile(
     r"""(?ix)
-    ( \b bearer \s+
+    ( \b bearer \s+ (?! tokens? (?: [\s;,.] | $ ) )
     | (?<! [a-z0-9] ) (?<! invalid_ )
       (?: authorization | api[_-]?key | (?: auth | access | api | hf ) [_-]? token | password | secret )
       ['"]? \s* [=:] \s* (?: b? ['"] )? (?: bearer \s+ )?
@@ -131,3 +133,25 @@ def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | Non
 def get_logger(name: str) -> logging.Logger:
     """Return the logger of a module; call it with `__name__`."""
     return logging.getLogger(name)
+
+
+class ThrottledWarnings:
+    """Logs a kind of warning no more often than every so many seconds, and says how many were left out."""
+
+    def __init__(self, log: logging.Logger, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._seconds = seconds
+        self._clock = clock
+        self._logged_at = float("-inf")
+        self._num_left_out = 0
+
+    def warn(self, message: str, *arguments: object) -> None:
+        """Log a warning, or count it."""
+        now = self._clock()
+        if now - self._logged_at < self._seconds:
+            self._num_left_out += 1
+            return
+        if self._num_left_out:
+            message, arguments = message + " (and %d like it before)", (*arguments, self._num_left_out)
+        self._log.warning(message, *arguments)
+        self._logged_at, self._num_left_out = now, 0

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import BadStatusLine, HTTPException
 from pathlib import Path
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, make_wsgi_app
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from outrider.errors import ConfigError, UnavailableError
 from outrider.rpc.transport import split_host_port
+
+_MAX_CONNECTIONS = 16
+"""Of a page at once; others are closed."""
+_STALL_SECONDS = 10.0
+"""That a client may take for its request, or take nothing of the page."""
 
 
 @contextmanager
@@ -34,17 +44,73 @@ def serve_metrics(address: str, registry: CollectorRegistry) -> Iterator[str]:
         return
     host, port = split_host_port(address, "--metrics-address")
     try:
-        server, thread = start_http_server(port, host.strip("[]"), registry)
+        server = _PageServer(host.strip("[]"), port, registry)
     except OSError as error:
         raise ConfigError(
             f"--metrics-address: cannot bind {address}: {error.strerror}; use another port, 0 for a free one"
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
         yield f"{host}:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _PageServer(ThreadingMixIn, WSGIServer):
+    """A thread a connection, of which there are few, and none that waits long for its client."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        """Bind. Raises OSError."""
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self.address_family = found[0]
+        super().__init__((str(found[4][0]), port), _PageHandler)
+        self._page = make_wsgi_app(registry)
+        self.set_app(self._answer)
+        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+
+    def server_bind(self) -> None:
+        """As a plain TCP server: the base asks DNS for its name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See the base."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """See the base."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def _answer(self, environ: Any, start_response: Any) -> Iterable[bytes]:
+        if environ["PATH_INFO"] in ("/", "/metrics"):
+            page: Iterable[bytes] = self._page(environ, start_response)
+            return page
+        start_response("404 Not Found", [("content-type", "text/plain; charset=utf-8")])
+        return [b"there is no such page; see /metrics\n"]
+
+
+class _PageHandler(WSGIRequestHandler):
+    timeout = _STALL_SECONDS
+
+    def handle(self) -> None:
+        """See the base."""
+        with suppress(TimeoutError, ConnectionError):
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a scraper comes all the time."""
 
 
 class ServiceCollector(Collector):

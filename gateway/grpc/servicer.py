@@ -190,6 +190,8 @@ _INLINE_BYTES = 1 << 16
 """Requests up to here are decoded and validated in the event loop, in some milliseconds."""
 
 SERVICE_NAME = "outrider.v1.GatewayService"
+DOOR = "grpc"
+"""What metrics call the gRPC door."""
 
 
 class GatewayServicer(GatewayServiceServicer):
@@ -206,7 +208,7 @@ class GatewayServicer(GatewayServiceServicer):
         request_id = f"gen-{uuid.uuid4().hex}"
         limit_time(context.time_remaining(), self._max_request_seconds)
         gateway = self._gateway
-        with gateway.enter("grpc") as ticket:
+        with gateway.enter(DOOR) as ticket:
             model = gateway.model
             if request.ByteSize() <= _INLINE_BYTES:
                 decoded = decode_request(request)

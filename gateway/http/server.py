@@ -8,9 +8,11 @@ import logging
 import math
 import re
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from http import HTTPStatus
 from ipaddress import IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any
 from urllib.parse import unquote
@@ -33,6 +35,8 @@ _BACKLOG = 2048
 _IDLE_SECONDS = 75
 """Until an idle connection is closed. Longer than proxies and client libraries keep one (5 to 60 s): they may send a
 request while this side closes, and one that is no GET is not sent again."""
+_MAX_HEAD_BYTES = 65536
+"""Of a request's line and headers, as long as they have not come whole."""
 _LOOK_SECONDS = 0.1
 """Between two looks at whether a client that sends no more is still there."""
 _REPEAT_LOG_SECONDS = 30.0
@@ -212,13 +216,23 @@ class HttpConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP, in the shape of all other errors."""
-        self._refuse(HttpError(400, "this is no valid HTTP request", "invalid_http"), {})
+        cause = sys.exc_info()[1]
+        if isinstance(cause, h11.RemoteProtocolError) and cause.error_status_hint == 431:
+            text = f"the request's line and headers have more than {_MAX_HEAD_BYTES} bytes; send fewer"
+            error = HttpError(431, text, "head_too_large")
+        else:
+            error = HttpError(400, "this is no valid HTTP request", "invalid_http")
+        _logger.info("refused: %s: %s", error.code, error.message)
+        if self._connections.on_refused is not None:
+            self._connections.on_refused(error)
+        self._refuse(error, {})
 
     def _refuse(self, error: OutriderError, headers: dict[str, str]) -> None:
         """Answers with an error of the connection's own, and closes it."""
         body = error_json(error)
         more = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        response = h11.Response(status_code=error.http_status, headers=list((headers | more).items()))
+        status = HTTPStatus(error.http_status)
+        response = h11.Response(status_code=status, headers=list((headers | more).items()), reason=status.phrase)
         events = (response, h11.Data(body), h11.EndOfMessage())
         try:
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
@@ -323,6 +337,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             loop="none",
             timeout_keep_alive=_IDLE_SECONDS,
+            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         )
         config.load()  # which would set the context anew
         if tls is not None:

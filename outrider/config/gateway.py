@@ -8,7 +8,7 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from outrider.config.base import option
-from outrider.config.service import GRPC_DOOR, ServiceOptions, read_api_keys
+from outrider.config.service import GRPC_DOOR, ServiceOptions, check_named_once, read_api_keys
 from outrider.errors import ConfigError
 
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
@@ -129,8 +129,7 @@ class GatewayOptions(ServiceOptions):
         """Raise ConfigError where options do not fit each other."""
         if not self.verify:
             raise ConfigError("--verify: no address; name at least one verify replica, like 127.0.0.1:50052")
-        if len(set(self.verify)) < len(self.verify):
-            raise ConfigError("--verify: an address is named twice; name each replica once")
+        check_named_once(self.verify, "--verify")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"--cors-origins: {origin!r} is no origin; write it like https://example.org:8443")

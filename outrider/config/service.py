@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +81,12 @@ def read_api_keys(value: str, file: str | Path | None) -> dict[str, str]:
         if keys.setdefault(key, tenant := "".join(names)) != tenant:
             raise ConfigError(f"--api-key-file: {file} gives one key two tenants; write each key once")
     return keys
+
+
+def check_named_once(addresses: Sequence[str], option: str) -> None:
+    """Raise ConfigError, naming `option`, where one of several replicas is there twice."""
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"{option}: an address is named twice; name each replica once")
 
 
 def check_token(token: str, option: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.config.base import option
 from outrider.config.draft import NAIVE_EAGLE, DraftOptions, check_drafters, check_window
-from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device
+from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device, check_named_once
 from outrider.errors import ConfigError
 
 MAX_RANKS = 16
@@ -178,6 +178,7 @@ class VerifyOptions(PeerServiceOptions):
     def check(self) -> None:
         """Raise ConfigError where options do not fit each other, whatever machine and model are."""
         check_device(self.device)
+        check_named_once(self.draft, "--draft")
         names, path = self.speculative_algorithm, self.speculative_draft_model_path
         if (names or path) and not self.no_speculation:
             check_drafters(names, self.lockstep and self.device == "cpu", NAIVE_EAGLE, model_path=path)

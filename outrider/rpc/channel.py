@@ -13,7 +13,7 @@ from outrider import logs
 from outrider.config.service import check_token
 from outrider.rpc.call import AUTHORIZATION_KEY, CLIENT_KEY, REQUEST_ID_KEY, client, seconds_left
 from outrider.rpc.tls import TlsSource, channel_credentials
-from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, channel_options, check_address
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, channel_options, check_peer_address, unix_path
 
 
 def open_channel(
@@ -31,12 +31,14 @@ def open_channel(
     When files of `tls` are replaced, new calls use the new ones, and those under way go on.
     """
     if not address.startswith("dns:"):
-        check_address(address, option)
+        check_peer_address(address, option)
     check_token(auth_token, "auth token")
     logs.hide_secret(auth_token)
     options = channel_options(max_message_bytes)
-    if tls is not None and tls.files.name:
-        options.append(("grpc.ssl_target_name_override", tls.files.name))
+    # A certificate cannot name a socket's path, which gRPC would look for in it.
+    name = "" if tls is None else tls.files.name or ("localhost" if unix_path(address) is not None else "")
+    if name:
+        options.append(("grpc.ssl_target_name_override", name))
 
     def dial() -> grpc.aio.Channel:
         if tls is None:

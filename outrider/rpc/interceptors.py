@@ -31,6 +31,7 @@ from outrider.rpc.call import (
     name_client,
 )
 from outrider.rpc.status import status_from_error
+from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
 
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
 _OWN_PREFIX = "/outrider."
@@ -41,6 +42,10 @@ _FIXED_SIZES = {1: 8, 5: 4}
 _MAX_PARTS = 4096
 """Messages or fields of a request that are looked at to say which one is wrong; decoding runs in the event loop."""
 _MAX_UNKNOWN_BYTES = 65536
+_STRANGER_LOG_SECONDS = 10.0
+_STRANGER = InvalidRequestError(
+    "", "missing or wrong bearer token", "send the metadata 'authorization: Bearer TOKEN'", code="invalid_api_key"
+)
 
 _logger = logs.get_logger(__name__)
 
@@ -59,9 +64,18 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         allow_unknown_fields: Collection[str] = (),
         for_peers: bool = False,
         message_seconds: float = 30.0,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        on_refused: Callable[[OutriderError], None] | None = None,
     ) -> None:
-        """`auth_tokens`: each with its tenant's name. Callers `for_peers` may say on whose behalf they call."""
-        self._message_seconds = message_seconds
+        """`auth_tokens`: each with its tenant's name. Callers `for_peers` may say on whose behalf they call.
+
+        `on_refused` hears of calls that no handler sees.
+        """
+        self.message_seconds = message_seconds
+        self.max_message_bytes = max_message_bytes
+        self.on_refused = on_refused
+        self.strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
+        """Of calls without a right token: who has a wrong one calls again and again."""
         self._auth_tokens = {token.encode(): tenant for token, tenant in auth_tokens.items()}
         self._allow_unknown_fields = frozenset(allow_unknown_fields)
         self._for_peers = for_peers
@@ -79,7 +93,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         metadata = dict(handler_call_details.invocation_metadata or ())
         token = self._token(metadata)
         authorized = token is not None or not self._auth_tokens or method.startswith(_HEALTH_PREFIX)
-        call = _BoundaryCall(method, clean_request_id(metadata.get(REQUEST_ID_KEY)), authorized, self._message_seconds)
+        call = _BoundaryCall(self, method, clean_request_id(metadata.get(REQUEST_ID_KEY)), authorized)
         if self._for_peers:
             call.client = clean_client(metadata.get(CLIENT_KEY))
         else:
@@ -111,10 +125,10 @@ def matching_token(authorization: bytes, tokens: Collection[bytes]) -> bytes | N
 class _BoundaryCall:
     """One call at the boundary."""
 
+    boundary: BoundaryInterceptor
     method: str
     request_id: str
     authorized: bool
-    message_seconds: float
     client: str | None = None
     """Named by a peer; None where token and user determine it."""
     token: str = ""
@@ -129,23 +143,34 @@ class _BoundaryCall:
         else:
             client.set(self.client)
         if not self.authorized:
-            _logger.warning("%s refused: missing or wrong bearer token", self.method)
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED,
-                "missing or wrong bearer token; send the metadata 'authorization: Bearer TOKEN'",
-            )
+            self.boundary.strangers.warn("%s refused: missing or wrong bearer token", self.method)
+            self._count(_STRANGER)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, _STRANGER.message)
 
     async def read(self, context: Any) -> Any:
         """The message of a call that has one. grpc itself would wait for it as long as its sender likes."""
         try:
-            async with asyncio.timeout(self.message_seconds):
+            return await self._read(context)
+        except OutriderError as error:
+            self._count(error)
+            raise
+
+    async def _read(self, context: Any) -> Any:
+        seconds, most = self.boundary.message_seconds, self.boundary.max_message_bytes
+        try:
+            async with asyncio.timeout(seconds):
                 message = await context.read()
         except TimeoutError:
-            text = f"the message did not arrive within {self.message_seconds:g} s; send it faster"
+            text = f"the message did not arrive within {seconds:g} s; send it faster"
             raise DeadlineError(text, code="request_timeout") from None
         if message is grpc.aio.EOF:
-            raise InvalidRequestError("", "the call ended without a message", "send one")
+            # Of a larger one grpc tells its sender, and nobody here.
+            raise InvalidRequestError("", f"the call ended without a message of at most {most} bytes", "send one")
         return message
+
+    def _count(self, error: OutriderError) -> None:
+        if self.boundary.on_refused is not None:
+            self.boundary.on_refused(error)
 
     async def fail(self, error: Exception, context: Any) -> NoReturn:
         """End the call with the status that belongs to `error`."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from outrider.errors import ConfigError
 from outrider.logs import get_logger
-from outrider.rpc.transport import check_address, split_host_port
+from outrider.rpc.transport import check_peer_address, split_host_port
 
 Lookup = Callable[[str, int], Awaitable[Collection[str]]]
 """All addresses, "host:port", of a host's name and a port. Raises OSError or UnicodeError."""
@@ -49,7 +49,7 @@ class PeerAddresses:
                 self._names[address] = _split_name(address, option)
                 self._found[address] = ()
             else:
-                check_address(address, option)
+                check_peer_address(address, option)
                 self._found[address] = (address,)
 
     def __bool__(self) -> bool:

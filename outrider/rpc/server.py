@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.config.service import ServiceOptions, check_token, door_tls, peer_tls
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 from outrider.logs import get_logger, hide_secret
 from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.tls import TlsSource, server_credentials
@@ -79,7 +79,7 @@ class GrpcServer:
     unknown field is refused. `for_peers`: callers are services of ours, and may say on whose behalf they call. A
     connection older than `max_connection_age` seconds takes no new calls; 0 for any age. Over `max_connections` new
     ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. A call whose
-    one message is not there after `message_seconds` is refused.
+    one message is not there after `message_seconds` is refused. `on_refused` hears of calls that no servicer sees.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class GrpcServer:
         max_connections: int = 0,
         handshake_seconds: float = DEFAULT_HANDSHAKE_SECONDS,
         message_seconds: float = DEFAULT_MESSAGE_SECONDS,
+        on_refused: Callable[[OutriderError], None] | None = None,
     ) -> None:
         check_address(address, "--address")
         if not isinstance(auth_token, Mapping):
@@ -115,6 +116,8 @@ class GrpcServer:
             allow_unknown_fields=allow_unknown_fields,
             for_peers=for_peers,
             message_seconds=message_seconds,
+            max_message_bytes=max_message_bytes,
+            on_refused=on_refused,
         )
         self.grpc: grpc.aio.Server = grpc.aio.server(
             interceptors=[boundary],

@@ -25,6 +25,8 @@ _MODE_OF_OTHERS = 0o077
 
 _OTHER_NAMES = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
+_OTHER_TIMES = (9, 10)
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 _Stamp = tuple[tuple[int, int, int], ...]
 """Inode, size and modification time of each file: what changes when one is replaced or written."""
@@ -56,7 +58,7 @@ class TlsSource:
         self._refused: _Stamp | None = None
         self._version = 1
         self._material = load_material(files)
-        _warn_of_readable_key(files)
+        _warn_of_files(files)
 
     def current(self) -> tuple[int, TlsMaterial]:
         """A number that rises with each change, and what to use now."""
@@ -83,7 +85,7 @@ class TlsSource:
             self._stamp, self._material, self._refused = stamp, material, None
             self._version += 1
             _logger.info("%s: the files have changed and are used from now on", self.files.prefix)
-            _warn_of_readable_key(self.files)
+            _warn_of_files(self.files)
 
 
 def server_credentials(source: TlsSource) -> grpc.ServerCredentials:
@@ -176,7 +178,17 @@ def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefu
 
     Raises ConfigError as `load_material` does.
     """
-    server, client = load_material(door).context, client_context(caller)
+    client = client_context(caller)
+    refused = _meet(load_material(door).context, client, name)
+    if refused is None:
+        return None
+    by_caller, error = refused
+    text = getattr(error, "verify_message", None) or error.reason or "no handshake"
+    return CertificateRefusal(by_caller, getattr(error, "verify_code", 0) in _OTHER_NAMES, text.rstrip("."))
+
+
+def _meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[bool, ssl.SSLError] | None:
+    """A handshake in memory: None, or whether the client refuses, and why."""
     for context in (server, client):
         # As gRPC does: certificates between may be trusted as such.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -191,10 +203,7 @@ def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefu
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLError as error:
-            text = getattr(error, "verify_message", None) or error.reason or "no handshake"
-            return CertificateRefusal(
-                end is ends[0], getattr(error, "verify_code", 0) in _OTHER_NAMES, text.rstrip(".")
-            )
+            return end is ends[0], error
     return None
 
 
@@ -273,8 +282,9 @@ def _unreadable(files: TlsFiles, word: str, error: OSError) -> ConfigError:
     )
 
 
-def _warn_of_readable_key(files: TlsFiles) -> None:
-    """Log if more than its owner may use the private key."""
+def _warn_of_files(files: TlsFiles) -> None:
+    """Log if more than its owner may use the private key, and if the certificate is not valid today."""
+    _warn_of_dates(files)
     mode = 0
     if files.key:
         with suppress(OSError):
@@ -286,3 +296,15 @@ def _warn_of_readable_key(files: TlsFiles) -> None:
             files.key,
             mode,
         )
+
+
+def _warn_of_dates(files: TlsFiles) -> None:
+    if not files.cert:
+        return
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(_path(files.cert))
+    refused = _meet(load_material(files).context, client, "localhost")
+    if refused is not None and getattr(refused[1], "verify_code", 0) in _OTHER_TIMES:
+        reason = getattr(refused[1], "verify_message", "is not valid today")
+        _logger.warning("%s: %s: %s, so that nobody takes it; renew it", files.flag("cert"), files.cert, reason)

@@ -81,6 +81,13 @@ def check_address(address: str, option: str) -> None:
         )
 
 
+def check_peer_address(address: str, option: str) -> None:
+    """`check_address`, of where somebody else listens."""
+    check_address(address, option)
+    if unix_path(address) is None and split_host_port(address, option)[1] == 0:
+        raise ConfigError(f"{option}: {address!r} has port 0, where nobody listens; use the port that the service has")
+
+
 def is_http_url(text: str) -> bool:
     """Whether it is the URL of something that HTTP or HTTPS can reach."""
     try:

@@ -96,6 +96,7 @@ def test_an_exception_that_causes_itself_ends() -> None:
         "{'authorization': 'Bearer abc.def-ghi'}",
         "{'Authorization': b'abc.def-ghi'}",
         "bearer abc.def-ghi, next",
+        "bearer token-abc.def-ghi",
         "auth_token='abc.def-ghi'",
         "--auth-token=abc.def-ghi",
         "HF_TOKEN=abc.def-ghi",
@@ -122,6 +123,7 @@ def test_secrets_are_hidden(text: str) -> None:
         "3 tokens: 1, 2",
         "tokenizer: x",
         "invalid_api_key: missing or wrong",
+        "write the bearer token into it; missing or wrong bearer token",
     ],
 )
 def test_tokens_of_text_are_not_secrets(text: str) -> None:

@@ -282,13 +282,23 @@ def test_a_proxy_that_is_no_address_is_refused_at_the_start(proxy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x16\x03\x01 no http\r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000, b"GET / HTTP/1.1\r\n\r\n"]
+    ("data", "expected"),
+    [
+        (b"\x16\x03\x01 no http\r\n\r\n", (400, "invalid_http")),
+        (b"GET / HTTP/1.1\r\n\r\n", (400, "invalid_http")),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000, (431, "head_too_large")),
+    ],
 )
-async def test_what_is_no_http_is_told_so_in_the_shape_of_other_errors(data: bytes) -> None:
+async def test_what_is_no_http_is_counted_and_told_so_in_the_shape_of_other_errors(
+    data: bytes, expected: tuple[int, str]
+) -> None:
+    counted: list[str] = []
     async with serving(Application()) as server, client(server) as odd:
+        server.connections.on_refused = lambda error: counted.append(error.code)
         status, body = await odd.ask(data)
-        assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_http")
+        assert (status, json.loads(body)["error"]["code"]) == expected
         assert await odd.ended()
+    assert counted == [expected[1]]
 
 
 async def test_a_damaged_body_in_the_middle_of_an_answer_harms_no_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import trustme
@@ -20,10 +21,16 @@ class Authority:
         folder.mkdir(exist_ok=True)
 
     def files(
-        self, name: str, *, trust: Authority | None = None, hosts: Sequence[str] = ("localhost", "127.0.0.1")
+        self,
+        name: str,
+        *,
+        trust: Authority | None = None,
+        hosts: Sequence[str] = ("localhost", "127.0.0.1"),
+        days: float | None = None,
     ) -> TlsFiles:
         """Files `name`.pem and `name`.key, new each time, and the certificate of the authority to trust."""
-        issued = self.ca.issue_cert(*hosts)
+        ends = None if days is None else datetime.now(UTC) + timedelta(days=days)
+        issued = self.ca.issue_cert(*hosts, not_after=ends)
         files = TlsFiles(*(str(self.folder / f"{name}{end}") for end in (".pem", ".key", ".ca")))
         replace(files.key, issued.private_key_pem.bytes())
         replace(files.cert, b"".join(part.bytes() for part in issued.cert_chain_pems))

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import logs
+from outrider.errors import OutriderError
 from outrider.rpc.call import clean_request_id
 from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.v1 import verify_pb2
 
 Load = verify_pb2.VerifyServiceGetLoadRequest
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_the_right_token_opens_the_door(start: Any) -> None:
@@ -65,6 +67,20 @@ async def test_nothing_is_decoded_for_who_may_not_call() -> None:
 
 async def _answer(request: Any, context: Any) -> None:
     return None
+
+
+async def test_calls_that_no_servicer_sees_are_counted(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    counted: list[OutriderError] = []
+    options = {"auth_token": "s3cret", "max_message_bytes": 1000, "on_refused": counted.append}
+    running = await start(client_token="s3cret", **options)
+    for _ in range(3):
+        assert await running.stub.GetLoad(Load(), metadata=(("authorization", "x"),)).code() is UNAUTHENTICATED
+    assert [error.code for error in counted] == 3 * ["invalid_api_key"]
+    assert sum("wrong bearer token" in record.getMessage() for record in caplog.records) == 1, "seldom"
+    large = running.channel.unary_unary("/outrider.v1.VerifyService/GetLoad")(2000 * b"x")
+    assert await large.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await running.stub.GetLoad(Load())  # which is read behind it
+    assert counted[3].message == "the call ended without a message of at most 1000 bytes; send one"
 
 
 async def test_who_may_not_call_is_told_so_before_a_message_has_come(start: Any) -> None:

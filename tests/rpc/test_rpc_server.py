@@ -14,6 +14,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from outrider import metrics
 from outrider.errors import ConfigError
 from outrider.metrics import serve_metrics
 from outrider.rpc.channel import open_channel
@@ -164,6 +165,36 @@ def test_a_metrics_address_whose_host_is_no_name_is_refused() -> None:
         serve_metrics("a..b:9102", CollectorRegistry()),
     ):
         pass
+
+
+def _metrics_client(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_nobody_holds_a_metrics_page_by_being_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics._PageHandler, "timeout", 0.05)
+    with serve_metrics("127.0.0.1:0", CollectorRegistry()) as address, _metrics_client(address) as silent:
+        silent.sendall(b"GET /metr")
+        assert silent.recv(1) == b"", "it is closed"
+
+
+def test_a_metrics_page_has_so_many_connections_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_MAX_CONNECTIONS", 1)
+    with serve_metrics("127.0.0.1:0", CollectorRegistry()) as address:
+        with _metrics_client(address) as first, _metrics_client(address) as second:
+            assert second.recv(1) == b"", "the place is taken"
+            first.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert first.makefile("rb").read().startswith(b"HTTP/1.0 200")
+        with _metrics_client(address) as other:
+            other.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert other.makefile("rb").read().startswith(b"HTTP/1.0 404")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
+async def test_nobody_listens_on_port_0(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"--draft: .* has port 0, where nobody listens"):
+        open_channel(address, option="--draft")
 
 
 def test_a_clients_pings_never_come_faster_than_the_server_allows() -> None:

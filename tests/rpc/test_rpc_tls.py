@@ -68,7 +68,17 @@ async def test_with_a_ca_each_client_needs_a_certificate_that_it_signed(tmp_path
 async def test_a_unix_socket_and_a_name_of_ones_own_work_with_tls(tmp_path: Path) -> None:
     ours = Authority(tmp_path / "ours")
     async with run_server(f"unix:{tmp_path}/s", tls=TlsSource(ours.files("server"))) as running:
+        assert await ask(running.address, TlsSource(ours.files("client"))) == 7
         assert await ask(running.address, TlsSource(changed(ours.files("client"), name="127.0.0.1"))) == 7
+
+
+@pytest.mark.parametrize(("days", "told"), [(-3, 1), (3, 0)])
+def test_a_certificate_that_has_expired_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: float, told: int
+) -> None:
+    source = TlsSource(Authority(tmp_path / "ours").files("server", days=days))
+    assert source.current()[0] == 1
+    assert caplog.text.count("certificate has expired") == told
 
 
 async def test_replaced_server_files_serve_the_next_connection_and_streams_go_on(tmp_path: Path) -> None:

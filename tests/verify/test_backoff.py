@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from verify_service.door.session import ThrottledWarnings
+from outrider.logs import ThrottledWarnings
 
 
 def test_a_warning_comes_at_most_once_in_so_many_seconds_with_the_number_left_out(

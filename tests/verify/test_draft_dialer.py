@@ -23,6 +23,7 @@ from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.sampling.params import SamplingParams
 from outrider.tree.handshake import Terms
 from outrider.v1 import draft_pb2
+from verify_service.door import session
 from verify_service.door.session import DraftSession
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
@@ -120,7 +121,7 @@ async def test_a_draft_that_does_not_fit_is_refused_and_asked_again_later(tmp_pa
         assert events.num_ended == 0
 
 
-@pytest.mark.parametrize("fault", ["differs", "ends", "garbles"])
+@pytest.mark.parametrize("fault", ["differs", "ends", "garbles", "wants another token"])
 async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_its_fault_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
@@ -140,11 +141,31 @@ async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_i
             await context.write(encode_draft([replace(THEIRS, tokenizer_hash="beef")]).SerializeToString())
         elif fault == "garbles":
             await context.write(b"\xff\xff\xff")
+        elif fault == "wants another token":
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
 
     async with dialled(tmp_path, behave, sleep=sleep) as events:
         await events.until(lambda: len(events.sessions) == 1)
-    assert len(pauses) == 10 and max(pauses) < 2.5, "it is to be in use within 5 seconds"
-    assert sum("is refused" in record.getMessage() for record in caplog.records) == 1
+    assert len(pauses) == 10 and 1.0 < max(pauses) < 2.5, "it is to be in use within 5 seconds"
+    told = [record.msg for record in caplog.records if "is refused" in record.msg or "refuses us" in record.msg]
+    assert len(told) == 1 and ("refuses us" in told[0]) == (fault == "wants another token")
+
+
+async def test_why_a_draft_cannot_be_reached_is_logged_after_a_while_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session, "AWAY_LOG_SECONDS", 0.0)
+
+    async def behave(context: Context, number: int) -> None:
+        if number < 5:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no room at the inn")
+        await greet(context)
+        await stay(context)
+
+    async with dialled(tmp_path, behave) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+    told = [record.getMessage() for record in caplog.records if "is not usable" in record.getMessage()]
+    assert len(told) == 1 and "no room at the inn; trying again" in told[0]
 
 
 async def test_nonsense_is_logged_once_in_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

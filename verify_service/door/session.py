@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.grammar.spec import MAX_SOURCE_BYTES
-from outrider.logs import get_logger
+from outrider.logs import ThrottledWarnings, get_logger
 from outrider.protocol.speculation import (
     MAX_FEATURE_BYTES,
     MAX_FEATURE_PIECES,
@@ -53,6 +52,8 @@ RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 2.0
 """The longest pause: it doubles with each failure, until a session has lasted as long as that. A draft that is well
 again is in use within 5 seconds: nothing tells that it was replaced, or mended, but the next dial."""
+AWAY_LOG_SECONDS = 5.0
+"""How long a draft may be out of reach before that is logged, as one is at first that starts beside verify."""
 MALFORMED_LOG_SECONDS = 10.0
 """Least time between two warnings of malformed messages."""
 MAX_QUEUED_MESSAGES = 4096
@@ -66,28 +67,6 @@ SpeculateCall = grpc.aio.StreamStreamCall[
 ]
 Dial = Callable[[str], grpc.aio.Channel]
 """Opens a channel to an address."""
-
-
-class ThrottledWarnings:
-    """Logs a kind of warning no more often than every so many seconds, and says how many were left out."""
-
-    def __init__(self, log: logging.Logger, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._log = log
-        self._seconds = seconds
-        self._clock = clock
-        self._logged_at = float("-inf")
-        self._num_left_out = 0
-
-    def warn(self, message: str, *arguments: object) -> None:
-        """Log a warning, or count it."""
-        now = self._clock()
-        if now - self._logged_at < self._seconds:
-            self._num_left_out += 1
-            return
-        if self._num_left_out:
-            message, arguments = message + " (and %d like it before)", (*arguments, self._num_left_out)
-        self._log.warning(message, *arguments)
-        self._logged_at, self._num_left_out = now, 0
 
 
 class FeatureUpload:
@@ -372,6 +351,9 @@ class DraftDialer:
         self._features_failed = False
         self._failure = ""
         """What kept the last dial from becoming a session, or ended that; it is logged once while it stays the same."""
+        self._away_since: float | None = None
+        self._away_reason = ""
+        """What was logged last of a draft that cannot be reached."""
         self.wanted = True
         """Whether to dial again when a session has ended."""
 
@@ -393,13 +375,19 @@ class DraftDialer:
                     log.error("draft %s is refused: %s", self.address, failure)
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
-                if self.state != "connecting":
-                    log.warning("draft %s is away: %s", self.address, reason)
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    state, failure = "refused", f"{reason} (--draft-auth-token-file)"
+                    if failure != self._failure:
+                        log.error("draft %s refuses us: %s", self.address, failure)
+                else:
+                    self._tell_away(reason or "it does not say why")
             except Exception as error:
                 # Without this task speculation would never come back.
                 failure = repr(error)
                 if failure != self._failure:
                     log.exception("the session with draft %s failed", self.address)
+            if failure:
+                self._away_since = None
             self.state, self._failure = state, failure
             if time.monotonic() - began >= MAX_RETRY_SECONDS:
                 self._failure_pause = RETRY_SECONDS
@@ -409,6 +397,19 @@ class DraftDialer:
             else:
                 await self._sleep(RETRY_SECONDS)
 
+    def _tell_away(self, reason: str) -> None:
+        """Log why the draft cannot be reached, at once if it was there, and of one that was not after a while, once."""
+        now = time.monotonic()
+        if self.state == "connected":
+            self._away_since, self._away_reason = now, reason
+            log.warning("draft %s is away: %s", self.address, reason)
+            return
+        if self._away_since is None:
+            self._away_since = now
+        if now - self._away_since >= AWAY_LOG_SECONDS and reason != self._away_reason:
+            self._away_reason = reason
+            log.warning("draft %s is not usable: %s; trying again", self.address, reason)
+
     async def _converse(self) -> None:
         channel = self._dial(self.address)
         try:
@@ -416,6 +417,7 @@ class DraftDialer:
             terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
             session = DraftSession(self.address, call, terms, self._engine, self._malformed, self._dial)
             self.state = "connected"
+            self._away_since, self._away_reason = None, ""
             log.info("draft %s is connected", self.address)
             self._engine.draft_connected(session, terms)
             writer = asyncio.create_task(session.write())
