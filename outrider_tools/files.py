@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from outrider.config.base import expand
 from outrider.errors import ConfigError, reason_of
 
@@ -83,13 +85,27 @@ def check_writable(option: str, path: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside `path`; what is written there takes its place at the end, in one step."""
     part = path.with_name(f"{path.name}.part")
-    yield part
-    part.replace(path)
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def saving(option: str, path: Path) -> Iterator[None]:
+    """For writing results of long work to `path`, which `option` names. Raises ConfigError where the disk does not."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{option}: {path} cannot be written: {reason}; make room there, then go on") from None
 
 
 def check_new(out: Path, said: str) -> None:
     """Raise ConfigError, which begins with `said`, where `out` exists."""
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise ConfigError(f"{said}: exists; remove it or choose another name")
 
 
@@ -106,13 +122,17 @@ def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
         _remove(work)
         free = shutil.disk_usage(out.parent).free
         if free < num_bytes:
-            raise ConfigError(f"{said}: needs {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there")
+            raise ConfigError(f"{said}: needs {_size(num_bytes)}, and {_size(free)} are free there")
         yield work
         work.rename(out)
     except OSError as error:
         raise ConfigError(f"{said}: cannot be written: {reason_of(error)}") from error
     finally:
         _remove(work)
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def _remove(path: Path) -> None:

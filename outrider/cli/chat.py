@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -58,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Talk until the user has had enough; 1 where an answer failed, unless a person at a terminal was told so."""
     _leave_on_signals()
     in_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is sent has question marks there
     console = make_console(color=not arguments.no_color)
     # What reads answers from a pipe finds nothing else there.
     notes = console if in_terminal else make_console(color=not arguments.no_color, stderr=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import TlsFiles, peer_tls, read_secret
 from outrider.rpc.channel import open_channel
@@ -41,7 +41,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "--service", default="", help="Full name, like outrider.v1.VerifyService. Default: the process as a whole."
     )
     parser.add_argument("--timeout", type=_seconds, default=3.0, help="Seconds that it may take. Default: 3.")
-    parser.add_argument("--token-file", type=Path, help="File with a bearer token; our own doors answer without.")
+    parser.add_argument("--token-file", type=expand, help="File with a bearer token; our own doors answer without.")
     for word, text in _TLS_WORDS.items():
         name = f"{_ENV}TLS_{word.upper()}"
         flags = f"--connect-tls-{word}", f"--tls-{word}"

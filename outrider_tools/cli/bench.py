@@ -9,13 +9,13 @@ import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from outrider.cli.options import MAX_SEED, add_connect_tls_options, number, whole_number
 from outrider.cli.terminal import aligned, make_console
+from outrider.config.base import expand
 from outrider.config.service import TlsFiles, gateway_key, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
@@ -100,7 +100,7 @@ def _add_door(group: argparse._ArgumentGroup) -> None:
         help="The gateway's metrics page, for acceptance by depth where the door does not tell it; by default the REST "
         "door's.",
     )
-    group.add_argument("--api-key-file", type=Path, help="File with the API key; by default $OUTRIDER_API_KEY.")
+    group.add_argument("--api-key-file", type=expand, help="File with the API key; by default $OUTRIDER_API_KEY.")
     add_connect_tls_options(group)
     group.add_argument("--model", default="", help="Name of the model; empty for the served one.")
 
@@ -150,7 +150,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dataset-path",
-        type=Path,
+        type=expand,
         help="JSONL file: objects with prompt, turns, messages or prompt_token_ids, and max_tokens if they like. When "
         "it ends it begins anew. By default prompts are random token ids.",
     )
@@ -184,8 +184,8 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_report(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--out", type=Path, help="JSON file to write.")
-    group.add_argument("--plot", type=Path, help="Image to draw; needs matplotlib.")
+    group.add_argument("--out", type=expand, help="JSON file to write.")
+    group.add_argument("--plot", type=expand, help="Image to draw; needs matplotlib.")
     group.add_argument("--label", default="gateway", help="First words of each case: model, drafter, mode.")
     group.add_argument("--device-name", default="", help="What the services run on; by default this processor.")
     group.add_argument("--save-detailed", action="store_true", help="Write every request's figures into --out, too.")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 from importlib import import_module
-from pathlib import Path
+
+from outrider.config.base import expand
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
         "source",
-        type=Path,
+        type=expand,
         help="A folder with config.json and .bin weights (a draft head), or a .pt or .bin file of token ids.",
     )
     parser.add_argument(
-        "out", type=Path, help="The folder to make, or for token ids the .json file; it must not exist."
+        "out", type=expand, help="The folder to make, or for token ids the .json file; it must not exist."
     )
 
 

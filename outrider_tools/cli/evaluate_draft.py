@@ -11,6 +11,7 @@ from textwrap import shorten
 from typing import Any
 
 from outrider.cli.options import number, whole_number
+from outrider.config.base import expand
 from outrider.errors import ConfigError, under
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.files import check_writable, writing
@@ -35,7 +36,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts",
         required=True,
-        type=Path,
+        type=expand,
         help="JSONL of questions: prompt or turns, and a category if there is one.",
     )
     parser.add_argument(
@@ -68,7 +69,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="Default: bfloat16 on a GPU."
     )
-    parser.add_argument("--json", type=Path, help="Write everything to this file.")
+    parser.add_argument("--json", type=expand, help="Write everything to this file.")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.options import number, whole_number
+from outrider.config.base import expand
 from outrider.errors import ConfigError, OutriderError, under
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import DEFAULT_MODEL, resolve_model
@@ -30,13 +31,13 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         required=True,
         help=f"{', '.join(SHAPES)}, any of them with changes (llama-1b,layers=30), or all sizes (hidden=640,...).",
     )
-    parser.add_argument("--out", type=Path, help="The folder to make; it must not exist.")
+    parser.add_argument("--out", type=expand, help="The folder to make; it must not exist.")
     parser.add_argument("--draft", help="A head of the source, of any kind: a folder or hub id.")
     parser.add_argument("--random-draft", action="store_true", help="Make an EAGLE-3 head of random weights instead.")
     parser.add_argument(
-        "--draft-vocab-size", type=whole_number(1, 1 << 24), default=32000, help="Of a random head. Default: 32000."
+        "--draft-vocab-size", type=whole_number(1, 1 << 24), help="Of a random head. Default: 32000, or the target's."
     )
-    parser.add_argument("--draft-out", type=Path, help="The head's folder to make; with it --out may be left out.")
+    parser.add_argument("--draft-out", type=expand, help="The head's folder to make; with it --out may be left out.")
     parser.add_argument(
         "--seed", type=whole_number(0, (1 << 31) - 1), default=0, help="Of the random filling. Default: 0."
     )
@@ -97,6 +98,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--draft-out: names the folder of the head that --draft or --random-draft asks for")
     if arguments.draft is not None and arguments.random_draft:
         raise ConfigError("--random-draft: makes a head, and --draft names one; choose one of them")
+    if arguments.draft_vocab_size is not None and not arguments.random_draft:
+        raise ConfigError("--draft-vocab-size: is of the head that --random-draft makes; leave it out")
+    if arguments.out is not None and arguments.out == arguments.draft_out:
+        raise ConfigError("--draft-out: is the folder of --out; the head needs one of its own")
     if arguments.out is None and not wants_draft:
         raise ConfigError("--out: names the folder to make")
     for flag, path in (("--out", arguments.out), ("--draft-out", arguments.draft_out)):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from importlib import import_module
-from pathlib import Path
 
 from outrider.cli.options import number
-from outrider.errors import under
+from outrider.config.base import expand
+from outrider.errors import ConfigError, under
 from outrider.models.progress import ConsoleProgress
 from outrider.models.store import DEFAULT_MODEL, resolve_model
 
+GROUPED = ("int4", "awq", "gptq")
 FORMATS = ("fp8", "fp8-tensor", "fp8-block", "int8", "int4", "awq", "gptq", "mxfp4")
 
 
@@ -21,9 +22,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=FORMATS, required=True, help="How weights are stored.")
     parser.add_argument(
-        "--group-size", type=int, choices=(16, 32, 64, 128), default=128, help="Weights that share a scale, of int4."
+        "--group-size",
+        type=int,
+        choices=(16, 32, 64, 128),
+        help=f"Weights that share a scale, of {', '.join(GROUPED)}. Default: 128.",
     )
-    parser.add_argument("--out", type=Path, required=True, help="The folder to make; it must not exist.")
+    parser.add_argument("--out", type=expand, required=True, help="The folder to make; it must not exist.")
     parser.add_argument(
         "--calibration",
         default="own",
@@ -41,6 +45,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
+    if arguments.group_size is not None and arguments.format not in GROUPED:
+        raise ConfigError(f"--group-size: is of {', '.join(GROUPED)}, not {arguments.format}; leave it out")
     with under("--model"):
         source = resolve_model(arguments.model, needs_tokenizer=False)
     # By name: the command line imports without torch.
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             source,
             arguments.out,
             arguments.format,
-            arguments.group_size,
+            arguments.group_size or 128,
             device,
             int(arguments.shard_gb * 1e9),
             progress,

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from outrider.cli.options import add_connect_tls_options, number, whole_number
 from outrider.cli.terminal import SERVICE_STYLES, make_console, printable
+from outrider.config.base import expand
 from outrider.config.service import KEY_FIX, gateway_key, peer_tls
 from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import WANTS_KEY, Histogram, MetricsPage
@@ -253,7 +253,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="Read twice, print once, end.")
     parser.add_argument("--count", type=whole_number(1, 1 << 30), help="End after so many.")
     parser.add_argument(
-        "--api-key-file", type=Path, help="File with the gateway's API key; by default $OUTRIDER_API_KEY."
+        "--api-key-file", type=expand, help="File with the gateway's API key; by default $OUTRIDER_API_KEY."
     )
     parser.add_argument("--connect", action=_NoConnect, help=argparse.SUPPRESS)
     add_connect_tls_options(parser, "--tls")

@@ -5,15 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.cli.options import whole_number
+from outrider.config.base import expand
 from outrider.errors import ConfigError, under
 from outrider.models.store import DEFAULT_MODEL, resolve_model
-from outrider_tools.training.options import ALGORITHMS, FLAGS, CorpusOptions, RunOptions, TrainerOptions, TreeShape
+from outrider_tools.training.options import (
+    ALGORITHMS,
+    FLAGS,
+    WORK_FOLDER,
+    CorpusOptions,
+    RunOptions,
+    TrainerOptions,
+    TreeShape,
+)
 
 OptionsT = TypeVar("OptionsT", RunOptions, CorpusOptions, TrainerOptions, TreeShape)
 
@@ -28,7 +37,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, help=f"The target: a name or folder. Default: {DEFAULT_MODEL}."
     )
-    parser.add_argument("--out", required=True, type=Path, help="The drafter's folder; an interrupted run is taken up.")
+    parser.add_argument(
+        "--out", required=True, type=expand, help="The drafter's folder; an interrupted run is taken up."
+    )
     parser.add_argument(
         "--algorithm",
         type=str.upper,
@@ -63,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out the command."""
     if not arguments.out.name:
         raise ConfigError(f"--out: {str(arguments.out)!r} names no folder of the drafter's own; give one")
+    _check(arguments)
     # What follows takes seconds, and the first figures come behind it.
     print(f"train: {arguments.algorithm} for {arguments.model} into {arguments.out}", file=sys.stderr, flush=True)
     with under("--model"):
@@ -71,6 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.init_from:
         with under("--init-from"):
             init_from = resolve_model(arguments.init_from, needs_tokenizer=False)
+    for flag, path in (("--model", folder), ("--init-from", init_from)):
+        if path is not None and path.resolve() == arguments.out.resolve():
+            raise ConfigError(f"--out: is the folder of {flag}, whose files it would replace; choose another")
     # By name: the command line imports without torch.
     module, torch = import_module("outrider_tools.training.run"), import_module("torch")
     device = import_module("outrider.device").choose_device(arguments.device)
@@ -93,8 +108,31 @@ def run(arguments: argparse.Namespace) -> int:
         parallel.run_ranks(count, device.type, "outrider_tools.training.run:train_rank", folder, arguments.out, options)
         return 0
     with import_module("outrider_tools.training.report").Report() as report:
-        module.train(folder, arguments.out, device, options, report)
+        try:
+            module.train(folder, arguments.out, device, options, report)
+        except ConfigError:
+            for made in (arguments.out / WORK_FOLDER, arguments.out):
+                with suppress(OSError):  # what holds anything stays
+                    made.rmdir()
+            raise
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a folder that is another's, and options that change nothing beside others."""
+    out = arguments.out
+    with under("--out"):
+        if out.is_dir() and any(out.iterdir()) and not (out / WORK_FOLDER).is_dir():
+            raise ConfigError(f"{out} holds files that are no training's; choose a new folder")
+    if arguments.steps is not None and arguments.minutes is not None:
+        raise ConfigError("--minutes: --steps says how long; leave one of the two out")
+    if arguments.muon_learning_rate is not None and arguments.optimizer == "adamw":
+        raise ConfigError("--muon-learning-rate: --optimizer adamw does not use it; leave one of the two out")
+    if arguments.text is not None:
+        for field in fields(CorpusOptions):
+            if field.metadata and getattr(arguments, field.name) is not None:
+                flag = field.name.replace("_", "-")
+                raise ConfigError(f"--{flag}: no text is made beside --text {arguments.text}; leave one of the two out")
 
 
 def _given(defaults: OptionsT, arguments: argparse.Namespace, smoke: Mapping[str, int] | None = None) -> OptionsT:

@@ -219,18 +219,23 @@ def _fields(
     }
 
 
-def random_eagle3_head(out: Path, source: Path, draft_vocab_size: int, options: InflateOptions) -> int:
+_DRAFT_VOCAB_SIZE = 32_000
+
+
+def random_eagle3_head(out: Path, source: Path, draft_vocab_size: int | None, options: InflateOptions) -> int:
     """Write a head for what `inflate` makes of `source`, with one layer and its target's embedding; returns its bytes.
 
-    Its vocabulary is spread evenly over the target's, or the target's own if that is no larger.
+    Its vocabulary is spread evenly over the target's. None for 32,000 tokens, or the target's if those are fewer.
 
-    Raises ConfigError: the target has too few layers, or `out` exists or cannot be written.
+    Raises ConfigError: the target has too few layers or tokens, or `out` exists or cannot be written.
     """
     config, shape = ModelConfig.from_folder(source), options.shape.dense
     if shape.layers < 4:
         raise ConfigError(f"an EAGLE-3 head needs a target of 4 layers or more, and it has {shape.layers}")
     vocab_size = vocab_size_of(config, options)
-    size = min(draft_vocab_size, vocab_size)
+    size = draft_vocab_size or min(_DRAFT_VOCAB_SIZE, vocab_size)
+    if size > vocab_size:
+        raise ConfigError(f"--draft-vocab-size {size}: the target has {vocab_size} tokens; choose at most as many")
     fields = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

@@ -15,7 +15,7 @@ from outrider.errors import ConfigError, under
 from outrider.models.decoder import CausalLM
 from outrider_tools.files import replacing
 from outrider_tools.training.generate import GenerationJob, Generator
-from outrider_tools.training.options import CorpusOptions, RunOptions
+from outrider_tools.training.options import WORK_FOLDER, CorpusOptions, RunOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import (
     SYSTEM_OPENINGS,
@@ -42,7 +42,6 @@ RANK_SEEDS = 7919
 # A system message is invented for so many conversations that begin otherwise, up to so many in all.
 TEXTS_A_MESSAGE, MAX_MESSAGES = 16, 256
 
-WORK_FOLDER = "work"
 TEXTS, TEXTS_RECORD = "texts.safetensors", "texts.json"
 
 

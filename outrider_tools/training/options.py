@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.options import number, whole_number
+from outrider.config.base import expand
 
 ALGORITHMS = ("EAGLE3", "EAGLE", "DFLASH", "DSPARK", "NEXTN", "STANDALONE")
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
@@ -90,6 +91,8 @@ class TrainerOptions:
     save_seconds: float = 60.0
 
 
+WORK_FOLDER = "work"
+"""In the drafter's folder: what a run that was interrupted is taken up from."""
 STATE_FILE = "state.safetensors"
 # Weight of the features' distance in the loss, by the kind of head: EAGLE's own paper learns from both.
 FEATURE_WEIGHTS = {"EAGLE": 0.5}
@@ -145,10 +148,12 @@ class RunOptions:
 
     algorithm: str = "EAGLE3"
     """One of ALGORITHMS."""
-    prompts: Path | None = flag(None, "text", "JSONL of questions to train on, beside those it invents.", type=Path)
-    eval_prompts: Path | None = flag(None, "text", "JSONL of questions to evaluate with; never trained on.", type=Path)
+    prompts: Path | None = flag(None, "text", "JSONL of questions to train on, beside those it invents.", type=expand)
+    eval_prompts: Path | None = flag(
+        None, "text", "JSONL of questions to evaluate with; never trained on.", type=expand
+    )
     text: Path | None = flag(
-        None, "text", "Take the text that an earlier run left in this --out; make none.", type=Path
+        None, "text", "Take the text that an earlier run left in this --out; make none.", type=expand
     )
     init_from: Path | None = flag(
         None,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 import outrider
-from outrider_tools.files import writing
+from outrider_tools.files import saving, writing
 from outrider_tools.training.card import write_card, write_plots
-from outrider_tools.training.corpus import WORK_FOLDER, run_texts
+from outrider_tools.training.corpus import run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
 from outrider_tools.training.evaluate import load_drafter, measure
-from outrider_tools.training.options import STATE_FILE, RunOptions
+from outrider_tools.training.options import STATE_FILE, WORK_FOLDER, RunOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm
 from outrider_tools.training.report import Report
@@ -76,7 +76,8 @@ def train(
         return
     clock.lap("training")
     window = 0 if options.algorithm in ("STANDALONE", "NEXTN") else options.corpus.answer_tokens
-    num_bytes = export_drafter(module, model_folder, out, window=window)
+    with saving("--out", out):
+        num_bytes = export_drafter(module, model_folder, out, window=window)
 
     drafter = load_drafter(options.algorithm, out, model_folder, target.model)
     evaluations = measure(

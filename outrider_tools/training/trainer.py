@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import ConfigError
-from outrider_tools.files import replacing
+from outrider_tools.files import replacing, saving
 from outrider_tools.training.learner import Learner, TrainableDrafter
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.parallel import RankGroup
@@ -182,19 +182,21 @@ class Trainer:
         """Train to the end, or until `stop_after` steps are done in all; the state is then saved."""
         started = saved = time.monotonic()
         before = self.history.seconds
-        speed_from = 0.0
+        speed_from = begun = 0.0
         gathered: list[tuple[Tensor, Tensor]] = []
         for batch in self.stream():
             if self._done() or (stop_after is not None and self._step >= stop_after):
                 break
             gathered.append(self.learn(batch))
             self._step += 1
+            now = time.monotonic()
             if not self.history.total_steps:
                 speed_from = self._fit_minutes(speed_from)
+                begun = begun or now
+                self._end_if_late(now - begun)
             if self._step % LOG_EVERY == 0 or self._done():
                 self._log(gathered, on_progress)
                 gathered = []
-            now = time.monotonic()
             self.history.seconds = before + now - started
             # Only between two points of the curve, so that a resumed one has the same points.
             if now - saved > self._options.save_seconds and not gathered:
@@ -284,6 +286,12 @@ class Trainer:
         self.history.total_steps = self._ranks.broadcast_int(total)
         return now
 
+    def _end_if_late(self, seconds: float) -> None:
+        """End where the minutes are over before the speed is known: `seconds` since the first step, which compiles."""
+        is_over = seconds > 60 * self._options.minutes
+        if not self.history.total_steps and self._ranks.broadcast_int(int(is_over)):
+            self.history.total_steps = self._step
+
     def _log(self, gathered: list[tuple[Tensor, Tensor]], on_progress: ProgressCallback | None) -> None:
         loss = float(self._ranks.all_reduce_mean(torch.stack([loss for loss, _ in gathered]).mean()))
         rates: list[float] = self._ranks.all_reduce_mean(torch.stack([hits for _, hits in gathered]).mean(0)).tolist()
@@ -304,7 +312,7 @@ class Trainer:
             for number, values in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{place}.{number}.{name}": value for name, value in values.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        with replacing(self._state_path) as part:
+        with saving("--out", self._state_path), replacing(self._state_path) as part:
             save_file(tensors, part, {_RECORD: json.dumps(record)})
 
     def _resume(self, path: Path) -> None:

@@ -183,11 +183,12 @@ async def test_nobody_there_is_one_clear_line() -> None:
     assert err.startswith("outrider: error: ") and "Traceback" not in err
 
 
+@pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
 async def test_bytes_that_are_no_text_are_asked_as_question_marks(
-    gateway: tuple[EchoGateway, str], monkeypatch: pytest.MonkeyPatch
+    gateway: tuple[EchoGateway, str], monkeypatch: pytest.MonkeyPatch, errors: str
 ) -> None:
     servicer, address = gateway
-    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:surrogateescape")
+    monkeypatch.setenv("PYTHONIOENCODING", f"utf-8:{errors}")
     code, out, err = await chat(address, b"one \xff two\n")
     assert (code, out) == (0, "1 one ? two\n"), err
     assert servicer.requests[0].chat.messages[0].content == "one ? two"

@@ -63,5 +63,5 @@ def test_the_disk_needs_room_for_what_is_written_and_not_for_the_source(
         if fits:
             make(source, tmp_path / "out")
         else:
-            with pytest.raises(ConfigError, match="GB are free there"):
+            with pytest.raises(ConfigError, match="MB are free there"):
                 make(source, tmp_path / "none")

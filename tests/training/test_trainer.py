@@ -115,6 +115,13 @@ def test_minutes_become_steps_by_the_speed_of_the_first_ones(
     assert history.points[-1].step == history.total_steps
 
 
+def test_minutes_end_a_training_whose_speed_is_not_known_yet(target: TargetModel) -> None:
+    options = replace(OPTIONS, steps=0, minutes=1e-6, unroll=1)
+    history = make_trainer(target, make_head(target), random_texts(target, 2, 6, 12), options).run()
+    assert history.total_steps == 2, "the first step is not of them"
+    assert [point.step for point in history.points] == [2]
+
+
 def test_an_epoch_has_every_sequence_once_in_batches_that_fit(target: TargetModel) -> None:
     texts = random_texts(target, 40, 6, 50)
     batches = Batches(texts, 512, 4)

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from outrider.cli.main import main, make_parser
 from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import algorithm_of
+from outrider_tools.files import replacing, saving
 from outrider_tools.training import card as card_module
 from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
 from outrider_tools.training.prompts import ChatForm, QuestionForm, read_questions
@@ -237,6 +239,52 @@ def test_numbers_out_of_bounds_are_told_at_once(option: str, value: str, capsys:
     with pytest.raises(SystemExit):
         make_parser(["train"]).parse_args(["train", "--out", "nowhere", f"{option}={value}"])
     assert f"argument {option}: '{value}' is not a number from" in capsys.readouterr().err
+
+
+def _refused(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["train", "--model", str(folder), "--smoke", "--device", "cpu", *words]) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_of_other_files_is_left_alone(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder, other)
+    before = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
+    assert "holds files that are no training's" in _refused(tiny_folder, capsys, "--out", str(other))
+    (other / "work").mkdir()
+    assert "--out: is the folder of --model" in _refused(other, capsys, "--out", str(other))
+    assert before == {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--steps", "3", "--minutes", "1"), "--minutes: --steps says how long"),
+        (("--optimizer", "adamw", "--muon-learning-rate", "1"), "--muon-learning-rate: --optimizer adamw"),
+        (("--text", "t", "--tokens", "7"), "--tokens: no text is made beside --text t"),
+        (("--text", "nowhere"), "--text nowhere: holds no texts.safetensors"),
+    ],
+)
+def test_what_would_change_nothing_is_refused_and_leaves_no_folder(
+    words: tuple[str, ...], told: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "head"
+    assert told in _refused(tiny_folder, capsys, "--out", str(out), *words)
+    assert not out.exists()
+
+
+def test_a_full_disk_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state"
+    with (
+        pytest.raises(ConfigError, match=r"--out: .*state cannot be written: .*No space left"),
+        saving("--out", path),
+        replacing(path) as part,
+    ):
+        part.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_questions_that_are_evaluated_with_are_not_trained_on(tiny_folder: Path, tmp_path: Path) -> None:
