@@ -97,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
     except ConfigError as error:  # in the words of a draft service
         words = error.message.replace("--speculative-algorithm", "--algorithm")
-        raise ConfigError(words.replace("--speculative-draft-model-path", "--draft")) from error
+        words = words.replace("--speculative-draft-model-path", "--draft")
+        raise ConfigError(words if words.startswith("--") else f"--draft {arguments.draft}: {words}") from error
     tree = TreeShape(arguments.nodes, arguments.depth, arguments.branching)
     with import_module("outrider_tools.training.report").Report() as report:
         evaluations = [

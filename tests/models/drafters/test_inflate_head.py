@@ -271,7 +271,9 @@ def test_a_random_head_loads_beside_its_target(tmp_path: Path) -> None:
     first, again, other = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "again", "other"))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["fc.weight"], other["fc.weight"])
-    random_eagle3_head(tmp_path / "whole", target, 32000, options)
+    with pytest.raises(ConfigError, match="--draft-vocab-size 98: the target has 97 tokens; choose at most as many"):
+        random_eagle3_head(tmp_path / "larger", target, 98, options)
+    random_eagle3_head(tmp_path / "whole", target, None, options)
     whole = load(
         "EAGLE3", speculative_draft_model_path=str(tmp_path / "whole"), target_model_path=str(tmp_path / "target")
     )
