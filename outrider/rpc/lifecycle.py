@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -78,13 +78,23 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     except Exception as error:
         config_error = _only_config_error(error)
         if config_error is not None:
-            print(f"{name}: error: {redact(config_error.message)}", file=sys.stderr, flush=True)
+            text = with_variable(config_error.message, type(options), os.environ, sys.argv)
+            print(f"{name}: error: {redact(text)}", file=sys.stderr, flush=True)
             return EXIT_CONFIG
         _logger.error("the service failed", exc_info=error)
         return EXIT_FAILURE
     finally:
         with suppress(ConfigError):
             remove_ready_file(ready_file)
+
+
+def with_variable(message: str, options_type: type, env: Mapping[str, str], argv: Sequence[str]) -> str:
+    """What an error that begins with an option says, of a value that came from the environment."""
+    for item in describe_options(options_type):
+        if message.startswith(f"{item.flag}:") and item.env in env:
+            is_given = any(word.partition("=")[0] == item.flag for word in argv)
+            return message if is_given else f"{item.env} (environment){message.removeprefix(item.flag)}"
+    return message
 
 
 def misspelt_variables(variables: Iterable[str]) -> list[tuple[str, str]]:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
-from outrider.rpc.lifecycle import exit_text, misspelt_variables, run_service, write_ready_file
+from outrider.rpc.lifecycle import exit_text, misspelt_variables, run_service, with_variable, write_ready_file
 
 REPOSITORY = Path(__file__).parents[2]
 SERVICE = """
@@ -23,6 +24,7 @@ import asyncio, signal, sys
 from outrider.config.base import parse_options
 from outrider.config.service import ServiceOptions
 from outrider.errors import ConfigError
+from outrider.config.gateway import GatewayOptions
 from outrider.rpc.lifecycle import run_service, write_ready_file
 async def main(options, stop):
     print("up", flush=True)
@@ -173,3 +175,17 @@ def test_a_service_tells_of_a_misspelt_variable_and_starts(monkeypatch: pytest.M
         _, err = process.communicate(timeout=30)
     assert process.returncode == 0
     assert "OUTRIDER_ADRESS in the environment is no option of any service; was OUTRIDER_ADDRESS meant?" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ((), "OUTRIDER_ADDRESS (environment): 'foo' is not an address"),
+        (("--address=foo",), "--address: 'foo' is not an address"),
+        (("--log-level", "INFO"), "OUTRIDER_ADDRESS (environment): 'foo' is not an address"),
+    ],
+)
+def test_what_is_wrong_in_the_environment_is_named_so(argv: tuple[str, ...], told: str) -> None:
+    message = "--address: 'foo' is not an address"
+    assert with_variable(message, GatewayOptions, {"OUTRIDER_ADDRESS": "foo"}, argv) == told
+    assert with_variable(message, GatewayOptions, {}, argv) == message
