@@ -49,6 +49,7 @@ def write_report(
     report = {
         "benchmark": benchmark,
         "device": device,
+        "host": cpu_name(),
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command or [Path(sys.executable).name, *sys.orig_argv[1:]]),

@@ -261,7 +261,7 @@ def test_the_command_writes_a_report_in_the_common_form(live: Cluster, tmp_path:
     command += ["--num-warmups=2", "--label=tiny ngram split", f"--out={out}", f"--plot={plot}", "--save-detailed"]
     assert main(command) == 0
     report = json.loads(out.read_text())
-    assert {"benchmark", "device", "commit", "date", "command", "versions", "rows"} <= set(report)
+    assert {"benchmark", "device", "host", "commit", "date", "command", "versions", "rows"} <= set(report)
     rows = [Row(**row) for row in report["rows"]]
     assert {row.case for row in rows} == {"tiny ngram split b1 greedy", "tiny ngram split b3 greedy"}
     assert values(rows, "completion_tokens") == [144, 144]
