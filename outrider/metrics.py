@@ -28,8 +28,8 @@ from outrider.rpc.transport import split_host_port
 
 _MAX_CONNECTIONS = 16
 """Of a page at once; others are closed."""
-_STALL_SECONDS = 10.0
-"""That a client may take for its request, or take nothing of the page."""
+_REQUEST_SECONDS = 10.0
+"""That a client may take for its request and to read the page."""
 
 
 @contextmanager
@@ -81,16 +81,24 @@ class _PageServer(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """See the base."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See the base."""
+            return
         try:
-            super().process_request_thread(request, client_address)
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """See the base."""
+        late = threading.Timer(_REQUEST_SECONDS, _hang_up, (request,))
+        late.daemon = True
+        late.start()
+        try:
+            super().finish_request(request, client_address)
         finally:
+            late.cancel()
             self._places.release()
 
     def _answer(self, environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -101,12 +109,16 @@ class _PageServer(ThreadingMixIn, WSGIServer):
         return [b"there is no such page; see /metrics\n"]
 
 
-class _PageHandler(WSGIRequestHandler):
-    timeout = _STALL_SECONDS
+def _hang_up(connection: socket.socket) -> None:
+    """Whoever reads from it, or writes to it, finds its end."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
+
+class _PageHandler(WSGIRequestHandler):
     def handle(self) -> None:
         """See the base."""
-        with suppress(TimeoutError, ConnectionError):
+        with suppress(ConnectionError):
             super().handle()
 
     def log_message(self, format: str, *args: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -99,8 +100,10 @@ def saving(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
+        is_full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{option}: {path} cannot be written: {reason}; make room there, then go on") from None
+        fix = "; make room there, then go on" if is_full else "; choose another place"
+        raise ConfigError(f"{option}: {path} cannot be written: {reason}{fix}") from None
 
 
 def check_new(out: Path, said: str) -> None:

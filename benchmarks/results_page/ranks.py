@@ -80,21 +80,30 @@ def two_gpus_table() -> str:
     lines: list[Cells] = [
         ("plain, one request", split.cell(plain, SPEED, ",.0f"), "", ranks.cell(plain, SPEED, ",.0f"), "", "")
     ]
+    all_80 = {"standalone": split, "eagle3": split_80}
     for kind, title in kinds.items():
-        inside, apart = (f"llama-8b {kind} {where} " for where in ("colocated", "split"))
-        for what, of_ranks, of_split, source in (
-            ("six questions", "b1", "b1", split),
-            ("all 80", "b1 n80", "b1", split_80),
-            ("16 requests", "b16", "b16", split_80),
-        ):
-            cases = ((source, f"{apart}{of_split} bf16 greedy"), (ranks, f"{inside}{of_ranks} bf16 greedy"))
+        inside, apart = (f"llama-8b {kind} {where} {{}} bf16 greedy" for where in ("colocated", "split"))
+        of_80 = apart.format("b1 n80" if all_80[kind] is split else "b1")
+        compared = [("six questions", split, apart.format("b1"), "b1"), ("all 80", all_80[kind], of_80, "b1 n80")]
+        if kind == "standalone":
+            compared.append(("16 requests, six questions", split, apart.format("b16"), "b16"))
+        for what, source, of_split, of_ranks in compared:
+            cases = ((source, of_split), (ranks, inside.format(of_ranks)))
             cells = [one.cell(case, name, form) for one, case in cases for name, form in TWO_GPUS_COLUMNS]
             speeds = [one(case) for one, case in cases]
             lines.append((f"{title}, {what}", *cells, f"{speeds[1] / speeds[0]:.2f}"))
+    for kind, title in kinds.items():
+        inside = f"llama-8b {kind} colocated b16 bf16 greedy"
+        if kind != "standalone":
+            cells = [ranks.cell(inside, name, form) for name, form in TWO_GPUS_COLUMNS]
+            lines.append((f"{title}, 16 requests, six questions", "", "", *cells, ""))
     head = ("", "split, tokens/s", "accept length", "two ranks, tokens/s", "accept length", "ranks over split")
-    sources = "\n\n".join(one.source() for one in (ranks, split))
+    sources = "\n\n".join(one.source() for one in (ranks, split, split_80))
     draft, eagle3 = (f"llama-8b {kind} colocated b1 {{}}bf16 greedy" for kind in kinds)
-    apart = [("split", split_80(f"llama-8b {kind} split b1 bf16 greedy")) for kind in kinds]
+    apart = [
+        ("split, 80", split("llama-8b standalone split b1 n80 bf16 greedy")),
+        ("split, 80", split_80("llama-8b eagle3 split b1 bf16 greedy")),
+    ]
     aims = [
         ("tokens/s, 135M draft", "at least", 850, [apart[0], *_both(ranks, draft)]),
         ("tokens/s, EAGLE-3", "at least", 700, [apart[1], *_both(ranks, eagle3)]),

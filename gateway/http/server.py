@@ -223,7 +223,7 @@ class HttpConnection(H11Protocol):
         else:
             error = HttpError(400, "this is no valid HTTP request", "invalid_http")
         _logger.info("refused: %s: %s", error.code, error.message)
-        if self._connections.on_refused is not None:
+        if self._connections.on_refused is not None and not self._in_request:  # which counts its end itself
             self._connections.on_refused(error)
         self._refuse(error, {})
 

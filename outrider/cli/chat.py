@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import grpc
@@ -32,6 +33,9 @@ from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_con
 from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_INTERRUPTED
+
+_REPEAT_SECONDS = 0.1
+"""From a signal that no read was interrupted by to its next try."""
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
 
@@ -92,19 +96,22 @@ def _leave_on_signals() -> None:
     never. So a thread that is told of each signal repeats it until it is handled.
     """
     numbers, main = (signal.SIGTERM, signal.SIGHUP), threading.get_ident()
-    leaving = threading.Event()
+    leaving, left_at = threading.Event(), 0.0
     told, tell = socket.socketpair()
     tell.setblocking(False)
 
     def leave(*_: object) -> None:
-        if not leaving.is_set():
-            leaving.set()
+        nonlocal left_at
+        signal.set_wakeup_fd(-1)
+        leaving.set()
+        if time.monotonic() - left_at > _REPEAT_SECONDS:  # else it is the thread's, of one that was handled meanwhile
+            left_at = time.monotonic()
             sys.exit(EXIT_INTERRUPTED)
 
     def repeat() -> None:
         while (signum := told.recv(1)[0]) not in numbers:
             pass
-        while not leaving.wait(0.1):
+        while not leaving.wait(_REPEAT_SECONDS):
             signal.pthread_kill(main, signum)
 
     for signum in numbers:

@@ -165,7 +165,8 @@ class _BoundaryCall:
             raise DeadlineError(text, code="request_timeout") from None
         if message is grpc.aio.EOF:
             # Of a larger one grpc tells its sender, and nobody here.
-            raise InvalidRequestError("", f"the call ended without a message of at most {most} bytes", "send one")
+            text = f"the call ended without a message of at most {most} bytes"
+            raise InvalidRequestError("", text, "send one", code="no_message")
         return message
 
     def _count(self, error: OutriderError) -> None:

@@ -11,13 +11,13 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from outrider.config.base import ENV_PREFIX, describe_options
+from outrider.config.base import ENV_PREFIX, describe_options, read_options
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
@@ -78,7 +78,7 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     except Exception as error:
         config_error = _only_config_error(error)
         if config_error is not None:
-            text = with_variable(config_error.message, type(options), os.environ, sys.argv)
+            text = with_variable(config_error.message, options, os.environ)
             print(f"{name}: error: {redact(text)}", file=sys.stderr, flush=True)
             return EXIT_CONFIG
         _logger.error("the service failed", exc_info=error)
@@ -88,12 +88,13 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
             remove_ready_file(ready_file)
 
 
-def with_variable(message: str, options_type: type, env: Mapping[str, str], argv: Sequence[str]) -> str:
-    """What an error that begins with an option says, of a value that came from the environment."""
-    for item in describe_options(options_type):
+def with_variable(message: str, options: Any, env: Mapping[str, str]) -> str:
+    """What an error that begins with an option says where its value is that of the environment."""
+    for item in describe_options(type(options)):
         if message.startswith(f"{item.flag}:") and item.env in env:
-            is_given = any(word.partition("=")[0] == item.flag for word in argv)
-            return message if is_given else f"{item.env} (environment){message.removeprefix(item.flag)}"
+            given = read_options(type(options), {}, {item.env: env[item.env]}, {})
+            if getattr(given, item.name) == getattr(options, item.name):
+                return f"{item.env} (environment){message.removeprefix(item.flag)}"
     return message
 
 

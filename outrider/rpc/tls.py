@@ -284,7 +284,9 @@ def _unreadable(files: TlsFiles, word: str, error: OSError) -> ConfigError:
 
 def _warn_of_files(files: TlsFiles) -> None:
     """Log if more than its owner may use the private key, and if the certificate is not valid today."""
-    _warn_of_dates(files)
+    with suppress(ConfigError, OSError):  # replaced meanwhile: who uses them will say so
+        if files.cert:
+            _warn_of_dates(files)
     mode = 0
     if files.key:
         with suppress(OSError):
@@ -299,12 +301,11 @@ def _warn_of_files(files: TlsFiles) -> None:
 
 
 def _warn_of_dates(files: TlsFiles) -> None:
-    if not files.cert:
-        return
+    """Of a certificate that a server may have; OpenSSL tells no dates of one that is for clients alone."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.load_verify_locations(_path(files.cert))
     refused = _meet(load_material(files).context, client, "localhost")
     if refused is not None and getattr(refused[1], "verify_code", 0) in _OTHER_TIMES:
         reason = getattr(refused[1], "verify_message", "is not valid today")
-        _logger.warning("%s: %s: %s, so that nobody takes it; renew it", files.flag("cert"), files.cert, reason)
+        _logger.warning("%s: %s: %s, so that nobody takes it; use another", files.flag("cert"), files.cert, reason)

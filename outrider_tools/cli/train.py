@@ -17,6 +17,7 @@ from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.training.options import (
     ALGORITHMS,
     FLAGS,
+    RECORD_FILE,
     WORK_FOLDER,
     CorpusOptions,
     RunOptions,
@@ -103,18 +104,18 @@ def run(arguments: argparse.Namespace) -> int:
     if count > most:
         found = f"torch finds {most} here" if device.type == "cuda" else "on a CPU one process trains; leave it out"
         raise ConfigError(f"--gpus {count}: {found}")
-    if count > 1:
-        parallel = import_module("outrider_tools.training.parallel")
-        parallel.run_ranks(count, device.type, "outrider_tools.training.run:train_rank", folder, arguments.out, options)
-        return 0
-    with import_module("outrider_tools.training.report").Report() as report:
-        try:
-            module.train(folder, arguments.out, device, options, report)
-        except ConfigError:
-            for made in (arguments.out / WORK_FOLDER, arguments.out):
-                with suppress(OSError):  # what holds anything stays
-                    made.rmdir()
-            raise
+    try:
+        if count > 1:
+            parallel, rank = import_module("outrider_tools.training.parallel"), "outrider_tools.training.run:train_rank"
+            parallel.run_ranks(count, device.type, rank, folder, arguments.out, options)
+        else:
+            with import_module("outrider_tools.training.report").Report() as report:
+                module.train(folder, arguments.out, device, options, report)
+    except ConfigError:
+        for made in (arguments.out / WORK_FOLDER, arguments.out):
+            with suppress(OSError):  # what holds anything stays
+                made.rmdir()
+        raise
     return 0
 
 
@@ -122,15 +123,17 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for a folder that is another's, and options that change nothing beside others."""
     out = arguments.out
     with under("--out"):
-        if out.is_dir() and any(out.iterdir()) and not (out / WORK_FOLDER).is_dir():
-            raise ConfigError(f"{out} holds files that are no training's; choose a new folder")
+        others = (out / "config.json").exists() or any(out.glob("*.safetensors"))
+        if others and not (out / WORK_FOLDER).is_dir() and not (out / RECORD_FILE).exists():
+            raise ConfigError(f"{out} holds a model that is no training's; choose a new folder")
     if arguments.steps is not None and arguments.minutes is not None:
         raise ConfigError("--minutes: --steps says how long; leave one of the two out")
     if arguments.muon_learning_rate is not None and arguments.optimizer == "adamw":
         raise ConfigError("--muon-learning-rate: --optimizer adamw does not use it; leave one of the two out")
     if arguments.text is not None:
         for field in fields(CorpusOptions):
-            if field.metadata and getattr(arguments, field.name) is not None:
+            # Rows are of the evaluation, too.
+            if field.metadata and field.name != "num_rows" and getattr(arguments, field.name) is not None:
                 flag = field.name.replace("_", "-")
                 raise ConfigError(f"--{flag}: no text is made beside --text {arguments.text}; leave one of the two out")
 

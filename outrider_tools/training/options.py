@@ -94,6 +94,7 @@ class TrainerOptions:
 WORK_FOLDER = "work"
 """In the drafter's folder: what a run that was interrupted is taken up from."""
 STATE_FILE = "state.safetensors"
+RECORD_FILE = "training.json"
 # Weight of the features' distance in the loss, by the kind of head: EAGLE's own paper learns from both.
 FEATURE_WEIGHTS = {"EAGLE": 0.5}
 

@@ -17,15 +17,13 @@ from outrider_tools.training.card import write_card, write_plots
 from outrider_tools.training.corpus import run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
 from outrider_tools.training.evaluate import load_drafter, measure
-from outrider_tools.training.options import STATE_FILE, WORK_FOLDER, RunOptions
+from outrider_tools.training.options import RECORD_FILE, STATE_FILE, WORK_FOLDER, RunOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm
 from outrider_tools.training.report import Report
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import coverage
 from outrider_tools.training.trainer import Trainer
-
-RECORD_FILE = "training.json"
 
 
 def train_rank(model_folder: Path, out: Path, options: RunOptions, device: torch.device, ranks: RankGroup) -> None:
@@ -113,9 +111,10 @@ def train(
     }
     text = json.dumps(record, indent=1, default=lambda path: path.name)
     record = json.loads(text)
-    (out / RECORD_FILE).write_text(text + "\n", "utf-8")
-    plots = write_plots(record, out, report)
-    write_card(record, evaluations, out, plots)
+    with saving("--out", out):
+        (out / RECORD_FILE).write_text(text + "\n", "utf-8")
+        plots = write_plots(record, out, report)
+        write_card(record, evaluations, out, plots)
     report.table(_summary(record))
     report.evaluations(evaluations)
 

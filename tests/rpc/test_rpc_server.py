@@ -173,7 +173,7 @@ def _metrics_client(address: str) -> socket.socket:
 
 
 def test_nobody_holds_a_metrics_page_by_being_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._PageHandler, "timeout", 0.05)
+    monkeypatch.setattr(metrics, "_REQUEST_SECONDS", 0.05)
     with serve_metrics("127.0.0.1:0", CollectorRegistry()) as address, _metrics_client(address) as silent:
         silent.sendall(b"GET /metr")
         assert silent.recv(1) == b"", "it is closed"

@@ -252,7 +252,7 @@ def test_a_folder_of_other_files_is_left_alone(
     other = tmp_path / "other"
     shutil.copytree(tiny_folder, other)
     before = {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
-    assert "holds files that are no training's" in _refused(tiny_folder, capsys, "--out", str(other))
+    assert "holds a model that is no training's" in _refused(tiny_folder, capsys, "--out", str(other))
     (other / "work").mkdir()
     assert "--out: is the folder of --model" in _refused(other, capsys, "--out", str(other))
     assert before == {path.name: path.read_bytes() for path in other.iterdir() if path.is_file()}
@@ -264,7 +264,7 @@ def test_a_folder_of_other_files_is_left_alone(
         (("--steps", "3", "--minutes", "1"), "--minutes: --steps says how long"),
         (("--optimizer", "adamw", "--muon-learning-rate", "1"), "--muon-learning-rate: --optimizer adamw"),
         (("--text", "t", "--tokens", "7"), "--tokens: no text is made beside --text t"),
-        (("--text", "nowhere"), "--text nowhere: holds no texts.safetensors"),
+        (("--text", "nowhere", "--num-rows", "4"), "--text nowhere: holds no texts.safetensors"),
     ],
 )
 def test_what_would_change_nothing_is_refused_and_leaves_no_folder(

@@ -54,6 +54,8 @@ MAX_RETRY_SECONDS = 2.0
 again is in use within 5 seconds: nothing tells that it was replaced, or mended, but the next dial."""
 AWAY_LOG_SECONDS = 5.0
 """How long a draft may be out of reach before that is logged, as one is at first that starts beside verify."""
+AWAY_REPEAT_SECONDS = 600.0
+"""From there to the next time."""
 MALFORMED_LOG_SECONDS = 10.0
 """Least time between two warnings of malformed messages."""
 MAX_QUEUED_MESSAGES = 4096
@@ -351,9 +353,8 @@ class DraftDialer:
         self._features_failed = False
         self._failure = ""
         """What kept the last dial from becoming a session, or ended that; it is logged once while it stays the same."""
-        self._away_since: float | None = None
-        self._away_reason = ""
-        """What was logged last of a draft that cannot be reached."""
+        self._tell_away_at: float | None = None
+        """When to log next that the draft cannot be reached; None while it can be, or says why not itself."""
         self.wanted = True
         """Whether to dial again when a session has ended."""
 
@@ -387,7 +388,7 @@ class DraftDialer:
                 if failure != self._failure:
                     log.exception("the session with draft %s failed", self.address)
             if failure:
-                self._away_since = None
+                self._tell_away_at = None
             self.state, self._failure = state, failure
             if time.monotonic() - began >= MAX_RETRY_SECONDS:
                 self._failure_pause = RETRY_SECONDS
@@ -398,17 +399,16 @@ class DraftDialer:
                 await self._sleep(RETRY_SECONDS)
 
     def _tell_away(self, reason: str) -> None:
-        """Log why the draft cannot be reached, at once if it was there, and of one that was not after a while, once."""
+        """Log why the draft cannot be reached, at once if it was there, else after a while, and then seldom."""
         now = time.monotonic()
         if self.state == "connected":
-            self._away_since, self._away_reason = now, reason
             log.warning("draft %s is away: %s", self.address, reason)
-            return
-        if self._away_since is None:
-            self._away_since = now
-        if now - self._away_since >= AWAY_LOG_SECONDS and reason != self._away_reason:
-            self._away_reason = reason
+            self._tell_away_at = now + AWAY_REPEAT_SECONDS
+        elif self._tell_away_at is None:
+            self._tell_away_at = now + AWAY_LOG_SECONDS
+        elif now >= self._tell_away_at:
             log.warning("draft %s is not usable: %s; trying again", self.address, reason)
+            self._tell_away_at = now + AWAY_REPEAT_SECONDS
 
     async def _converse(self) -> None:
         channel = self._dial(self.address)
@@ -417,7 +417,7 @@ class DraftDialer:
             terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
             session = DraftSession(self.address, call, terms, self._engine, self._malformed, self._dial)
             self.state = "connected"
-            self._away_since, self._away_reason = None, ""
+            self._tell_away_at = None
             log.info("draft %s is connected", self.address)
             self._engine.draft_connected(session, terms)
             writer = asyncio.create_task(session.write())
