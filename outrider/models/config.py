@@ -134,6 +134,7 @@ class ModelConfig(ModelShape):
         num_layers = get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS)
         head_dim = get_int(fields, "head_dim", _default_head_dim(fields, family, hidden_size, num_heads), minimum=2)
         rope, local_rope = read_ropes(fields, max_positions)
+        max_positions = max(max_positions, rope.stretched_positions)
         config = cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -326,9 +327,9 @@ def _unrotated(fields: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     """Layers without rotary positions: no_rope_layers has a 0 for them, or each so many-th one is."""
     rotates = fields.get("no_rope_layers")
     if rotates is not None:
-        if not isinstance(rotates, list) or len(rotates) != num_layers:
+        if not isinstance(rotates, list) or len(rotates) < num_layers:
             raise ConfigError(f"config.json: no_rope_layers must be a list of {num_layers} numbers, got {rotates!r}")
-        return frozenset(layer for layer, turns in enumerate(rotates) if not turns)
+        return frozenset(layer for layer, turns in enumerate(rotates[:num_layers]) if not turns)
     every = get_int(fields, "no_rope_layer_interval", 0)
     return frozenset(layer for layer in range(num_layers) if every and (layer + 1) % every == 0)
 

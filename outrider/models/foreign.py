@@ -65,6 +65,10 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     num_heads = get_int(fields, "num_attention_heads", minimum=1)
     hidden_size = get_int(fields, "hidden_size", minimum=1)
     vocab_size = get_int(fields, "vocab_size", minimum=1)
+    head_dim = get_int(fields, "head_dim", hidden_size // num_heads, minimum=1)
+    if "qk_nope_head_dim" in fields:  # latent attention, whose heads transformers makes whole
+        parts = (get_int(fields, name, 0) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+        head_dim = max(sum(parts), get_int(fields, "v_head_dim", 1, minimum=1))
     return ModelShape(
         architecture=str(fields["architectures"][0]),
         vocab_size=vocab_size,
@@ -72,7 +76,7 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
         num_layers=get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
-        head_dim=padded_head_dim(get_int(fields, "head_dim", hidden_size // num_heads, minimum=1)),
+        head_dim=padded_head_dim(head_dim),
         max_positions=get_int(fields, "max_position_embeddings", minimum=1),
         eos_token_ids=eos_token_ids(fields, generation, vocab_size),
         tie_embeddings=get_bool(fields, "tie_word_embeddings", False),

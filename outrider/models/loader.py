@@ -18,7 +18,7 @@ from outrider.models.families import FAMILIES
 from outrider.models.fields import read_configs
 from outrider.models.foreign import choose_impl
 from outrider.models.transformers_model import TransformersConfig, describe_transformers, load_transformers
-from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
+from outrider.models.weights import EMBEDDING, HEAD, Progress, StoredTensor, check_tensors, fill, stored_tensors
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -146,18 +146,24 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
         return None if derived or (unread is not None and name.startswith(unread)) else name
 
     stored = stored_tensors(folder, name_of)
-    if config.tie_embeddings and (head := stored.pop("lm_head.weight", None)) is not None:
-        _check_tied(head, stored.get("model.embed_tokens.weight"), folder)
+    if config.tie_embeddings and (head := stored.pop(HEAD, None)) is not None:
+        # Some write the one matrix under the other name.
+        _check_tied(head, stored.setdefault(EMBEDDING, head), folder)
     check_tensors(stored, expected, folder)
     return stored
 
 
-def _check_tied(head: StoredTensor, embedding: StoredTensor | None, folder: Path) -> None:
-    """Raise ConfigError for an output matrix that is said to be the embedding, and is another: the first rows tell."""
-    if embedding is None:
+_COMPARED_ROWS = 8192
+"""At once, of matrices that may take a gigabyte each."""
+
+
+def _check_tied(head: StoredTensor, embedding: StoredTensor, folder: Path) -> None:
+    """Raise ConfigError for an output matrix that is said to be the embedding, and is another."""
+    if head is embedding:
         return
-    rows = [[(0, min(head.shape[0], 256))], [(0, head.shape[-1])]]
-    if head.shape != embedding.shape or not torch.equal(head.read(rows), embedding.read(rows)):
+    starts = range(0, head.shape[0], _COMPARED_ROWS)
+    parts = ([[(start, min(head.shape[0], start + _COMPARED_ROWS))], [(0, head.shape[-1])]] for start in starts)
+    if head.shape != embedding.shape or not all(torch.equal(head.read(part), embedding.read(part)) for part in parts):
         raise ConfigError(
             f"{folder}: tie_word_embeddings is true in config.json, and {head.name} is another matrix than "
             f"{embedding.name}; set it to false, or leave {head.name} out"

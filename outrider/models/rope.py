@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import ConfigError
@@ -39,6 +39,8 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
+    stretched_positions: int = 0
+    """Of yarn, what original_max_position_embeddings are stretched to; max_position_embeddings need not say so."""
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], max_positions: int) -> RopeConfig:
@@ -91,6 +93,8 @@ class RopeConfig:
             long_factors=_factors(merged, "long_factor") if kind == "longrope" else (),
             is_long=kind == "longrope" and max_positions > (original or max_positions),
         )
+        if kind == "yarn" and original:
+            rope = replace(rope, stretched_positions=int(original * rope.factor))
         if rope.theta <= 1.0:
             raise ConfigError(f"config.json: rope_theta must be above 1, got {rope.theta}")
         if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:

@@ -78,10 +78,10 @@ def shard_paths(folder: Path) -> list[Path]:
 
     Raises ConfigError: there are none as safetensors, or the index names a file that is missing or outside the folder.
     """
+    if (folder / WEIGHTS_FILE).is_file():  # as transformers: beside an index it is what was saved last
+        return [folder / WEIGHTS_FILE]
     if (folder / INDEX_FILE).is_file():
         return _indexed_paths(folder)
-    if (folder / WEIGHTS_FILE).is_file():
-        return [folder / WEIGHTS_FILE]
     for name in sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ():
         if name.endswith(PICKLE_SUFFIXES):
             raise ConfigError(
@@ -96,10 +96,18 @@ def shard_paths(folder: Path) -> list[Path]:
     )
 
 
-def _indexed_paths(folder: Path) -> list[Path]:
+def indexed_files(folder: Path) -> dict[str, str]:
+    """By tensor the file that it is in, as the index says; empty where the folder has one file. Raises ConfigError."""
+    if (folder / WEIGHTS_FILE).is_file() or not (folder / INDEX_FILE).is_file():
+        return {}
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{folder / INDEX_FILE} has no weight_map")
+    return weight_map
+
+
+def _indexed_paths(folder: Path) -> list[Path]:
+    weight_map = indexed_files(folder)
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         # A plain file name: an index must not reach outside its folder.

@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from outrider.layers.rotary import Rotary
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, stated_dtype
-from outrider.models.fields import read_configs
+from outrider.models.fields import get_int, read_configs
 from outrider.models.transformers_modules import (
     ATTENTION,
     NOTED_ATTENTION,
@@ -317,6 +318,9 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -
     return model.to(device).requires_grad_(False)
 
 
+_POSITIONS = "max_position_embeddings"
+
+
 def _survey(folder: Path) -> _Survey:
     """Look at a model without reading weights. Raises ConfigError: names what cannot run."""
     fields, generation = read_configs(folder)
@@ -347,7 +351,14 @@ def _survey(folder: Path) -> _Survey:
         )
     if len(set(notes.sizes.values())) > 1 or not notes.is_causal:
         raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways or differ in their heads")
-    max_positions = int(config.max_position_embeddings)
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise ConfigError(
+            f"config.json: {name} is not supported: it takes no positions, and counts what transformers' "
+            "own cache holds"
+        )
+    # Of some it is another name for a field of theirs.
+    positions = {_POSITIONS: getattr(config, _POSITIONS, None)}
+    max_positions = get_int(positions, _POSITIONS, minimum=1)
     notes = _look_at_masks(name, base, model, max_positions)
     num_heads, num_kv_heads, key_size, value_size = notes.sizes[0]
     head_dim = padded_head_dim(max(key_size, value_size))

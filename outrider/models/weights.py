@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.errors import ConfigError
-from outrider.models.store_folder import INDEX_FILE, shard_paths, tensor_shapes
+from outrider.models.store_folder import INDEX_FILE, indexed_files, shard_paths, tensor_shapes
 
 Progress = Callable[[int, int], None]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,11 @@ def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> d
     """
     found: dict[str, StoredTensor] = {}
     opened: dict[Path, Any] = {}
+    files = indexed_files(folder)
     for path in shard_paths(folder):
         for name, shape in tensor_shapes(path).items():
             ours = rename(name)
-            if ours is None:
+            if ours is None or files.get(name, path.name) != path.name:
                 continue
             if ours in found:
                 raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
@@ -93,7 +95,8 @@ def check_tensors(
     missing = sorted(expected.keys() - stored.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"{folder}: tensor {missing[0]}{more} missing from the checkpoint")
+        tied = "; where the embedding is the output, too, tie_word_embeddings is true" if missing == [HEAD] else ""
+        raise ConfigError(f"{folder}: tensor {missing[0]}{more} missing from the checkpoint{tied}")
 
 
 def fill(targets: Mapping[str, Tensor], read: Callable[[str], Tensor], progress: Progress | None) -> None:

@@ -69,6 +69,61 @@ def test_a_tied_checkpoint_with_a_head_of_its_own_is_refused(tmp_path: Path, sha
         load_model(tmp_path)
 
 
+def test_a_tied_checkpoint_whose_head_differs_in_its_last_row_is_refused(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, tie_word_embeddings=True, vocab_size=300)
+    head = reference.model.embed_tokens.weight.detach().clone()
+    head[-1] += 1.0
+    rewrite(tmp_path, {"lm_head.weight": head})
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is another matrix"):
+        load_model(tmp_path)
+
+
+def test_a_tied_checkpoint_may_have_its_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model, ids = load_model(tmp_path), token_ids(8)
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert relative_error(run_one(model, model.new_kv(8), ids, torch.arange(8)), expected) <= 1e-5
+
+
+def test_a_missing_head_is_told_with_what_would_tie_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path, tie_word_embeddings=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lm_head\.weight missing from .*; .* tie_word_embeddings is true"):
+        load_model(tmp_path)
+
+
+def _write_shards(folder: Path, files: dict[str, dict[str, torch.Tensor]], weight_map: dict[str, str]) -> None:
+    for name, tensors in files.items():
+        save_file(tensors, folder / name, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_the_one_file_counts_beside_an_index(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    _write_shards(tmp_path, {}, {"lm_head.weight": "model-00001-of-00001.safetensors"})
+    load_model(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_the_one_that_the_index_names(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    name = "model.norm.weight"
+    other = {name: tensors[name] + 1.0, "lm_head.weight": tensors.pop("lm_head.weight")}
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
+    _write_shards(tmp_path, {"a.safetensors": tensors, "b.safetensors": other}, weight_map)
+    model, ids = load_model(tmp_path), token_ids(8)
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert relative_error(run_one(model, model.new_kv(8), ids, torch.arange(8)), expected) <= 1e-5
+
+
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
@@ -97,6 +152,7 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 def test_index_cannot_reach_outside_its_folder(name: str | int, tmp_path: Path) -> None:
     save_tiny(tmp_path / "inside")
     save_tiny(tmp_path)
+    (tmp_path / "inside" / "model.safetensors").unlink()
     (tmp_path / "inside" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ConfigError, match="no safetensors file of the same folder"):
         load_model(tmp_path / "inside")

@@ -106,6 +106,24 @@ EXPERTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "yarn", "factor": 4.0}, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 64),
+    ],
+)
+def test_yarn_stretches_the_positions_that_it_began_with(scaling: dict[str, Any], positions: int) -> None:
+    fields = {**VALID, "max_position_embeddings": 64, "rope_scaling": scaling}
+    assert ModelConfig.from_fields(fields, {}).max_positions == positions
+
+
+def test_further_layers_in_a_list_of_those_that_rotate_are_passed_over() -> None:
+    assert ModelConfig.from_fields({**VALID, **SMOLLM3, "no_rope_layers": [1, 0, 0, 1]}, {}).unrotated == {1}
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),

@@ -22,7 +22,7 @@ from outrider.models.elements import target_elements
 from outrider.models.fields import read_configs
 from outrider.models.foreign import check_config, foreign_shape
 from outrider.models.loader import describe_model, load_model
-from outrider.models.transformers_model import TransformersLM
+from outrider.models.transformers_model import TransformersLM, describe_transformers
 from outrider.models.transformers_modules import replace_modules
 from verify_service.engine.build import attention_backend
 
@@ -294,6 +294,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["RobertaForCausalLM"], "model_type": "roberta", "is_decoder": True},
         "RobertaForCausalLM is not supported: it counts positions from behind its padding token",
     ),
+    "decoder of two parts": (
+        {
+            "architectures": ["BartForCausalLM"],
+            "model_type": "bart",
+            "is_encoder_decoder": False,
+            **dict.fromkeys(("encoder_layers", "decoder_layers"), 3),
+            **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+            **dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 32),
+        },
+        "BartForCausalLM is not supported: it takes no positions",
+    ),
     "quantized": (
         {"architectures": ["GlmForCausalLM"], "model_type": "glm", "quantization_config": {"quant_method": "awq"}},
         "GlmForCausalLM through transformers must be unquantized",
@@ -317,6 +328,16 @@ def test_what_cannot_run_is_refused_by_name_before_weights_are_read(kind: str, t
     (tmp_path / "config.json").write_text(json.dumps(SIZES | fields))
     (tmp_path / "code.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
     assert text in refusal(tmp_path)
+
+
+def test_the_heads_of_latent_attention_are_told_as_they_are_cached(tmp_path: Path) -> None:
+    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None, "kv_lora_rank": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 3}
+    groups = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | sizes | experts | groups | kind))
+    made, told = describe_transformers(tmp_path), foreign_shape(*read_configs(tmp_path))
+    assert (told.head_dim, told.num_kv_heads) == (made.head_dim, made.num_kv_heads)
 
 
 @pytest.mark.parametrize("fault", ["missing", "of another shape"])
