@@ -94,8 +94,8 @@ class _PageServer(ThreadingMixIn, WSGIServer):
         """See the base."""
         late = threading.Timer(_REQUEST_SECONDS, _hang_up, (request,))
         late.daemon = True
-        late.start()
         try:
+            late.start()
             super().finish_request(request, client_address)
         finally:
             late.cancel()

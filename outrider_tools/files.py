@@ -100,7 +100,10 @@ def saving(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        is_full = not isinstance(error, OSError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+        # safetensors tells the number in its text alone.
+        numbers = (errno.ENOSPC, errno.EDQUOT)
+        told = any(f"(os error {number})" in str(error) for number in numbers)
+        is_full = told or (isinstance(error, OSError) and error.errno in numbers)
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
         fix = "; make room there, then go on" if is_full else "; choose another place"
         raise ConfigError(f"{option}: {path} cannot be written: {reason}{fix}") from None

@@ -12,6 +12,9 @@ from outrider.models.fields import get_float, get_int
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
+MAX_POSITIONS = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding parameters, whichever of its three homes in config.json they came from.
@@ -93,8 +96,13 @@ class RopeConfig:
             long_factors=_factors(merged, "long_factor") if kind == "longrope" else (),
             is_long=kind == "longrope" and max_positions > (original or max_positions),
         )
-        if kind == "yarn" and original:
-            rope = replace(rope, stretched_positions=int(original * rope.factor))
+        if kind == "yarn" and 0 < original <= max_positions:
+            stretched = original * rope.factor
+            if stretched > MAX_POSITIONS:
+                raise ConfigError(
+                    f"config.json: the rope factor {rope.factor} makes more than {MAX_POSITIONS} positions"
+                )
+            rope = replace(rope, stretched_positions=int(stretched))
         if rope.theta <= 1.0:
             raise ConfigError(f"config.json: rope_theta must be above 1, got {rope.theta}")
         if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:

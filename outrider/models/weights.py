@@ -68,9 +68,12 @@ def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> d
     for path in shard_paths(folder):
         for name, shape in tensor_shapes(path).items():
             ours = rename(name)
-            if ours is None or files.get(name, path.name) != path.name:
+            if ours is None:
                 continue
-            if ours in found:
+            # Of a tensor in two shards the index tells which one counts.
+            if ours in found and files.get(name) == found[ours].path.name != path.name:
+                continue
+            if ours in found and files.get(name) != path.name:
                 raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
             found[ours] = StoredTensor(path, name, shape, opened)
     return found

@@ -91,10 +91,11 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
 def with_variable(message: str, options: Any, env: Mapping[str, str]) -> str:
     """What an error that begins with an option says where its value is that of the environment."""
     for item in describe_options(type(options)):
-        if message.startswith(f"{item.flag}:") and item.env in env:
-            given = read_options(type(options), {}, {item.env: env[item.env]}, {})
-            if getattr(given, item.name) == getattr(options, item.name):
-                return f"{item.env} (environment){message.removeprefix(item.flag)}"
+        if message.startswith(f"{item.flag}:") and env.get(item.env):
+            with suppress(ConfigError):  # of one that was not read, since the option was given
+                given = read_options(type(options), {}, {item.env: env[item.env]}, {})
+                if getattr(given, item.name) == getattr(options, item.name):
+                    return f"{item.env} (environment){message.removeprefix(item.flag)}"
     return message
 
 

@@ -110,18 +110,30 @@ def test_the_one_file_counts_beside_an_index(tmp_path: Path) -> None:
     load_model(tmp_path)
 
 
-def test_a_tensor_in_two_shards_is_the_one_that_the_index_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", ["a.safetensors", "c.safetensors"])
+def test_a_tensor_in_two_shards_is_the_one_that_the_index_names(tmp_path: Path, whole: str) -> None:
     reference = save_tiny(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     name = "model.norm.weight"
+    # Files are read in the order of their names.
     other = {name: tensors[name] + 1.0, "lm_head.weight": tensors.pop("lm_head.weight")}
-    weight_map = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
-    _write_shards(tmp_path, {"a.safetensors": tensors, "b.safetensors": other}, weight_map)
+    weight_map = dict.fromkeys(tensors, whole) | {"lm_head.weight": "b.safetensors"}
+    _write_shards(tmp_path, {whole: tensors, "b.safetensors": other}, weight_map)
     model, ids = load_model(tmp_path), token_ids(8)
     with torch.inference_mode():
         expected = reference(ids[None]).logits[0]
     assert relative_error(run_one(model, model.new_kv(8), ids, torch.arange(8)), expected) <= 1e-5
+
+
+def test_an_index_that_names_another_shard_harms_nothing(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    weight_map = dict.fromkeys(tensors, "b.safetensors") | {"lm_head.weight": "a.safetensors"}
+    _write_shards(tmp_path, {"a.safetensors": tensors, "b.safetensors": head}, weight_map)
+    load_model(tmp_path)
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:

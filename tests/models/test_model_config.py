@@ -110,6 +110,7 @@ EXPERTS: dict[str, Any] = {
     [
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 64),
         ({"rope_type": "yarn", "factor": 4.0}, 64),
         ({"rope_type": "linear", "factor": 4.0}, 64),
     ],
@@ -156,6 +157,10 @@ def test_further_layers_in_a_list_of_those_that_rotate_are_passed_over() -> None
         ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, ["1 factors", "4 pairs"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 1e12, "original_max_position_embeddings": 8}},
+            ["factor", "2147483647 positions"],
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["factor", "0.5"]),
         ({"rope_scaling": "linear"}, ["rope"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings"]),
