@@ -16,7 +16,7 @@ from gateway.core.metrics import GatewayMetrics
 from gateway.core.replica import Replica
 from gateway.core.router import Router as VerifyRouter
 from gateway.core.service import Gateway
-from gateway.grpc import servicer as grpc_door
+from gateway.grpc.servicer import DOOR as GRPC_DOOR
 from gateway.grpc.servicer import SERVICE_NAME, GatewayServicer
 from gateway.http.app import HostRule, RestApp
 from gateway.http.info import InfoRoutes
@@ -67,7 +67,7 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         max_connections=options.max_connections,
         handshake_seconds=options.header_seconds,
         message_seconds=options.body_seconds,
-        on_refused=partial(gateway.count_error, grpc_door.DOOR),
+        on_refused=partial(gateway.count_error, GRPC_DOOR),
     )
     servicer = GatewayServicer(
         gateway, stall_seconds=options.stall_seconds, max_request_seconds=options.max_request_seconds

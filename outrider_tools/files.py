@@ -68,8 +68,12 @@ def writing(option: str, path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}; choose another place") from None
+    except (OSError, SafetensorError) as error:
+        # safetensors tells the number in its text alone.
+        full = (errno.ENOSPC, errno.EDQUOT)
+        is_full = getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)
+        fix = "make room there, then go on" if is_full else "choose another place"
+        raise ConfigError(f"{option}: {path} cannot be written: {reason_of(error)}; {fix}") from None
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -92,21 +96,6 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def saving(option: str, path: Path) -> Iterator[None]:
-    """For writing results of long work to `path`, which `option` names. Raises ConfigError where the disk does not."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors tells the number in its text alone.
-        numbers = (errno.ENOSPC, errno.EDQUOT)
-        told = any(f"(os error {number})" in str(error) for number in numbers)
-        is_full = told or (isinstance(error, OSError) and error.errno in numbers)
-        reason = reason_of(error) if isinstance(error, OSError) else str(error)
-        fix = "; make room there, then go on" if is_full else "; choose another place"
-        raise ConfigError(f"{option}: {path} cannot be written: {reason}{fix}") from None
 
 
 def check_new(out: Path, said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.results_page.reports import Cells, ResultFile, report, table, targets
+from benchmarks.results_page.split_tables import PLAIN
 
 EXCHANGE = "exchange_h100x2"
 WIDTHS = (4096, 8192)
@@ -75,46 +76,39 @@ def exchange_table() -> str:
 def two_gpus_table() -> str:
     """Two GPUs as two ranks that draft inside their rounds, and as a split: verify on one, the draft on the other."""
     ranks, split, split_80 = report("split_ranks_h200x2"), report("split_6_h200x2"), report("split_80_h200x2")
-    kinds = {"standalone": "135M draft", "eagle3": "EAGLE-3"}
-    plain = "llama-8b plain b1 bf16 greedy"
-    lines: list[Cells] = [
-        ("plain, one request", split.cell(plain, SPEED, ",.0f"), "", ranks.cell(plain, SPEED, ",.0f"), "", "")
-    ]
-    all_80 = {"standalone": split, "eagle3": split_80}
-    for kind, title in kinds.items():
-        inside, apart = (f"llama-8b {kind} {where} {{}} bf16 greedy" for where in ("colocated", "split"))
-        of_80 = apart.format("b1 n80" if all_80[kind] is split else "b1")
-        compared = [("six questions", split, apart.format("b1"), "b1"), ("all 80", all_80[kind], of_80, "b1 n80")]
-        if kind == "standalone":
-            compared.append(("16 requests, six questions", split, apart.format("b16"), "b16"))
-        for what, source, of_split, of_ranks in compared:
-            cases = ((source, of_split), (ranks, inside.format(of_ranks)))
-            cells = [one.cell(case, name, form) for one, case in cases for name, form in TWO_GPUS_COLUMNS]
-            speeds = [one(case) for one, case in cases]
-            lines.append((f"{title}, {what}", *cells, f"{speeds[1] / speeds[0]:.2f}"))
-    for kind, title in kinds.items():
-        inside = f"llama-8b {kind} colocated b16 bf16 greedy"
-        if kind != "standalone":
-            cells = [ranks.cell(inside, name, form) for name, form in TWO_GPUS_COLUMNS]
-            lines.append((f"{title}, 16 requests, six questions", "", "", *cells, ""))
+    inside, apart = "llama-8b {} colocated {} bf16 greedy", "llama-8b {} split {} bf16 greedy"
+    draft, eagle3 = "standalone", "eagle3"
+    compared = (
+        ("plain, one request", split, PLAIN, PLAIN),
+        ("135M draft, six questions", split, apart.format(draft, "b1"), inside.format(draft, "b1")),
+        ("135M draft, all 80", split, apart.format(draft, "b1 n80"), inside.format(draft, "b1 n80")),
+        ("135M draft, 16 requests", split, apart.format(draft, "b16"), inside.format(draft, "b16")),
+        ("EAGLE-3, six questions", split, apart.format(eagle3, "b1"), inside.format(eagle3, "b1")),
+        ("EAGLE-3, all 80", split_80, apart.format(eagle3, "b1"), inside.format(eagle3, "b1 n80")),
+    )
+    lines: list[Cells] = []
+    speeds: dict[str, tuple[float, float]] = {}
+    for title, source, of_split, of_ranks in compared:
+        cases = ((source, of_split), (ranks, of_ranks))
+        cells = [one.cell(case, name, form) for one, case in cases for name, form in TWO_GPUS_COLUMNS]
+        speeds[title] = source(of_split), ranks(of_ranks)
+        lines.append((title, *cells, f"{speeds[title][1] / speeds[title][0]:.2f}"))
+    cells = [ranks.cell(inside.format(eagle3, "b16"), name, form) for name, form in TWO_GPUS_COLUMNS]
+    lines.append(("EAGLE-3, 16 requests", "", "", *cells, ""))
     head = ("", "split, tokens/s", "accept length", "two ranks, tokens/s", "accept length", "ranks over split")
     sources = "\n\n".join(one.source() for one in (ranks, split, split_80))
-    draft, eagle3 = (f"llama-8b {kind} colocated b1 {{}}bf16 greedy" for kind in kinds)
-    apart = [
-        ("split, 80", split("llama-8b standalone split b1 n80 bf16 greedy")),
-        ("split, 80", split_80("llama-8b eagle3 split b1 bf16 greedy")),
-    ]
+
+    def both(title: str) -> list[tuple[str, float]]:
+        six, (split_all, ranks_all) = speeds[f"{title}, six questions"], speeds[f"{title}, all 80"]
+        return [("split, 80", split_all), ("ranks, six", six[1]), ("ranks, 80", ranks_all)]
+
+    one_gpu, two_ranks = speeds["plain, one request"]
     aims = [
-        ("tokens/s, 135M draft", "at least", 850, [apart[0], *_both(ranks, draft)]),
-        ("tokens/s, EAGLE-3", "at least", 700, [apart[1], *_both(ranks, eagle3)]),
-        ("plain decoding of two ranks over one GPU's", "at least", 1.55, [("", ranks(plain) / split(plain))]),
+        ("tokens/s, 135M draft", "at least", 850, both("135M draft")),
+        ("tokens/s, EAGLE-3", "at least", 700, both("EAGLE-3")),
+        ("plain decoding of two ranks over one GPU's", "at least", 1.55, [("", two_ranks / one_gpu)]),
     ]
     return f"{sources}\n\n{table(head, lines)}\n\n{targets(aims)}"
-
-
-def _both(ranks: ResultFile, case: str) -> list[tuple[str, float]]:
-    """Over six questions and over all."""
-    return [("ranks, six", ranks(case.format(""))), ("ranks, 80", ranks(case.format("n80 ")))]
 
 
 def large_table() -> str:

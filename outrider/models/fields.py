@@ -39,11 +39,15 @@ MAX_LAYERS = 4096
 """Of any model: some 20 times those of the deepest there are."""
 
 
+MAX_INT = 2**31 - 1
+"""Of an integer in config.json, where nothing else bounds it."""
+
+
 def get_int(
-    fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0, maximum: int = 2**31 - 1
+    fields: Mapping[str, Any], name: str, default: int | None = None, *, minimum: int = 0, maximum: int = MAX_INT
 ) -> int:
     """An integer field; null counts as absent. Without a default the field is required."""
-    what = f"an integer of at least {minimum}" + (f" and at most {maximum}" if maximum < 2**31 - 1 else "")
+    what = f"an integer of at least {minimum}" + (f" and at most {maximum}" if maximum < MAX_INT else "")
     return int(_get(fields, name, default, what, lambda value: type(value) is int and minimum <= value <= maximum))
 
 

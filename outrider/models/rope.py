@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.models.fields import get_float, get_int
+from outrider.models.fields import MAX_INT, get_float, get_int
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-
-MAX_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +95,8 @@ class RopeConfig:
         )
         if kind == "yarn" and 0 < original <= max_positions:
             stretched = original * rope.factor
-            if stretched > MAX_POSITIONS:
-                raise ConfigError(
-                    f"config.json: the rope factor {rope.factor} makes more than {MAX_POSITIONS} positions"
-                )
+            if stretched > MAX_INT:
+                raise ConfigError(f"config.json: the rope factor {rope.factor} makes more than {MAX_INT} positions")
             rope = replace(rope, stretched_positions=int(stretched))
         if rope.theta <= 1.0:
             raise ConfigError(f"config.json: rope_theta must be above 1, got {rope.theta}")

@@ -78,10 +78,10 @@ def shard_paths(folder: Path) -> list[Path]:
 
     Raises ConfigError: there are none as safetensors, or the index names a file that is missing or outside the folder.
     """
-    if (folder / WEIGHTS_FILE).is_file():  # as transformers: beside an index it is what was saved last
+    if (folder / WEIGHTS_FILE).is_file():
         return [folder / WEIGHTS_FILE]
-    if (folder / INDEX_FILE).is_file():
-        return _indexed_paths(folder)
+    if files := indexed_files(folder):
+        return _indexed_paths(folder, files)
     for name in sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ():
         if name.endswith(PICKLE_SUFFIXES):
             raise ConfigError(
@@ -97,7 +97,8 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def indexed_files(folder: Path) -> dict[str, str]:
-    """By tensor the file that it is in, as the index says; empty where the folder has one file. Raises ConfigError."""
+    """By tensor the file that it is in, as the index says; empty where none counts. Raises ConfigError."""
+    # As transformers: the one file beside an index is what was saved last.
     if (folder / WEIGHTS_FILE).is_file() or not (folder / INDEX_FILE).is_file():
         return {}
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
@@ -106,9 +107,8 @@ def indexed_files(folder: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed_paths(folder: Path) -> list[Path]:
-    weight_map = indexed_files(folder)
-    names = sorted({str(name) for name in weight_map.values()})
+def _indexed_paths(folder: Path, files: Mapping[str, str]) -> list[Path]:
+    names = sorted({str(name) for name in files.values()})
     for name in names:
         # A plain file name: an index must not reach outside its folder.
         if Path(name).name != name or not name.endswith(".safetensors"):

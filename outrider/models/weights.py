@@ -64,17 +64,18 @@ def stored_tensors(folder: Path, rename: Callable[[str], str | None] = str) -> d
     """
     found: dict[str, StoredTensor] = {}
     opened: dict[Path, Any] = {}
-    files = indexed_files(folder)
     for path in shard_paths(folder):
         for name, shape in tensor_shapes(path).items():
             ours = rename(name)
             if ours is None:
                 continue
-            # Of a tensor in two shards the index tells which one counts.
-            if ours in found and files.get(name) == found[ours].path.name != path.name:
-                continue
-            if ours in found and files.get(name) != path.name:
-                raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
+            if ours in found:
+                # Of a tensor in two shards the index tells which one counts.
+                counts = indexed_files(folder).get(name)
+                if counts not in (path.name, found[ours].path.name) or path == found[ours].path:
+                    raise ConfigError(f"{path}: tensor {name} is there twice, also as {found[ours].name}")
+                if counts != path.name:
+                    continue
             found[ours] = StoredTensor(path, name, shape, opened)
     return found
 

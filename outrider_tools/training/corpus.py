@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.errors import ConfigError, under
 from outrider.models.decoder import CausalLM
-from outrider_tools.files import replacing, saving
+from outrider_tools.files import replacing, writing
 from outrider_tools.training.generate import GenerationJob, Generator
 from outrider_tools.training.options import WORK_FOLDER, CorpusOptions, RunOptions
 from outrider_tools.training.parallel import RankGroup
@@ -73,7 +73,7 @@ class StoredTexts:
     def save(self, folder: Path) -> None:
         """Write both files, each whole or not at all; the record, last, says that all is there."""
         record = {name: getattr(self, name) for name in ("options", "beginnings", "held_out")}
-        with saving("--out", folder):
+        with writing("--out", folder):
             self.texts.save(folder / TEXTS)
             with replacing(folder / TEXTS_RECORD) as part:
                 part.write_text(json.dumps(record), "utf-8")
@@ -160,7 +160,7 @@ class Corpus:
         beginnings = Beginnings(self._form, options.beginnings, messages, self._seed)
         prompts = [beginnings.prompt(question) for question in questions]
         texts = self._answer(prompts, options.question_tokens + beginnings.room)
-        with saving("--out", self._folder):
+        with writing("--out", self._folder):
             texts.save(self._part(ranks.rank))
         return invented[:num_held_out]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import outrider
-from outrider_tools.files import saving, writing
+from outrider_tools.files import writing
 from outrider_tools.training.card import write_card, write_plots
 from outrider_tools.training.corpus import run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
@@ -74,7 +74,7 @@ def train(
         return
     clock.lap("training")
     window = 0 if options.algorithm in ("STANDALONE", "NEXTN") else options.corpus.answer_tokens
-    with saving("--out", out):
+    with writing("--out", out):
         num_bytes = export_drafter(module, model_folder, out, window=window)
 
     drafter = load_drafter(options.algorithm, out, model_folder, target.model)
@@ -111,7 +111,7 @@ def train(
     }
     text = json.dumps(record, indent=1, default=lambda path: path.name)
     record = json.loads(text)
-    with saving("--out", out):
+    with writing("--out", out):
         (out / RECORD_FILE).write_text(text + "\n", "utf-8")
         plots = write_plots(record, out, report)
         write_card(record, evaluations, out, plots)

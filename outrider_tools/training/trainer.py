@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.errors import ConfigError
-from outrider_tools.files import replacing, saving
+from outrider_tools.files import replacing, writing
 from outrider_tools.training.learner import Learner, TrainableDrafter
 from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.parallel import RankGroup
@@ -312,7 +312,7 @@ class Trainer:
             for number, values in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{place}.{number}.{name}": value for name, value in values.items()}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        with saving("--out", self._state_path), replacing(self._state_path) as part:
+        with writing("--out", self._state_path), replacing(self._state_path) as part:
             save_file(tensors, part, {_RECORD: json.dumps(record)})
 
     def _resume(self, path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from outrider.cli.main import main, make_parser
 from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import algorithm_of
-from outrider_tools.files import replacing, saving
+from outrider_tools.files import replacing, writing
 from outrider_tools.training import card as card_module
 from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
 from outrider_tools.training.prompts import ChatForm, QuestionForm, read_questions
@@ -279,7 +279,7 @@ def test_a_full_disk_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "state"
     with (
         pytest.raises(ConfigError, match=r"--out: .*state cannot be written: .*No space left"),
-        saving("--out", path),
+        writing("--out", path),
         replacing(path) as part,
     ):
         part.write_bytes(b"half")
