@@ -46,7 +46,9 @@ def target_elements(config: ModelShape, folder: Path) -> Elements:
         return model_elements(config)
     embedding = config.vocab_size * config.hidden_size
     output = 0 if config.tie_embeddings else embedding
-    stored = sum(prod(shape) for path in shard_paths(folder) for shape in tensor_shapes(path).values())
+    # By name: a tensor may be in two shards, of which one counts.
+    shapes = {name: shape for path in shard_paths(folder) for name, shape in tensor_shapes(path).items()}
+    stored = sum(map(prod, shapes.values()))
     return Elements(embedding, stored - embedding - output, output)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import relative_error, run_one, save_tiny, token_ids
 from torch import Tensor, nn
 
@@ -395,6 +396,19 @@ def test_config_json_alone_tells_what_transformers_does(family: str, changes: di
     told = foreign_shape(*read_configs(tmp_path))
     assert told == ModelShape(**{name: getattr(shape, name) for name in ModelShape.__slots__})
     assert target_elements(told, tmp_path).total == shape.num_parameters  # type: ignore[union-attr]
+
+
+def test_a_tensor_in_two_shards_is_counted_once(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "StableLm")
+    told, (whole,) = foreign_shape(*read_configs(tmp_path)), tmp_path.glob("*.safetensors")
+    once = target_elements(told, tmp_path)  # type: ignore[arg-type]
+    tensors = load_file(whole)
+    whole.rename(tmp_path / "first.safetensors")
+    again = dict.fromkeys(["model.norm.weight"], "again.safetensors")
+    save_file({name: tensors[name] for name in again}, tmp_path / "again.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "first.safetensors") | again}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert target_elements(told, tmp_path) == once  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
