@@ -54,6 +54,9 @@ stubs: setup-dev ## Generate outrider/v1 from protos/ anew.
 options: setup-dev ## Write docs/options.md anew from the code.
 	@$(bin)/python scripts/gen_options
 
+metrics: setup-dev ## Write docs/metrics.md anew from the code.
+	@$(bin)/python scripts/gen_metrics
+
 clean: ## Remove .venv and every cache in this folder; downloaded models stay.
 	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -64,6 +64,14 @@ class InvalidGrammarError(InvalidRequestError):
     code = "invalid_grammar"
 
 
+class UnauthenticatedError(InvalidRequestError):
+    """The caller has no right token or key."""
+
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+    code = "invalid_api_key"
+
+
 class NotFoundError(OutriderError):
     """Nothing of that name is served here."""
 

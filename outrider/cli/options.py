@@ -128,7 +128,7 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="Where drafters run: in the draft service (remote), or with verify (colocated): a draft model inside its "
         "rounds on a GPU, which leaves n-grams to the draft service, or all of them in its process on a CPU. Default: "
-        "auto, colocated where there is one GPU, or none and fewer than four cores, else remote.",
+        "auto, colocated where the target takes all GPUs, or there is none and fewer than four cores, else remote.",
     )
     subject_of = {flag: subject for subject, flags in PEOPLES.items() for flag in flags}
     groups = {name: parser.add_argument_group(f"{name} service") for name in SERVICES}

@@ -196,8 +196,9 @@ FOREIGN = (
 def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[str]:
     """The command line in our own words.
 
-    `known` are the flags that the command has: an argument with one of these stays as it is. Whatever is moot is
-    told to `warn` and left out. What belongs to another service stays, and is unknown there.
+    `known` are the flags that the command has: an argument with one of these stays, with hyphens where it has
+    underscores. Whatever is moot is told to `warn` and left out. What belongs to another service stays, and is unknown
+    there.
     Raises ConfigError for what is refused, with the reason.
     """
     translated: list[str] = []
@@ -205,9 +206,10 @@ def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[s
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        entry = None if flag in known else next((it for it in FOREIGN if it.matches(flag)), None)
+        hyphened = flag.replace("_", "-") if flag.startswith("--") else flag
+        entry = None if hyphened in known else next((it for it in FOREIGN if it.matches(flag)), None)
         if entry is None:
-            translated.append(word)
+            translated.append(hyphened + equals + value if hyphened in known else word)
             continue
         if entry.renamed:
             ours = _ours(entry, known)

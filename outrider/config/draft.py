@@ -120,7 +120,8 @@ class DraftOptions(PeerServiceOptions):
     threads: int = option(1, "Threads of numerical libraries.", minimum=1, maximum=1024)
     min_path_probability: float | None = option(
         None,
-        "Nodes less likely than this to be committed are not grown; empty takes 0.02 for n-grams, 0.0002 for a model.",
+        "Nodes less likely than this to be committed are not grown; empty takes 0.0002 for a model, 0.02 for n-grams, "
+        "0.1 for those beside a model on a CPU.",
         minimum=0,
         maximum=1,
     )

@@ -59,7 +59,9 @@ class VerifyOptions(PeerServiceOptions):
     threads: int = option(
         0, "Threads of the forward, of each rank; 0 shares out the cores, one thread each.", minimum=0, maximum=1024
     )
-    context_length: int = option(0, "Most tokens of prompt and output; 0 takes the model's own.", minimum=0)
+    context_length: int = option(
+        0, "Most tokens of prompt and output; 0 takes the model's own, or what the KV cache has room for.", minimum=0
+    )
     page_size: int = option(16, "Tokens in a KV page.", minimum=1, maximum=1024)
     max_total_tokens: int = option(0, "Tokens that the KV cache holds; 0 sizes it from free memory.", minimum=0)
     mem_fraction_static: float = option(
@@ -87,8 +89,8 @@ class VerifyOptions(PeerServiceOptions):
     disable_radix_cache: bool = option(False, "Forget the KV of ended requests, so that no prefix is ever shared.")
     draft: tuple[str, ...] = option(
         ("127.0.0.1:50053",),
-        "Addresses of draft services, comma separated; empty means plain decoding. dns:///name:port stands for all "
-        "addresses that the name has, as they come and go.",
+        "Addresses of draft services, comma separated; empty for none: plain decoding, unless --speculative-algorithm "
+        "gives verify drafters. dns:///name:port stands for all addresses that the name has, as they come and go.",
     )
     dns_seconds: float = option(5.0, "Seconds between two look-ups of names in --draft.", minimum=0.1, maximum=3600)
     draft_auth_token: str = option("", "Bearer token for the draft services.", secret=True)

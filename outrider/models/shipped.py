@@ -70,7 +70,7 @@ def choose_drafters(
     if options.speculative_draft_model_path:
         raise ConfigError(
             "--speculative-draft-model-path: nothing says what it holds; give --speculative-algorithm EAGLE3, EAGLE, "
-            "NEXTN or STANDALONE"
+            "DFLASH, DSPARK, NEXTN or STANDALONE"
         )
     head = shipped_head(target)
     if head is None:

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from outrider import logs
-from outrider.errors import DeadlineError, InternalError, InvalidRequestError, OutriderError
+from outrider.errors import DeadlineError, InternalError, InvalidRequestError, OutriderError, UnauthenticatedError
 from outrider.rpc.call import (
     AUTHORIZATION_KEY,
     CLIENT_KEY,
@@ -43,9 +43,7 @@ _MAX_PARTS = 4096
 """Messages or fields of a request that are looked at to say which one is wrong; decoding runs in the event loop."""
 _MAX_UNKNOWN_BYTES = 65536
 _STRANGER_LOG_SECONDS = 10.0
-_STRANGER = InvalidRequestError(
-    "", "missing or wrong bearer token", "send the metadata 'authorization: Bearer TOKEN'", code="invalid_api_key"
-)
+_STRANGER = UnauthenticatedError("", "missing or wrong bearer token", "send the metadata 'authorization: Bearer TOKEN'")
 
 _logger = logs.get_logger(__name__)
 
@@ -145,7 +143,7 @@ class _BoundaryCall:
         if not self.authorized:
             self.boundary.strangers.warn("%s refused: missing or wrong bearer token", self.method)
             self._count(_STRANGER)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, _STRANGER.message)
+            await context.abort(*status_from_error(_STRANGER, self.request_id))
 
     async def read(self, context: Any) -> Any:
         """The message of a call that has one. grpc itself would wait for it as long as its sender likes."""

@@ -75,7 +75,9 @@ def error_from_rpc(
     """
     status = _decode_status(error)
     info = _detail(status, error_details_pb2.ErrorInfo)
-    if status is not None and info is not None and info.domain == DOMAIN:
+    # Whose credentials a peer refuses has to be told of that, not of a wrong request.
+    is_stranger = error.code() is grpc.StatusCode.UNAUTHENTICATED
+    if status is not None and info is not None and info.domain == DOMAIN and not is_stranger:
         return _from_details(error.code(), status, info)
     return _from_status(error.code(), details_of(error), peer, names_addresses)
 

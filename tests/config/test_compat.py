@@ -55,6 +55,11 @@ def test_verify_takes_what_is_verify_s() -> None:
     assert verify("--speculative-draft-attention-backend=triton") == VerifyOptions()
 
 
+def test_names_of_ours_may_have_underscores_as_well() -> None:
+    options = verify("--max_total_tokens", "2000", "--context_length=100", "--speculative-num_draft_tokens", "16")
+    assert options == VerifyOptions(max_total_tokens=2000, context_length=100, max_draft_tokens=16)
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -92,7 +92,7 @@ def test_empty_text_is_none_where_none_is_legal_and_unset_where_nothing_else_is(
         (["--match-type", "bsf"], "--match-type: 'bsf' is not one of BFS, PROB; did you mean BFS?"),
         (["--no-speculation=perhaps"], "'perhaps' is not true or false; use --no-speculation or --no-speculation=fals"),
         (["--max-request", "4"], "unknown option --max-request; did you mean --max-requests?"),
-        (["--max_requests=4"], "unknown option --max_requests; did you mean --max-requests?"),
+        (["--max_request=4"], "unknown option --max_request; did you mean --max-requests?"),
         (["--zzz"], "unknown option --zzz; see --help"),
         (["stray"], "unexpected argument 'stray'"),
         (["--seed"], "--seed: expected one argument; see --help"),

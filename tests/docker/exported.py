@@ -39,7 +39,7 @@ def names_of(registry: CollectorRegistry) -> set[str]:
 
 def _verify() -> CollectorRegistry:
     metrics = VerifyMetrics()
-    snapshot = Snapshot(drafts=[DraftStatus("far:1", True, 0.002)])
+    snapshot = Snapshot(drafts=[DraftStatus("far:1", True, 0.002)], cost={1: 0.01}, declined={"memory": 0})
     backlog = SimpleNamespace(num_tokens=0, refused={"requests": 0, "tokens": 0}, slow_readers=0)
     engine = SimpleNamespace(snapshot=snapshot, num_running=0, num_waiting=0, num_healthy=0, backlog=backlog)
     metrics.watch(engine, [SimpleNamespace(address="far:1", state="connected")])  # type: ignore[arg-type, list-item]
@@ -48,5 +48,5 @@ def _verify() -> CollectorRegistry:
 
 def _draft() -> CollectorRegistry:
     metrics = DraftMetrics(("ngram",))
-    watch(metrics, SimpleNamespace(state=DraftEngineState()), SimpleNamespace(num_sessions=0), ())  # type: ignore[arg-type]
+    watch(metrics, SimpleNamespace(state=DraftEngineState()), SimpleNamespace(num_sessions=0), ("shared_trie_nodes",))  # type: ignore[arg-type]
     return metrics.registry

@@ -8,7 +8,9 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,7 @@ from outrider import logs
 from outrider.errors import OutriderError
 from outrider.rpc.call import clean_request_id
 from outrider.rpc.interceptors import BoundaryInterceptor
+from outrider.rpc.status import error_from_rpc
 from outrider.v1 import verify_pb2
 
 Load = verify_pb2.VerifyServiceGetLoadRequest
@@ -40,6 +43,14 @@ async def test_anything_else_is_unauthenticated(start: Any, metadata: Any) -> No
     ]
     for call in calls:
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await calls[0]
+    info = error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in rpc_status.from_call(caught.value).details)
+    assert (info.domain, info.reason) == ("outrider", "invalid_api_key")
+    told = error_from_rpc(caught.value, "the gateway")
+    assert told.code == "peer_refused_credentials"
+    assert "the gateway refused the credentials: missing or wrong" in told.message
     assert running.verify.request_ids == []
     assert not running.verify.entered.is_set()
 
