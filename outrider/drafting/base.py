@@ -30,6 +30,10 @@ class Needs:
     """What verify may multiply the features with before it sends them."""
 
 
+ANY_TOKEN = 1 << 31
+"""Above every token id."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrontierNode:
     """A live node whose children are asked for. Its parent was a frontier node before, or it is a root."""
@@ -133,7 +137,7 @@ class Drafter(ABC):
 
 
 class CombinedDrafter:
-    """Several that grow one tree: one with a model at most, beside n-grams, which need nothing and serve any length."""
+    """Several that grow one tree: one with a model at most, beside n-grams, which need nothing and serve any tokens."""
 
     def __init__(self, parts: Sequence[AnyDrafter]) -> None:
         self.parts = tuple(parts)

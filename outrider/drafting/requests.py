@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, CombinedDrafter, Needs, parts_of
+from outrider.drafting.base import ANY_TOKEN, AnyDrafter, CombinedDrafter, Needs, parts_of
 from outrider.drafting.registry import build_growth, drafts_on_demand, named_drafters
 from outrider.drafting.tree_growth import Refusal, Tree
 from outrider.errors import OutriderError
@@ -232,6 +232,8 @@ class Requests:
         self.grammars = DraftGrammars(options)
         self._options = options
         self._max_positions = longest_sequence(drafter.needs.max_positions, options)
+        self._takes_any_token = bool(drafters_of_any_target(drafter))
+        """Ids past a draft model's vocabulary, too, whose requests the others serve."""
         self._handles = itertools.count(1)
         self._trees: dict[tuple[AnswerPort, int], Tree] = {}
         self._ports: dict[int, AnswerPort] = {}
@@ -350,9 +352,10 @@ class Requests:
             detail = f"{length} tokens, at most {self._max_positions}"
             self._decline(port, request, DeclineReason.TOO_LONG, detail)
             return False
-        if min(tokens) < 0 or max(tokens) >= port.vocab_size:
+        most = ANY_TOKEN if self._takes_any_token else port.vocab_size
+        if min(tokens) < 0 or max(tokens) >= most:
             self.dropped["malformed"] += 1
-            detail = f"a token id is outside the vocabulary of {port.vocab_size}"
+            detail = f"a token id is outside the vocabulary of {most}"
             self._decline(port, request, DeclineReason.INVALID, detail)
             return False
         return True

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from outrider.errors import ConfigError
@@ -135,6 +136,24 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def hash_tokenizer(folder: Path) -> str:
-    """SHA-256 of the folder's tokenizer.json, hexadecimal; empty for a folder without one."""
+    """SHA-256, hexadecimal, of what the folder's tokenizer.json says of token ids; empty for a folder without one.
+
+    Files that are saved anew differ in what does not change ids: a template for pairs, truncation, the form of merges.
+    """
     path = folder / TOKENIZER_FILE
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    return _hash_of(path, path.stat().st_mtime_ns) if path.is_file() else ""
+
+
+@lru_cache(maxsize=8)
+def _hash_of(path: Path, _changed_at: int) -> str:
+    data = path.read_bytes()
+    try:
+        told = json.loads(data)
+        model, added = told["model"], told.get("added_tokens") or []
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or []]
+        tokens = sorted((token["id"], token["content"]) for token in added)
+        steps = [told.get("normalizer"), told.get("pre_tokenizer")]
+        data = json.dumps([model["vocab"], merges, tokens, steps], sort_keys=True).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # Its bytes say whether it is the same.
+    return hashlib.sha256(data).hexdigest()

@@ -16,6 +16,7 @@ from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import StandaloneDraft
+from outrider.models.drafters.kinds import check_tokenizer
 from outrider.models.drafters.loader import load_draft_model
 from outrider_tools.training.attention import Spans
 from outrider_tools.training.figures import AnswerCounts, Evaluation, Flags, figures_of, loops
@@ -48,6 +49,12 @@ def evaluate(
     are read here.
     """
     _check(target, model)
+    largest = int(answers.texts.tokens.max(initial=0))
+    if largest >= model.target_vocab_size:
+        raise ConfigError(
+            f"an answer or its question holds token {largest}, and the draft knows those below "
+            f"{model.target_vocab_size}; use a draft of the target's vocabulary"
+        )
     tree = tree or TreeShape()
     counted: list[tuple[str, bool, AnswerCounts]] = []
     for number, category in enumerate(answers.categories):
@@ -147,22 +154,22 @@ def _check(target: CausalLM, model: DraftModel) -> None:
             )
     if model.hidden_size and model.hidden_size != config.hidden_size:
         raise ConfigError(f"the draft takes features of size {model.hidden_size}, the target's is {config.hidden_size}")
-    if model.target_vocab_size < config.vocab_size:
-        raise ConfigError(
-            f"the draft knows {model.target_vocab_size} tokens, and the target has {config.vocab_size}; "
-            "they need one tokenizer"
-        )
 
 
 def load_drafter(algorithm: str, folder: Path, target_folder: Path, target: CausalLM) -> DraftModel:
-    """The draft model as the draft service loads it, on the target's device and in its dtype."""
+    """The draft model as the draft service loads it, on the target's device and in its dtype.
+
+    Raises ConfigError: it cannot be loaded, or has another tokenizer.
+    """
     options = replace(
         DraftOptions(),
         speculative_algorithm=(algorithm,),
         speculative_draft_model_path=str(folder),
         target_model_path=str(target_folder),
     )
-    return load_draft_model(options, target.device, target.dtype)
+    model = load_draft_model(options, target.device, target.dtype)
+    check_tokenizer(folder, target_folder)
+    return model
 
 
 def measure(

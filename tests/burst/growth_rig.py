@@ -121,13 +121,20 @@ class Verify:
 class Rig:
     """A service's requests and what verify knows of them."""
 
-    def __init__(self, options: DraftOptions | None = None, partner: AnyDrafter | None = None, **changes: int) -> None:
+    def __init__(
+        self,
+        options: DraftOptions | None = None,
+        partner: AnyDrafter | None = None,
+        vocab_size: int = VOCAB,
+        **changes: int,
+    ) -> None:
+        """`vocab_size`: of the model."""
         self.runner = ScriptedRunner(scripted, shape(**changes), first_token=1)
         options = options or DraftOptions(max_positions=300)
         # A small region stands for a GPU's: trees grow ahead.
         is_small = options.draft_ahead == "auto" and self.runner.shape.region < GOES_ON["region"]
         self.options = replace(options, draft_ahead="always") if is_small else options
-        drafter: AnyDrafter = ModelDrafter(self.runner, ("standalone",), Needs())
+        drafter: AnyDrafter = ModelDrafter(self.runner, ("standalone",), Needs(vocab_size=vocab_size))
         if partner is not None:
             drafter = CombinedDrafter([drafter, partner])
         self.requests = Requests(drafter, self.options)
@@ -135,6 +142,7 @@ class Rig:
         assert isinstance(first, BurstGrower)
         self.growth = first
         self.peer = Peer()
+        self.peer.vocab_size = vocab_size
         self.open_requests: dict[int, Verify] = {}
         self.gone: dict[int, Verify] = {}
 

@@ -6,6 +6,7 @@ import pytest
 from burst_host import Host
 
 from outrider.config.draft import DraftOptions
+from outrider.drafting.base import Needs
 from outrider.drafting.model.build import build_runner
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.torch_runner import TorchRunner
@@ -47,6 +48,8 @@ def test_sequences_that_memory_could_never_hold_are_not_served(plain_model: Draf
     plain_model.max_positions = 4096
     shape = build_runner(plain_model, DraftOptions(max_total_tokens=600)).shape
     assert shape.max_context == shape.num_pages * shape.page_size == 608
-    assert GrowthOptions.choose(DraftOptions(), shape, plain_model.max_positions).max_positions == 608
+    assert (
+        GrowthOptions.choose(DraftOptions(), shape, Needs(max_positions=plain_model.max_positions)).max_positions == 608
+    )
     plain_model.window = ContextWindow(256)
     assert build_runner(plain_model, DraftOptions(max_total_tokens=600)).shape.max_context == 4096

@@ -51,6 +51,20 @@ def test_the_model_goes_on_below_what_the_n_grams_found() -> None:
     assert (*REPEATING, 5) in rig.runner.ran
 
 
+def test_n_grams_go_on_alone_where_a_text_has_a_token_that_the_model_has_not() -> None:
+    rig = together(vocab_size=VOCAB - 1)
+    early, late = rig.open(1, [VOCAB - 1, *REPEATING]), rig.open(2, REPEATING)
+    finish(rig)
+    assert set(early.held_sources()) == {1}
+    assert set(late.held_sources()) == {0, 1}
+    ran = len(rig.runner.ran)
+    rig.commit(2, [VOCAB - 1, *REPEATING])
+    finish(rig)
+    assert set(late.held_sources()) == {1}
+    assert rig.gone == {}
+    assert len(rig.runner.ran) == ran
+
+
 def prompt_with_a_guess() -> list[int]:
     """One after which the model guesses the token that 33 has always followed, while n-grams know of nothing."""
     for guess in range(33):

@@ -85,7 +85,7 @@ def test_a_draft_grows_ahead_where_it_has_cores_of_its_own(
         feature_size=4 if has_blocks else 0,
         has_blocks=has_blocks,
     )
-    options = GrowthOptions.choose(DraftOptions(draft_ahead=ahead), shape, 64)
+    options = GrowthOptions.choose(DraftOptions(draft_ahead=ahead), shape, Needs(max_positions=64))
     assert (options.lockstep_steps > 0) == (options.min_chance > 0) == in_turns
     assert (options.lone_nodes > 0) == (has_blocks and ahead == "auto")
     assert not options.withholds

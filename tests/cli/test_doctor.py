@@ -252,7 +252,7 @@ def test_a_head_of_another_target_is_refused_as_the_loader_refuses_it(tiny_model
     head = shipped_head("smollm2")
     assert head is not None
     options = DraftOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(head))
-    assert "draft model: the head takes features of hidden size 576, the target's is" in look(tiny_model, options)
+    assert f"{head}: the head takes features of hidden size 576, the target's is 32" in look(tiny_model, options)
 
 
 def test_another_tokenizer_is_refused_as_the_handshake_refuses_it(tiny_model: Path, tmp_path: Path) -> None:
@@ -260,7 +260,11 @@ def test_another_tokenizer_is_refused_as_the_handshake_refuses_it(tiny_model: Pa
     same = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(draft))
     assert look(tiny_model, same) == ""
     tokenizer = draft / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text() + "\n")
+    told = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps(told) + "\n")
+    assert look(tiny_model, same) == ""
+    told["added_tokens"].append({"id": 300, "content": "<other>", "special": True})
+    tokenizer.write_text(json.dumps(told))
     assert "handshake: hello.tokenizer_hash: verify has" in look(tiny_model, same)
 
 

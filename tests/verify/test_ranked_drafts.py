@@ -21,7 +21,7 @@ from outrider.attention.prompts import PromptChunk
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.drafting.model.round_drafter import ChoiceShape, RoundShape
-from outrider.errors import UnavailableError
+from outrider.errors import ConfigError, UnavailableError
 from outrider.graphs import GraphPool
 from outrider.layers.device_exchange import PeerExchange
 from outrider.layers.exchange import Exchange
@@ -199,7 +199,7 @@ def test_a_rank_loads_its_part_or_rank_0_the_whole(
 
     def record(told: DraftOptions, device: torch.device, dtype: torch.dtype, report: object, exchange: Any) -> object:
         asked.append(exchange)
-        return SimpleNamespace(tokenizer_hash="", hidden_size=64)
+        return SimpleNamespace(tokenizer_hash="", hidden_size=64, target_vocab_size=target.config.vocab_size)
 
     monkeypatch.setattr(head_config, "LEAST_SAVED_BYTES", 1 if is_cut else 1 << 30)
     monkeypatch.setattr(loading, "load_draft_model", record)
@@ -212,6 +212,18 @@ def test_a_rank_loads_its_part_or_rank_0_the_whole(
     found = loading.load_draft(options, ranks_folder, target)
     assert asked == ([exchange] if is_cut else [] if rank else [None])
     assert (found is None) == (not asked)
+
+
+def test_a_draft_that_lacks_tokens_of_the_target_does_not_run_inside_rounds(
+    ranks_folder: Path, head: Path, model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SimpleNamespace(tokenizer_hash="", hidden_size=64, target_vocab_size=10)
+    monkeypatch.setattr(loading, "load_draft_model", lambda *_: small)
+    target = CausalLM(model.config, torch.float32, torch.device("meta"))
+    target.device = torch.device("cuda")
+    options = VerifyOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path=str(head))
+    with pytest.raises(ConfigError, match="knows 10 tokens, and the target has"):
+        loading.load_draft(options, ranks_folder, target)
 
 
 def test_context_tokens_are_told_as_they_are() -> None:

@@ -168,6 +168,9 @@ class VerifyEngine:
     def draft_connected(self, connection: DraftConnection, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
 
+        if terms is not None and (left := self.limits.left_by(terms)):
+            log.warning("draft %s guesses nothing for %s", connection.address, left)
+
         def connect() -> None:
             self.drafts.connected(connection, terms)
             self.features.connected(connection)

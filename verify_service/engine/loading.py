@@ -207,6 +207,12 @@ def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
             f"--speculative-draft-model-path: a head for hidden size {model.hidden_size}, the target's is "
             f"{target.config.hidden_size}"
         )
+    if model.target_vocab_size < (num_tokens := min(count_tokens(path), target.config.vocab_size)):
+        # A round would look its other tokens up past the end of the draft's embedding.
+        raise ConfigError(
+            f"--speculative-draft-model-path: knows {model.target_vocab_size} tokens, and the target has {num_tokens}; "
+            "use one with all of them, or a draft service, --draft-placement remote, which leaves such texts out"
+        )
 
 
 def check_model(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
+from outrider.tree.handshake import Terms
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.grammars import Grammars
 from verify_service.engine.memory import Memory
@@ -57,6 +58,15 @@ class EngineLimits:
     """Tokens of one request that a round computes again in that way, at most."""
     steady_rows: int = 0
     """See LanguageModel: chunks of a prompt with more rows are computed apart from all others."""
+
+    def left_by(self, terms: Terms) -> str:
+        """What of these bounds a draft on such terms does not serve; empty if it serves all."""
+        left = []
+        if 0 < terms.vocab_size < self.vocab_size:
+            left.append(f"texts with token ids from {terms.vocab_size} on, of {self.vocab_size}")
+        if 0 < terms.max_positions < self.context_length:
+            left.append(f"sequences of more than {terms.max_positions} tokens, of {self.context_length}")
+        return " and ".join(left)
 
     def recomputes(self, request: Request) -> bool:
         """Whether the request's next token is one that chunks of prefill must not compute."""

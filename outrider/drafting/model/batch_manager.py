@@ -171,8 +171,8 @@ class BatchManager:
         self._deferred.clear()
         behind: list[DraftContext] = []
         for context in changed:
-            if context.tree.author.committed_len > self._options.max_positions:
-                self.fail(context, DeclinedError(DeclineReason.TOO_LONG, self._too_long(context.tree)))
+            if refusal := self._refusal(context.tree, context.known):
+                self.fail(context, DeclinedError(refusal.reason, refusal.detail))
             elif context.tree.author.committed_len > context.known:
                 behind.append(context)
         self._reroot(behind, discards=self._options.lockstep_steps > 0 or self.is_lone)
@@ -191,7 +191,7 @@ class BatchManager:
         for context in self._changed.values():
             author = context.tree.author
             tokens = author.tokens[context.known :]
-            if author.committed_len > self._options.max_positions or context in excluded:
+            if context in excluded or self._refusal(context.tree, context.known):
                 continue
             if not tokens:
                 if misses and context.lag and self._is_granted(context):
@@ -278,9 +278,9 @@ class BatchManager:
             self._refuse(context.tree, _FAILED)
 
     def _assign_row(self, tree: Tree, features: PendingFeatures) -> None:
-        author, options = tree.author, self._options
-        if author.committed_len > options.max_positions:
-            self._refuse(tree, Refusal(DeclineReason.TOO_LONG, self._too_long(tree)))
+        author = tree.author
+        if refusal := self._refusal(tree, 0):
+            self._refuse(tree, refusal)
             return
         if not self._free_rows:
             self._refuse(tree, Refusal(DeclineReason.OVERLOADED, f"{self._shape.num_rows} requests are open"))
@@ -319,8 +319,17 @@ class BatchManager:
         with suppress(Exception):
             self.kv_manager.close(context)
 
-    def _too_long(self, tree: Tree) -> str:
-        return f"{tree.author.committed_len} tokens, at most {self._options.max_positions}"
+    def _refusal(self, tree: Tree, known: int) -> Refusal | None:
+        """Why the model cannot go on, of whose tokens so many were looked at before; None if it can."""
+        author, options = tree.author, self._options
+        if author.committed_len > options.max_positions:
+            detail = f"{author.committed_len} tokens, at most {options.max_positions}"
+            return Refusal(DeclineReason.TOO_LONG, detail)
+        if max(author.tokens[known:], default=0) >= options.vocab_size:
+            return Refusal(
+                DeclineReason.INVALID, f"a token id is outside the draft's vocabulary of {options.vocab_size}"
+            )
+        return None
 
     def _reroot(self, contexts: Sequence[DraftContext], *, discards: bool = False) -> None:
         """The forest and the contexts follow what was committed to these requests."""

@@ -57,6 +57,11 @@ def load_model_drafter(options: DraftOptions) -> ModelDrafter:
         max_positions=min(model.max_positions, runner.shape.max_context + runner.shape.lag),
         projection=offered_projection(model),
     )
+    _logger.info(
+        "the draft model guesses for sequences of up to %d tokens, of ids below %d",
+        needs.max_positions,
+        needs.vocab_size,
+    )
     return ModelDrafter(runner, (model_algorithm(options.speculative_algorithm).lower(),), needs)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.base import AnyDrafter, Needs, parts_of
+from outrider.drafting.base import ANY_TOKEN, AnyDrafter, Needs, parts_of
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.features import MemoryMapper
 
@@ -52,6 +52,8 @@ class GrowthOptions:
 
     max_positions: int
     """Longest sequence that is served."""
+    vocab_size: int = ANY_TOKEN
+    """Sequences with token ids from here on are not served."""
     steady_steps: int = _STEADY_STEPS
     fresh_steps: int = _FRESH_STEPS
     prompt_chunk: int = 128
@@ -88,8 +90,9 @@ class GrowthOptions:
         return max(least, min(math.ceil(host_seconds / step_seconds), _MAX_PART_STEPS)) if step_seconds else least
 
     @classmethod
-    def choose(cls, options: DraftOptions, shape: BurstShape, max_positions: int) -> GrowthOptions:
+    def choose(cls, options: DraftOptions, shape: BurstShape, needs: Needs) -> GrowthOptions:
         """What the options and the runner make of it."""
+        max_positions = needs.max_positions or options.max_positions
         on_gpu = shape.region >= _GPU_REGION
         alone = options.draft_ahead == "never" or (options.draft_ahead == "auto" and not on_gpu)
         in_turns = alone and not options.lockstep
@@ -98,6 +101,7 @@ class GrowthOptions:
         goes_on = on_gpu and not steps and not shape.has_blocks
         return cls(
             max_positions=min(max_positions, options.max_positions, shape.max_context + shape.lag),
+            vocab_size=needs.vocab_size or ANY_TOKEN,
             steady_steps=min(_STEADY_STEPS, shape.max_steps),
             fresh_steps=min(
                 _TURN_STEPS if in_turns or shape.has_blocks else _FIRST_STEPS if goes_on else _FRESH_STEPS,
@@ -124,7 +128,7 @@ class ModelDrafter:
 
     def growth_options(self, options: DraftOptions) -> GrowthOptions:
         """How it grows."""
-        return GrowthOptions.choose(options, self.runner.shape, self.needs.max_positions or options.max_positions)
+        return GrowthOptions.choose(options, self.runner.shape, self.needs)
 
     def gauges(self) -> Mapping[str, int]:
         """Nothing: its growth counts for itself."""

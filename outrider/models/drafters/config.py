@@ -19,6 +19,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 MAX_BLOCK_SIZE = 64
 MIN_SINKS = 16
+_MOST_PADDING = 1024
+"""Tokens by which vocabularies of one tokenizer differ at most, since matrices are padded (Qwen2.5: by 128)."""
 LEAST_SAVED_BYTES = 64 << 20
 """Weights that a rank must have to read less in a step: they take an H100 21 us, and what a cut adds to a step of 32
 nodes, two sums and the joining of 32,000 logits, 4 us each and about 12."""
@@ -174,7 +176,9 @@ def eagle_config(
     )
 
 
-def mtp_config(target: ModelConfig, names: Collection[str]) -> HeadConfig:
+def mtp_config(
+    target: ModelConfig, names: Collection[str], target_layers: int | None = None, target_hidden: int | None = None
+) -> HeadConfig:
     """The head in a checkpoint with tensors of these `names`, as `mtp_name` gives them.
 
     It is in MiMo's layout whatever the target's family, and its layer is like the target's layers. A checkpoint may
@@ -184,9 +188,12 @@ def mtp_config(target: ModelConfig, names: Collection[str]) -> HeadConfig:
     """
     if target.architecture != "MiMoForCausalLM" and "input_proj.weight" not in names:
         raise ConfigError(
-            f"config.json: NEXTN reads the head in a MiMoForCausalLM checkpoint, and this is {target.architecture} "
-            "without model.mtp_layers.0"
+            f"config.json: NEXTN reads a head in MiMo's layout, model.mtp_layers.0, and this is {target.architecture} "
+            "without one; heads in the layouts of DeepSeek and Qwen3-Next are not supported"
         )
+    _check_target_hidden(target.hidden_size, target_hidden)
+    if target_layers not in (None, target.num_layers):
+        raise ConfigError(f"the head is of a model of {target.num_layers} layers, the target has {target_layers}")
     return HeadConfig(
         decoder=replace(target, num_layers=1, experts=None, quantization=None),
         draft_vocab_size=target.vocab_size,
@@ -246,12 +253,13 @@ def block_config(
 
 def _window(fields: Mapping[str, Any], num_layers: int) -> int:
     """Positions that every layer sees; 0 for all."""
-    kinds = fields.get("layer_types") or []
-    if "sliding_attention" not in kinds:
+    kinds = fields.get("layer_types") or ["full_attention"] * num_layers
+    if kinds == ["full_attention"] * num_layers:
         return 0
-    if list(kinds) != ["sliding_attention"] * num_layers:
+    if kinds != ["sliding_attention"] * num_layers:
         raise ConfigError(
-            "config.json: layer_types of a block head must be all sliding_attention or all full_attention"
+            f"config.json: layer_types of a block head must be {num_layers} times sliding_attention or full_attention, "
+            f"not {kinds!r}"
         )
     return get_int(fields, "sliding_window", minimum=1)
 
@@ -305,7 +313,19 @@ def _target_layers(target_layers: int | None, what: str) -> int:
 
 def _check_target_hidden(head: int, target: int | None) -> None:
     if target is not None and head != target:
-        raise ConfigError(f"the head takes features of hidden size {head}, the target's is {target}")
+        raise ConfigError(
+            f"the head takes features of hidden size {head}, the target's is {target}; use a head trained for this "
+            "target"
+        )
+
+
+def check_vocabulary(head: HeadConfig, target: int | None) -> None:
+    """Raise ConfigError for a head whose vocabulary differs by more than padding from the target's; None: not known."""
+    own = head.decoder.vocab_size
+    if target is not None and abs(own - target) > _MOST_PADDING:
+        raise ConfigError(
+            f"the head has a vocabulary of {own}, the target one of {target}; use a head trained for this target"
+        )
 
 
 def cut_head(head: HeadConfig, world: int, item_bytes: int) -> HeadConfig | None:

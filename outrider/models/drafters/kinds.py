@@ -5,7 +5,8 @@ What does not fit is refused here before any model is loaded, by `outrider up` b
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from outrider.models.drafters.config import (
     HeadConfig,
     block_config,
     check_unquantized,
+    check_vocabulary,
     eagle3_config,
     eagle_config,
     mtp_config,
@@ -70,7 +72,7 @@ def algorithm_of(folder: Path) -> str:
 
     A checkpoint with an MTP head counts as NEXTN, though it may be a language model besides.
 
-    Raises ConfigError: the folder has no safetensors.
+    Raises ConfigError: the folder has no safetensors, or what they hold is none of these.
     """
     names = [name for path in shard_paths(folder) for name in tensor_shapes(path)]
     if any(name.startswith(MTP_PREFIX) for name in names):
@@ -80,7 +82,20 @@ def algorithm_of(folder: Path) -> str:
         return "EAGLE3"
     if "hidden_norm.weight" in found:
         return "DSPARK" if MARKOV_INPUT in found else "DFLASH"
-    return "EAGLE" if "fc.weight" in found else "STANDALONE"
+    if "fc.weight" in found:
+        return "EAGLE"
+    if not any("embed" in name or "wte" in name for name in names) or _is_of_speculators(folder):
+        raise ConfigError(
+            f"{folder}: holds no draft that is known here, but tensors such as {min(names, default='none')}; use "
+            f"one of {', '.join(ALGORITHMS)}"
+        )
+    return "STANDALONE"
+
+
+def _is_of_speculators(folder: Path) -> bool:
+    """Whether config.json says that the folder holds a head, of whatever kind."""
+    path = folder / "config.json"
+    return path.is_file() and "speculators_model_type" in read_json(path)
 
 
 def check_drafter(options: DraftOptions, target: Path) -> None:
@@ -91,20 +106,51 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
     options = named_head(options)
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
-    if algorithm == "STANDALONE":
-        check_config(folder)
-    else:
-        name_of = mtp_name if algorithm == "NEXTN" else head_name
-        names = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
-        head_config(algorithm, folder, {name for name in names if name}, target)
+    with naming_draft(folder):
+        if algorithm == "STANDALONE":
+            check_config(folder)
+        else:
+            name_of = mtp_name if algorithm == "NEXTN" else head_name
+            found = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
+            names = {name for name in found if name}
+            check_own_vocabulary(head_config(algorithm, folder, names, target), names)
     if options.speculative_token_map:
         check_token_map(Path(options.speculative_token_map))
+    check_tokenizer(folder, target)
+
+
+def check_tokenizer(folder: Path, target: Path) -> None:
+    """Raise ConfigError for a draft model with another tokenizer than the target's."""
     own, wanted = hash_tokenizer(folder), hash_tokenizer(target)
     if own and own != wanted:
         raise ConfigError(
             f"--speculative-draft-model-path: the tokenizer of {folder} is {own[:12]}, the target's {wanted[:12]}; "
             "use a draft that was made for this target"
         )
+
+
+@contextmanager
+def naming_draft(folder: Path) -> Iterator[None]:
+    """Errors of the draft model's files say that they are its, and not the target's."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.message.startswith("--") or str(folder) in error.message:
+            raise
+        raise ConfigError(f"--speculative-draft-model-path {folder}: {error.message}") from None
+
+
+def check_own_vocabulary(config: HeadConfig, names: Collection[str]) -> None:
+    """Raise ConfigError for a head of a smaller vocabulary without what tells its tokens, or their output matrix."""
+    own, whole = config.draft_vocab_size, config.decoder.vocab_size
+    if own == whole:
+        return
+    for name in ("d2t", OUTPUT):
+        if name not in names:
+            raise ConfigError(
+                f"tensor {name} missing from the checkpoint; the draft vocabulary of {own} is not the target's of "
+                f"{whole}"
+            )
 
 
 def check_token_map(path: Path) -> None:
@@ -132,11 +178,9 @@ def named_head(options: DraftOptions) -> DraftOptions:
 
 def check_kind(algorithm: str, folder: Path) -> None:
     """Raise ConfigError, naming what is there and how it is used, unless the folder holds what `algorithm` takes."""
-    if algorithm == "NEXTN":
-        return
     found = algorithm_of(folder)
-    # A target with an MTP head is a language model besides.
-    if found == algorithm or (algorithm == "STANDALONE" and found == "NEXTN"):
+    # A target with an MTP head is a language model besides. What has none in MiMo's layout is told by config.json.
+    if found == algorithm or {found, algorithm} == {"STANDALONE", "NEXTN"}:
         return
     what = "a language model, not a head" if found == "STANDALONE" else f"a head of {found}"
     raise ConfigError(
@@ -148,14 +192,15 @@ def check_kind(algorithm: str, folder: Path) -> None:
 def head_config(algorithm: str, folder: Path, names: Collection[str], target: Path | None) -> HeadConfig:
     """What a head's config.json says, beside the target's if there is one. Raises ConfigError where they do not fit."""
     check_unquantized(names)
-    if algorithm == "NEXTN":
-        return mtp_config(ModelConfig.from_folder(folder), names)
     fields = read_json(folder / "config.json")
-    layers = hidden = None
+    layers = hidden = vocab_size = None
     if target is not None:
         of_target = text_fields(read_json(target / "config.json"))
         layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
-    if algorithm == "EAGLE3":
+        vocab_size = get_int(of_target, "vocab_size", 0) or None
+    if algorithm == "NEXTN":
+        config = mtp_config(ModelConfig.from_folder(folder), names, layers, hidden)
+    elif algorithm == "EAGLE3":
         config = eagle3_config(fields, names, layers, hidden)
     elif algorithm in BLOCK_ALGORITHMS:
         config = block_config(fields, names, layers, hidden)
@@ -163,6 +208,7 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
         raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
     else:
         config = eagle_config(fields, names, layers, hidden)
+    check_vocabulary(config, vocab_size)
     size = get_int(fields, "draft_window_size", config.window.size, minimum=0)
     sinks = get_int(fields, "draft_sink_size", MIN_SINKS, minimum=MIN_SINKS)
     return replace(config, window=ContextWindow(size, sinks))

@@ -25,12 +25,14 @@ from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, He
 from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
     asked_window,
+    check_own_vocabulary,
     check_token_map,
     draft_folder,
     head_config,
     head_name,
     model_algorithm,
     mtp_name,
+    naming_draft,
 )
 from outrider.models.fields import read_json
 from outrider.models.loader import SUPPORTED_DTYPES, load_decoder, load_model, text_name
@@ -117,7 +119,9 @@ def _describe_head(
     options: DraftOptions, algorithm: str, folder: Path, target: Path | None
 ) -> tuple[dict[str, StoredTensor], HeadConfig]:
     stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
-    config = head_config(algorithm, folder, stored, target)
+    with naming_draft(folder):
+        config = head_config(algorithm, folder, stored, target)
+        check_own_vocabulary(config, stored)
     return stored, replace(config, window=asked_window(options, config.window))
 
 
@@ -137,7 +141,7 @@ def _load_head(
     stored = _with_shared(stored, config, target, folder)
     path = options.speculative_token_map
     allowed = read_token_map(Path(path), config.decoder.vocab_size) if path else None
-    ids = _own_ids(stored.pop("d2t", None), config, folder)
+    ids = _own_ids(stored.pop("d2t", None), config)
     build = _HEADS[algorithm]
     # The meta device gives names and shapes without memory.
     check_tensors(stored, build(config, dtype, torch.device("meta")).checkpoint_tensors(), folder, CONFIG)
@@ -157,11 +161,13 @@ def _load_head(
                 parts: Sequence[Tensor] = tensor.read()[rows].split(wanted[0])
                 return parts[rank % len(parts)]
             if tensor.shape == tuple(wanted):
-                return tensor.read()
+                return _numbers(tensor)
             return tensor.read(spans(name, tensor.shape, wanted, config.decoder, rank, world))
 
         fill(targets, read, progress)
         for name, matrix in targets.items():
+            if not matrix.is_meta and not matrix.isfinite().all():
+                raise ConfigError(f"{stored[name].path}: tensor {stored[name].name} holds NaN or infinity in {dtype}")
             # Half the bytes to read; what a head guesses changes no answer.
             if name != EMBEDDING and matrix.ndim == 2 and fits(matrix):
                 round_to_eight_bits(matrix)
@@ -169,16 +175,18 @@ def _load_head(
     return head
 
 
-def _own_ids(offsets: StoredTensor | None, config: HeadConfig, folder: Path) -> Tensor | None:
-    vocab_size = config.decoder.vocab_size
-    if offsets is not None:
-        return ids_of_offsets(offsets.read(), config.draft_vocab_size, vocab_size, str(offsets.path))
-    if config.draft_vocab_size != vocab_size:
-        raise ConfigError(
-            f"{folder}: tensor d2t missing from the checkpoint; the draft vocabulary of {config.draft_vocab_size} is "
-            f"not the target's of {vocab_size}"
-        )
-    return None
+def _numbers(tensor: StoredTensor) -> Tensor:
+    """The tensor. Raises ConfigError for codes, which mean nothing without their scales."""
+    values = tensor.read()
+    if not values.is_floating_point():
+        raise ConfigError(f"{tensor.path}: tensor {tensor.name} is {values.dtype}; a head's weights are floats")
+    return values
+
+
+def _own_ids(offsets: StoredTensor | None, config: HeadConfig) -> Tensor | None:
+    if offsets is None:
+        return None
+    return ids_of_offsets(offsets.read(), config.draft_vocab_size, config.decoder.vocab_size, str(offsets.path))
 
 
 def _with_shared(
@@ -219,7 +227,10 @@ def shared_tensors(target: Path) -> dict[str, StoredTensor]:
     names = {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": OUTPUT}
     found = stored_tensors(target, lambda name: names.get(text_name(name) or name))
     if EMBEDDING not in found:
-        raise ConfigError(f"{target}: tensor model.embed_tokens.weight missing from the checkpoint")
+        raise ConfigError(
+            f"{target}: has no model.embed_tokens.weight, and a head that has no embedding of its own needs it; use a "
+            "head that has one"
+        )
     return {OUTPUT: found[EMBEDDING], **found}
 
 

@@ -195,7 +195,7 @@ def test_what_is_no_head_of_the_target_is_refused(tmp_path: Path) -> None:
     wider = InflateOptions(WIDER)
     with pytest.raises(ConfigError, match=r"target: holds a language model, not a head"):
         inflate_head(tmp_path / "target", tmp_path / "target", tmp_path / "out", wider, silent)
-    with pytest.raises(ConfigError, match=r"is for a target of .*layers=4.* and 97 tokens, and this is .*layers=3"):
+    with pytest.raises(ConfigError, match="the head is of a model of 4 layers, the target has 3"):
         inflate_head(tmp_path / "other", tmp_path / "target", tmp_path / "out", wider, silent)
     with pytest.raises(ConfigError, match="must not be padded"):
         inflate_head(tmp_path / "mimo", tmp_path / "mimo", tmp_path / "out", replace(wider, vocab_size=128), silent)
