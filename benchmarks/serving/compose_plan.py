@@ -19,7 +19,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?:(:?)-([^}]*))?\})")
-_ADDRESS = re.compile(r"([A-Za-z0-9_.-]+):(\d+)")
+_ADDRESS = re.compile(r"(?:dns:///)?([A-Za-z0-9_.-]+):(\d+)")
 _FROM = re.compile(r"FROM (\S+)(?: AS (\S+))?", re.IGNORECASE)
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 

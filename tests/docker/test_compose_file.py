@@ -69,6 +69,15 @@ def test_the_gateway_waits_for_a_healthy_verify_but_only_for_a_started_draft(suf
     }
 
 
+@pytest.mark.parametrize("suffix", PROFILES.values())
+def test_services_find_all_replicas_of_each_other_by_name(suffix: str) -> None:
+    for name, peer, port in (("gateway", "verify", 50052), ("verify", "draft", 50053)):
+        kind = OPTION_TYPES[name]
+        addresses = getattr(parse_options(kind, [], env=environment(f"{name}{suffix}")), peer)
+        assert addresses == (f"dns:///{peer}:{port}",)
+        assert SERVICES[f"{peer}{suffix}"]["networks"]["inner"]["aliases"] == [peer]
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_a_service_is_given_longer_to_end_than_it_takes_to_drain(name: str) -> None:
     options = parse_options(OPTION_TYPES[OURS[name]], [], env=environment(name))
