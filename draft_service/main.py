@@ -82,7 +82,6 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
         finally:
             await server.stop(grace=0)
         if not engine.alive:
-            _logger.error("the draft engine failed; the service must be restarted")
             return EXIT_FAILURE
         await process.stop()
         return EXIT_OK

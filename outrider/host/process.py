@@ -127,6 +127,8 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
         """Whether the engine serves; False for good once it was told to stop or is gone."""
         self.stopping = False
         """Whether the engine was told to stop."""
+        self.failed = False
+        """Whether the engine went while it served."""
         self._ready: asyncio.Future[ServedT] = asyncio.get_running_loop().create_future()
         # An error that nobody waits for is no fault of asyncio's to log.
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
@@ -156,7 +158,7 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
 
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio.Protocol: the engine is gone."""
-        self.alive = False
+        self.failed, self.alive = self.alive, False
         if not self._ready.done():
             self._ready.set_exception(InternalError("the engine process ended before it was ready"))
         super().connection_lost(error)
@@ -243,7 +245,10 @@ class EngineProcess(Generic[ServedT]):
             self._process.stdin.close()
         for connection in (self._engine, *self._others):
             connection.close()
-        log.debug("the engine process ended (%s)", ending)
+        if self._engine.failed:
+            log.error("the engine process ended by itself (%s); the service must be restarted", ending)
+        else:
+            log.debug("the engine process ended (%s)", ending)
 
     async def _ending(self) -> str:
         """How the process ended, in words; kills one that has hung up and yet goes on."""
@@ -251,8 +256,10 @@ class EngineProcess(Generic[ServedT]):
             code = await asyncio.to_thread(self._process.wait, STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            code = await asyncio.to_thread(self._process.wait)
-        return exit_text(code)
+            await asyncio.to_thread(self._process.wait)
+            return "it hung up, went on and was killed"
+        # Nobody else who kills it says why.
+        return "killed by signal 9, out of memory perhaps" if code == -signal.SIGKILL else exit_text(code)
 
 
 def switch_threads_often() -> None:

@@ -113,7 +113,10 @@ def test_the_service_ends_with_1_when_its_engine_is_killed(folder: Path, tmp_pat
     ) as door:
         wait_until(ready_file.exists)
         engine_of(door).kill()
-        assert door.wait(30) == 1
+        _, words = door.communicate(timeout=30)
+    assert door.returncode == 1
+    (line,) = [line for line in words.splitlines() if "ERROR" in line]
+    assert "the engine process ended by itself (killed by signal 9, out of memory perhaps)" in line
     assert not ready_file.exists()
 
 
