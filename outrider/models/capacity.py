@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
@@ -16,6 +17,7 @@ ROUND_REGION = 256
 SCRATCH_BYTES = 16
 """Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
 _MAX_CPU_TOKENS, _CPU_SHARE = 65536, 0.25
+_CGROUP = Path("/sys/fs/cgroup")
 _UNPLANNED_SHARE = 0.01
 """Of a GPU's memory, left to everything that no plan knows of."""
 TOKEN_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -32,9 +34,32 @@ def memory_room(free: int, total: int, own: int, share: float) -> int:
 
 
 def cpu_tokens(token_bytes: int, num_processes: int = 1) -> int:
-    """Tokens whose KV a quarter of the machine's free memory holds for each process, within what one CPU can use."""
+    """Tokens whose KV a quarter of the free memory holds for each process, within what one CPU can use."""
+    return max(min(int(free_memory() * _CPU_SHARE / num_processes) // token_bytes, _MAX_CPU_TOKENS), 1024)
+
+
+def free_memory(cgroup: Path = _CGROUP) -> int:
+    """Bytes that are free on the machine, and no more than a container's limit leaves."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(min(int(free * _CPU_SHARE / num_processes) // token_bytes, _MAX_CPU_TOKENS), 1024)
+    left = _left_in(cgroup)
+    return free if left is None else max(0, min(free, left))
+
+
+def _left_in(cgroup: Path) -> int | None:
+    """A container's limit of memory less what it uses (cgroup v2's memory.max, v1's limit_in_bytes); None without one.
+
+    Pages of files that were not read again count as used there, but the kernel gives them up first.
+    """
+    try:
+        if (cgroup / "memory.max").exists():
+            folder, names = cgroup, ("memory.max", "memory.current", "inactive_file")
+        else:
+            folder, names = cgroup / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit, used = (int((folder / name).read_text()) for name in names[:2])
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit - max(0, used - int(stat.get(names[2], 0)))
+    except (OSError, ValueError):  # "max" is no limit
+        return None
 
 
 def width_buckets(widths: Sequence[int], max_width: int) -> list[int]:
