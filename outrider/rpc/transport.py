@@ -53,6 +53,8 @@ def channel_options(max_message_bytes: int) -> ChannelOptions:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms", 2000),
+        # And at another address of its name: gRPC itself asks again for a name after 30 seconds at the soonest.
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
         # Services talk to each other directly, whatever http_proxy says.
         ("grpc.enable_http_proxy", 0),
         # A connection of its own: one channel's large messages do not delay another's.

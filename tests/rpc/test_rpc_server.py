@@ -204,6 +204,11 @@ def test_a_clients_pings_never_come_faster_than_the_server_allows() -> None:
     assert server["grpc.so_reuseport"] == 0
 
 
+def test_a_peer_that_comes_back_at_another_address_is_looked_for_as_soon_as_one_at_the_same() -> None:
+    client = dict(channel_options(1000))
+    assert int(client["grpc.dns_min_time_between_resolutions_ms"]) < int(client["grpc.max_reconnect_backoff_ms"])
+
+
 @pytest.mark.parametrize("module", ["server", "channel", "status", "lifecycle", "interceptors"])
 def test_the_rpc_layer_imports_without_torch(module: str) -> None:
     script = f"import sys, outrider.rpc.{module}; sys.exit('torch' in sys.modules)"
