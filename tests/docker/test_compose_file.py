@@ -21,10 +21,14 @@ PROFILES = {"cpu": "", "gpu1": "-gpu1", "gpu2": "-gpu2", "gpu-tp2": "-gpu-tp2"}
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 
+def by_default(value: object) -> str:
+    """What a value is where no variable is set."""
+    return re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", str(value))
+
+
 def environment(name: str) -> dict[str, str]:
     """What the container gets where no variable is set."""
-    pattern = re.compile(r"\$\{\w+:?-([^}]*)\}")
-    return {key: pattern.sub(r"\1", str(value)) for key, value in SERVICES[name]["environment"].items()}
+    return {key: by_default(value) for key, value in SERVICES[name]["environment"].items()}
 
 
 def test_each_profile_has_its_three_services_and_cpu_has_the_dashboards_too() -> None:
@@ -81,7 +85,8 @@ def test_services_find_all_replicas_of_each_other_by_name(suffix: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_a_service_is_given_longer_to_end_than_it_takes_to_drain(name: str) -> None:
     options = parse_options(OPTION_TYPES[OURS[name]], [], env=environment(name))
-    assert float(SERVICES[name]["stop_grace_period"].removesuffix("s")) >= options.drain_seconds + 10
+    grace = by_default(SERVICES[name]["stop_grace_period"])
+    assert float(grace.removesuffix("s")) >= options.drain_seconds + 10
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -145,6 +150,18 @@ def test_images_of_a_checkout_under_a_strict_umask_can_be_read_by_their_user(tmp
     words = shlex.split(commands[0].replace("/opt/outrider", str(tmp_path)))
     subprocess.run(words, check=True, timeout=60)
     assert [path.stat().st_mode & 0o777 for path in (inner.parent, inner, file)] == [0o755, 0o755, 0o644]
+
+
+def test_the_guide_names_every_option_that_compose_sets_without_a_variable() -> None:
+    guide = (ROOT / "docs" / "deploy.md").read_text()
+    found = re.search(r"; nor have ([^.]*), which `compose.yaml` sets", guide)
+    assert found is not None
+    named = set(re.findall(r"`(OUTRIDER_\w+)`", found[1]))
+    table = set(re.findall(r"`(OUTRIDER_\w+)`", "".join(line for line in guide.splitlines() if line.startswith("|"))))
+    given = [(key, str(value)) for name in OURS for key, value in SERVICES[name]["environment"].items()]
+    variable = {key for key, value in given if table & set(re.findall(r"\$\{(\w+)", value))}
+    assert {key for key, _ in given} <= variable | named
+    assert named <= {key for key, _ in given} - table
 
 
 def test_every_variable_is_in_the_deployment_guide() -> None:
