@@ -122,6 +122,13 @@ def test_what_containers_are_told_are_options_of_their_service_as_compose_tells_
     assert container(everything(profile), name)["image"].removesuffix("-cuda") == image.removesuffix("-cuda")
 
 
+def test_the_guide_s_example_says_where_every_image_comes_from() -> None:
+    guide = (ROOT / "docs" / "deploy.md").read_text().split("## Kubernetes")[1]
+    example = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])
+    used = {container(everything(profile), name)["image"] for profile in PROFILES for name in OPTION_TYPES}
+    assert {image["name"] for image in example["images"]} == used
+
+
 @pytest.mark.parametrize("name", OPTION_TYPES)
 def test_ports_are_those_that_the_images_bind(name: str) -> None:
     stage = DOCKERFILE.split(f" AS {name}\n")[1].split("\nFROM ")[0]
