@@ -10,7 +10,9 @@ from functools import partial
 from outrider.config.base import parse_options
 from outrider.config.service import peer_token
 from outrider.config.verify import VerifyOptions
+from outrider.errors import UnavailableError
 from outrider.host.process import EngineProcess, switch_threads_often
+from outrider.logs import get_logger
 from outrider.metrics import serve_metrics
 from outrider.protocol.generation import VerifyLoad
 from outrider.rpc.channel import open_channel
@@ -25,10 +27,12 @@ from verify_service.door.servicer import VerifyServicer
 from verify_service.door.session import Dial, DraftDialer, DraftDialers
 from verify_service.frames import RoundReport, TargetProfile
 
+_logger = get_logger(__name__)
+
 SERVICE = "outrider.v1.VerifyService"
 ENGINE_MODULE = "verify_service.engine.worker"
 LAST_WORDS_SECONDS = 2.0
-"""How long answers of an engine that failed may take to reach their clients with its status. They end by themselves."""
+"""How long answers that were ended may take to reach their clients with their status. They end by themselves."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,7 +89,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             )
             await process.until_stopped(stop)
             servicer.draining = True
-            await server.stop(options.drain_seconds if engine.alive else LAST_WORDS_SECONDS)
+            await drain(server, engine, options.drain_seconds if engine.alive else 0)
             sessions.cancel()
             await asyncio.gather(sessions, return_exceptions=True)
             await grammars.close()
@@ -94,6 +98,18 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             return EXIT_OK if healthy else EXIT_FAILURE
         finally:
             await process.close()
+
+
+async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) -> None:
+    """Stop the server; answers that are not done after so many seconds are ended, and their callers told why."""
+    if seconds:
+        _logger.info("draining %d requests for at most %g s", engine.num_running + engine.num_waiting, seconds)
+    leaving = asyncio.create_task(server.stop(seconds + LAST_WORDS_SECONDS))
+    await asyncio.wait([leaving], timeout=seconds)
+    reason = "the verify service is shutting down and its time to drain is over; try again"
+    if num_ended := engine.end_answers(UnavailableError(reason, code="draining")):
+        _logger.warning("%d requests were not done in time and are cancelled", num_ended)
+    await leaving
 
 
 async def start_engine(

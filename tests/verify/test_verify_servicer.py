@@ -23,6 +23,7 @@ from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, verify_pb2, verify_pb2_grpc
 from verify_service.door.admission import Admission
 from verify_service.door.servicer import VerifyServicer
+from verify_service.main import drain
 
 VOCAB = 61
 Message = verify_pb2.VerifyServiceGenerateRequest
@@ -199,6 +200,34 @@ async def test_a_draining_service_closes_when_its_callers_have_the_ends_of_their
         call.cancel()
         await asyncio.wait_for(door.server.stop(60), 20)
         await asyncio.gather(end, return_exceptions=True)
+
+
+async def test_what_is_not_done_when_the_time_to_drain_is_over_is_told_so(
+    model: CausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with open_door(model, tmp_path) as door:
+        calls = [door.stub.Generate(message(max_tokens=150, request_id=f"r{number}")) for number in range(2)]
+        for call in calls:
+            await call.read()
+        held = threading.Event()
+
+        def hold() -> None:
+            held.wait()
+
+        door.engine.ask(hold)
+        try:
+            await asyncio.wait_for(drain(door.server, door.engine.remote, 0.1), 20)
+        finally:
+            held.set()
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            told = error_from_rpc(raised.value)
+            assert isinstance(told, UnavailableError) and told.code == "draining"
+    assert "draining 2 requests for at most 0.1 s" in caplog.text
+    assert "2 requests were not done in time and are cancelled" in caplog.text
 
 
 async def test_an_engine_that_fails_tells_every_stream(model: CausalLM, tmp_path: Path) -> None:

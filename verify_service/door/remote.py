@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from outrider.errors import OverloadedError, UnavailableError
+from outrider.errors import OutriderError, OverloadedError, UnavailableError
 from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost
 from outrider.host.process import EngineConnection
 from outrider.logs import get_logger
@@ -192,6 +192,14 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         if number in self._answers:
             self._answers[number] = None
             self.send(Cancel(number))
+
+    def end_answers(self, reason: OutriderError) -> int:
+        """End every request, telling who waits for it why; returns how many those are."""
+        heard = {number: deliver for number, deliver in self._answers.items() if deliver is not None}
+        for number, deliver in heard.items():
+            self.cancel(number)
+            deliver(GenerationUpdate(error=reason))
+        return len(heard)
 
     def draft_connected(self, stream: DraftStream, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
