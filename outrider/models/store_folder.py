@@ -151,9 +151,13 @@ def _hash_of(path: Path, _changed_at: int) -> str:
         told = json.loads(data)
         model, added = told["model"], told.get("added_tokens") or []
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or []]
-        tokens = sorted((token["id"], token["content"]) for token in added)
+        # What is off or empty may be left out.
+        set_up = {name: value for name, value in model.items() if value and name not in ("vocab", "merges")}
+        tokens = sorted(
+            (token["id"], sorted((name, value) for name, value in token.items() if value)) for token in added
+        )
         steps = [told.get("normalizer"), told.get("pre_tokenizer")]
-        data = json.dumps([model["vocab"], merges, tokens, steps], sort_keys=True).encode()
+        data = json.dumps([model["vocab"], merges, set_up, tokens, steps], sort_keys=True).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # Its bytes say whether it is the same.
     return hashlib.sha256(data).hexdigest()

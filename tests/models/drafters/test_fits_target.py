@@ -121,13 +121,15 @@ def digest(folder: Path, tokenizer: dict[str, Any]) -> str:
 def test_a_tokenizer_that_was_saved_anew_is_the_same_and_other_ids_are_not(tmp_path: Path) -> None:
     model = TOKENIZER["model"]
     saved = {**TOKENIZER, "post_processor": {"type": "TemplateProcessing"}, "truncation": {"max_length": 9}}
-    saved["model"] = {"merges": [["a", "b"]], "vocab": {"ab": 2, "b": 1, "a": 0}, "type": "BPE", "dropout": None}
+    saved["model"] = {"merges": [["a", "b"]], "vocab": {"ab": 2, "b": 1, "a": 0}, "type": "BPE", "fuse_unk": False}
     others = [
         {**TOKENIZER, "model": {**model, "vocab": {"a": 1, "b": 0, "ab": 2}}},
         {**TOKENIZER, "model": {**model, "merges": []}},
         {**TOKENIZER, "added_tokens": [{"id": 4, "content": "<end>"}]},
         {**TOKENIZER, "pre_tokenizer": None},
+        {**TOKENIZER, "model": {**model, "ignore_merges": True}},
+        {**TOKENIZER, "added_tokens": [{"id": 3, "content": "<end>", "special": True, "lstrip": True}]},
     ]
     usual = digest(tmp_path / "usual", TOKENIZER)
     assert digest(tmp_path / "saved", saved) == usual
-    assert len({usual, *(digest(tmp_path / str(at), other) for at, other in enumerate(others))}) == 5
+    assert len({usual, *(digest(tmp_path / str(at), other) for at, other in enumerate(others))}) == 7
