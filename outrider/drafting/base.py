@@ -19,7 +19,7 @@ class Needs:
     vocab_size: int = 0
     """Token ids that its own vocabulary has."""
     tokenizer_hash: str = ""
-    """SHA-256 of its own tokenizer.json, hexadecimal."""
+    """Of its own tokenizer.json: see outrider.models.store_folder.hash_tokenizer."""
     hidden_size: int = 0
     """Width of the features that it takes."""
     feature_layers: tuple[int, ...] = ()
