@@ -106,7 +106,7 @@ export class AnswerView {
     this.follow = follow;
     this.blocks = element("div", { class: "blocks" });
     this.tail = element("div", { class: "tail" });
-    this.text = element("div", { class: "text", dir: "auto" }, this.blocks, this.tail);
+    this.text = element("div", { class: "text" }, this.blocks, this.tail);
     this.note = element("p", { class: "note" }, "waiting for the first token");
     this.actions = element("div", { class: "actions" }, copyButton(() => this.shown, "Copy this answer"));
     const foot = element("div", { class: "foot" }, this.note, this.actions);
@@ -128,11 +128,11 @@ export class AnswerView {
     this.tail.append(...this.#marked(begin, this.shown.length));
     const { rate } = this.answer;
     this.note.textContent = `${this.answer.tokens.length} tokens${rate ? `, ${rate.toFixed(1)} per second` : ""}`;
-    this.formatting ??= this.#formatComplete().finally(() => (this.formatting = null));
+    this.#formatMore();
   }
 
-  /** Says how the answer ended, and formats the rest of it. */
-  async end(how) {
+  /** Says how the answer ended, and formats the rest of it when the gateway finds the time. */
+  end(how) {
     // What was held back at the end belongs to no token of its own.
     const rest = this.answer.text.startsWith(this.shown) ? this.answer.text.slice(this.shown.length) : "";
     const begin = this.shown.length;
@@ -143,14 +143,20 @@ export class AnswerView {
     if (rate) figures.push(`${rate.toFixed(1)} per second`);
     if (this.answer.numDrafts) figures.push(`accept length ${acceptLength.toFixed(2)}`);
     this.note.textContent = `${figures.join(", ")}${how ? `; ${how}` : ""}`;
-    await this.settle();
+    this.settle();
   }
 
   /** Formats what is not yet, now that nothing follows. */
   async settle() {
     this.ended = true;
     await this.formatting;
-    await this.#formatComplete();
+    await this.#formatMore();
+  }
+
+  /** One run at a time, or a block would be placed twice. */
+  #formatMore() {
+    this.formatting ??= this.#formatComplete().finally(() => (this.formatting = null));
+    return this.formatting;
   }
 
   /** Marks the token where this answer parts from another; of one that is shown as it was written. */
@@ -200,7 +206,8 @@ export class AnswerView {
       const rest = this.shown.slice(this.formatted);
       // Asking costs a request: only where a paragraph has ended, and where it was in vain, not before there is half as much again.
       if (!rest || (!this.ended && (rest.length < 1.5 * this.tried || !/\n\s*\n\s*\S/.test(rest)))) return;
-      const piece = rest.slice(0, MOST_MARKDOWN);
+      // The gateway refuses half a character, which a cut may leave.
+      const piece = rest.slice(0, MOST_MARKDOWN).replace(/[\uD800-\uDBFF]$/, "");
       const whole = this.ended && piece.length === rest.length;
       let blocks;
       try {

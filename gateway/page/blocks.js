@@ -2,10 +2,17 @@
 
 import { copyButton, element } from "./dom.js";
 
-/** A block's element. `marked(text)` gives the nodes that a piece of its text becomes. */
-export function built(node, marked) {
+const DIRECTED = new Set(["p", "h4", "h5", "h6", "blockquote", "li", "th", "td"]);
+
+/**
+ * A block's element. `marked(text)` gives the nodes that a piece of its text becomes. Each block is written from the
+ * side of its first letter; paragraphs of an item or a quotation, which are `within` one, from that of the whole.
+ */
+export function built(node, marked, within = false) {
   if (typeof node === "string") return marked(node);
-  const children = node.children.flatMap((child) => built(child, marked));
+  const holds = node.tag === "li" || node.tag === "blockquote";
+  const children = node.children.flatMap((child) => built(child, marked, holds));
+  const direction = DIRECTED.has(node.tag) && !(within && node.tag === "p") ? { dir: "auto" } : {};
   switch (node.tag) {
     case "pre":
       return [code(node, children)];
@@ -17,16 +24,18 @@ export function built(node, marked) {
       return [element("ol", { start: node.start }, ...children)];
     case "th":
     case "td":
-      return [element(node.tag, node.align ? { class: node.align } : {}, ...children)];
+      return [element(node.tag, { ...direction, ...(node.align ? { class: node.align } : {}) }, ...children)];
+    case "code":
+      return [element("code", { dir: "ltr" }, ...children)];
     default:
-      return [element(node.tag, {}, ...children)];
+      return [element(node.tag, direction, ...children)];
   }
 }
 
 function code({ language, children: [text] }, children) {
   const label = language || "code";
   const head = element("figcaption", {}, element("span", {}, label), copyButton(() => text, `Copy this ${label}`));
-  return element("figure", { class: "code" }, head, element("pre", { tabindex: "0" }, element("code", {}, ...children)));
+  return element("figure", { class: "code", dir: "ltr" }, head, element("pre", { tabindex: "0" }, element("code", {}, ...children)));
 }
 
 /** Index of the first character of each line of a text, and of its end. */

@@ -2,7 +2,8 @@
 
 import { byId, element } from "./dom.js";
 
-const SENTENCE = /^[\s\S]*?[.!?:]["”)]*\s+|^[\s\S]*?\n/;
+// White space ends a sentence, but for Chinese and Japanese, which have none: there the next sign does.
+const SENTENCE = /^[\s\S]*?(?:[.!?:؟।]["\p{Pe}\p{Pf}]*\s+|[。！？]+["\p{Pe}\p{Pf}]*(?=[^。！？"\p{Pe}\p{Pf}])|\n)/u;
 const MARKDOWN = /^#+ +|\*\*|`+/gm; // signs that are not read aloud
 const KEPT = 20;
 
@@ -20,6 +21,12 @@ export class Speech {
       this.say(match[0].trim());
       this.pending = this.pending.slice(match[0].length);
     }
+  }
+
+  /** Forgets what was said and what was to be. */
+  clear() {
+    this.region.replaceChildren();
+    this.pending = "";
   }
 
   /** Says what is left of an answer, and then `text`. */
