@@ -9,6 +9,8 @@ export class ApiError extends Error {
 }
 
 function headers(key) {
+  // The browser's own complaint names neither the key nor what is wrong with it.
+  if (/[^\x20-\x7e]/.test(key)) throw new ApiError(401, "The API key has characters that no key has: letters, digits and signs of ASCII alone.");
   return key ? { authorization: `Bearer ${key}` } : {};
 }
 
@@ -41,9 +43,11 @@ export const settings = () => read("page/settings.json", "");
 export const modelInfo = (key) => read("get_model_info", key);
 
 /** The blocks of a text of Markdown, at most MOST_MARKDOWN characters: [{tag, begin, end, children, ...}]; lines count from 0. */
-export const markdown = async (text, key) => (await read("page/markdown", key, posted(key, { text }))).blocks;
+export const markdown = async (text, key) =>
+  (await read("page/markdown", key, { ...posted(key, { text }), signal: AbortSignal.timeout(MARKDOWN_MS) })).blocks;
 
 export const MOST_MARKDOWN = 16_000;
+const MARKDOWN_MS = 10_000; // a browser has few connections, and one that never answers takes one away
 
 /** Streams a chat answer: yields each chunk, parsed. Throws ApiError; aborting `signal` throws AbortError. */
 export async function* chat(body, key, signal) {

@@ -6,7 +6,7 @@ import { speedup, verdict } from "./compare.js";
 import { byId, element } from "./dom.js";
 import { Repeats } from "./repeats.js";
 import { Speech } from "./speech.js";
-import { load, save } from "./store.js";
+import { load, save, saveMarks } from "./store.js";
 import { Watch } from "./watch.js";
 
 const RETRY_MS = 2000;
@@ -26,9 +26,11 @@ class Page {
     this.turns = []; // of the conversation, the one in the making too
     this.repeats = new Repeats();
     this.running = null; // AbortController of the turn in the making
+    this.left = false; // while the browser shows another page
     this.welcome = byId("welcome");
     this.watch = new Watch();
     this.speech = new Speech();
+    this.windows = new BroadcastChannel("outrider.new-chat"); // to the other windows of this browser
     this.#listen();
   }
 
@@ -51,16 +53,29 @@ class Page {
       byId("composer").requestSubmit();
     });
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape") this.running?.abort();
+      // Within a composition the key is the input method's.
+      if (event.key === "Escape" && !event.isComposing) this.running?.abort();
     });
     byId("stop").addEventListener("click", () => this.running?.abort());
-    byId("fresh").addEventListener("click", () => this.#clear());
+    byId("fresh").addEventListener("click", () => {
+      this.#clear();
+      this.#save();
+      this.windows.postMessage(null);
+      focusQuestion();
+    });
+    // The window that deleted the conversation keeps what is left of it.
+    this.windows.addEventListener("message", () => this.#clear());
     byId("key").addEventListener("change", () => this.#connect());
     byId("marks").addEventListener("change", () => {
       this.#mark();
-      this.#save();
+      saveMarks(byId("marks").checked);
     });
-    window.addEventListener("pagehide", () => this.#save());
+    // All else is kept already, and another window may have kept or deleted more since.
+    window.addEventListener("pagehide", () => {
+      this.left = true;
+      if (this.running) this.#save();
+    });
+    window.addEventListener("pageshow", () => (this.left = false));
     for (const question of EXAMPLES) {
       const button = element("button", { type: "button", class: "quiet" }, question);
       button.addEventListener("click", () => this.#ask(question));
@@ -118,10 +133,9 @@ class Page {
   #clear() {
     this.running?.abort();
     this.turns = [];
-    this.#save();
     byId("turns").replaceChildren(this.welcome);
     this.watch.follow(new Answer());
-    focusQuestion();
+    this.speech.clear();
   }
 
   /** A turn, not yet on the page. A comparison is shown as it was written, token by token. */
@@ -184,7 +198,8 @@ class Page {
     this.#following(() => turn.repeats(this.repeats.note(turn.drafted.answer)));
     // A question without any answer can be asked again.
     if (!turn.drafted.answer.text) field.value ||= question;
-    this.#save();
+    // Leaving the page breaks an answer off; it is kept as that, not as failed.
+    if (!this.left) this.#save();
   }
 
   /** Asks the last question once more, in place of what was answered. */
@@ -231,28 +246,30 @@ class Page {
 
   /** Streams one answer. Returns whether it came to its end. */
   async #run(view, body, watched) {
+    // Of an answer that a new chat removed nothing more is read aloud.
+    const heard = () => watched && view.node.isConnected;
     try {
       for await (const chunk of chat(body, byId("key").value, this.running.signal)) {
         const before = view.answer.text.length;
         const fresh = view.answer.take(chunk, performance.now() / 1000);
-        if (watched) this.speech.write(view.answer.text.slice(before));
+        if (heard()) this.speech.write(view.answer.text.slice(before));
         if (!fresh.length) continue;
         this.#following(() => view.add(fresh));
         if (watched) this.watch.grew();
       }
-      await view.end(view.answer.finishReason === "length" ? "the limit of tokens ended it" : "");
-      if (watched) this.speech.end(`The answer is complete: ${view.note.textContent}.`);
+      view.end(view.answer.finishReason === "length" ? "the limit of tokens ended it" : "");
+      if (heard()) this.speech.end(`The answer is complete: ${view.note.textContent}.`);
       return true;
     } catch (error) {
-      await this.#failed(view, error, watched);
+      this.#failed(view, error, heard());
       return false;
     }
   }
 
-  async #failed(view, error, watched) {
+  #failed(view, error, heard) {
     const stopped = error.name === "AbortError";
-    await view.end(stopped ? "stopped" : "failed");
-    if (watched) this.speech.end(stopped ? "Stopped." : "");
+    view.end(stopped ? "stopped" : "failed");
+    if (heard) this.speech.end(stopped ? "Stopped." : "");
     if (stopped) return;
     view.node.append(element("p", { class: "complaint", role: "alert" }, error.message));
     if (error instanceof ApiError && error.status === 401) {

@@ -15,18 +15,24 @@ export function load() {
   return { turns: [], marks: true };
 }
 
-/** Keeps turns; what is too much goes, the oldest first: tokens and trees, then whole turns. */
+/** Keeps turns. What is too much goes: turns too large by themselves, then the oldest; tokens and trees before whole turns. */
 export function save(turns, marks) {
+  const written = (some) => JSON.stringify({ version: VERSION, turns: some, marks });
+  const fits = (turn) => written([turn]).length <= MOST;
   let kept = turns;
-  const written = () => JSON.stringify({ version: VERSION, turns: kept, marks });
-  let text = written();
-  for (let index = 0; text.length > MOST && index < turns.length; index += 1) {
+  let text = written(kept);
+  if (text.length > MOST) {
+    // One that never fits would drive out all the older ones.
+    kept = kept.map((turn) => (fits(turn) ? turn : withoutTraces(turn))).filter(fits);
+    text = written(kept);
+  }
+  for (let index = 0; text.length > MOST && index < kept.length; index += 1) {
     kept = kept.map((turn, at) => (at === index ? withoutTraces(turn) : turn));
-    text = written();
+    text = written(kept);
   }
   while (text.length > MOST && kept.length) {
     kept = kept.slice(1);
-    text = written();
+    text = written(kept);
   }
   try {
     localStorage.setItem(NAME, text);
@@ -34,6 +40,9 @@ export function save(turns, marks) {
     // Full, or turned off: the conversation lasts as long as the page.
   }
 }
+
+/** Keeps the switch of marks alone: the turns may be those of another window. */
+export const saveMarks = (marks) => save(load().turns, marks);
 
 const withoutTraces = (turn) => ({
   ...turn,

@@ -226,6 +226,7 @@ def test_a_conversation_survives_a_reload(visit: Open) -> None:
     here.ask("Say hello.")
     here.until_done()
     shown = "all => all.map(each => each.outerHTML)"
+    here.expect(page.locator("article:first-of-type .tail")).to_be_empty()
     before = page.locator("article").evaluate_all(shown)
     page.reload()
     here.expect(page.locator("article")).to_have_count(2)
@@ -270,13 +271,18 @@ def test_what_is_kept_is_bounded_and_what_is_broken_is_left(visit: Open) -> None
             };
             const traces = kept(["a", "b", "c", "d", "e"].map(name => turn(name, "text")));
             const texts = kept(["a", "b", "c"].map(name => turn(name, "x".repeat(400000))));
+            const large = kept([turn("a", "text"), turn("large", "x".repeat(1000000)), turn("b", "text")]);
+            const traced = { ...turn("traced", "text"), answers: [{ tokens: ["t".repeat(1000000)], rounds: [], shown: "" }] };
+            const own = kept([turn("a", "text"), traced]);
             localStorage.setItem("outrider.conversation", "{broken");
-            return [traces, texts, load()];
+            return [traces, texts, large, own, load()];
         }"""
     )
-    traces, texts, broken = sizes
+    traces, texts, large, own, broken = sizes
     assert traces[0] < 1_000_000 and traces[1] == ["a0", "b0", "c1", "d1", "e1"], "the oldest lose tokens and trees"
     assert texts[0] < 1_000_000 and texts[1] == ["b0", "c0"], "then they go"
+    assert large[1] == ["a1", "b1"], "what never fits drives out nothing else"
+    assert own[1] == ["a1", "traced0"]
     assert broken == {"turns": [], "marks": True}
     page = here.page
     wrong = '{"version": 1, "marks": true, "turns": [{"question": "q", "answers": [{}]}, 7]}'
