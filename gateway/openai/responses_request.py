@@ -42,6 +42,8 @@ from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
 
 _NOT_STORED = "answers are not stored here: send the whole conversation as input"
+_ENCRYPTED = "reasoning.encrypted_content"
+"""Some clients always ask for it; it comes with encrypted reasoning alone, and none is encrypted here."""
 
 
 class InputPart(StrictModel):
@@ -187,7 +189,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     previous_response_id: Annotated[Any, Only(why=_NOT_STORED)] = None
     conversation: Annotated[Any, Only(why=_NOT_STORED)] = None
     background: Annotated[Any, Only(False, why="answers are not stored here, so none can be fetched later")] = None
-    include: Annotated[Any, Only([], why="nothing more is told of an answer")] = None
+    include: Annotated[Any, Only([], [_ENCRYPTED], why="nothing more is told of an answer")] = None
     truncation: Annotated[Any, Only("disabled", why="no message is left out of a conversation")] = None
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the answer may call."

@@ -93,7 +93,9 @@ async def test_raw_events_are_named_and_end_without_done(world: World) -> None:
 
 async def test_reasoning_is_an_item_of_its_own_and_may_be_sent_back(thinker: World) -> None:
     client = thinker.openai()
-    answer = await client.responses.create(model=MODEL, input="Hi", reasoning={"effort": "low"})
+    answer = await client.responses.create(
+        model=MODEL, input="Hi", reasoning={"effort": "low"}, include=["reasoning.encrypted_content"]
+    )
     assert [item.type for item in answer.output] == ["reasoning", "message"]
     thought: Any = answer.output[0]
     assert (thought.content[0].text, answer.output_text) == ("Greet 東京.", "Hello!")
@@ -327,6 +329,7 @@ async def test_the_client_parses_arguments_of_responses(caller: World) -> None:
         ),
         ({"input": [{"type": "function_call", "call_id": "c", "name": ""}]}, "input[0].name", "at least one"),
         ({"truncation": "auto"}, "truncation", "left out"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "leave it out or send"),
         ({"input": []}, "input", "at least one entry"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "text": "x"}]}]}, "input", "input_text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "message"),
