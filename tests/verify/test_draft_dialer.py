@@ -169,6 +169,24 @@ async def test_why_a_draft_cannot_be_reached_is_logged_after_a_while_and_seldom(
     assert len(found) == told and all(text.endswith("; trying again") for text in found)
 
 
+async def test_another_reason_why_a_draft_cannot_be_reached_is_logged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session, "AWAY_LOG_SECONDS", 0.0)
+
+    async def behave(context: Context, number: int) -> None:
+        if number < 8:
+            await context.read()  # a stream that ends before has gRPC's own words for it
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone" if number < 4 else "a certificate fails")
+        await greet(context)
+        await stay(context)
+
+    async with dialled(tmp_path, behave) as events:
+        await events.until(lambda: len(events.sessions) == 1)
+    told = [record.getMessage().partition(" is ")[2] for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["not usable: gone; trying again", "not usable: a certificate fails; trying again"]
+
+
 async def test_nonsense_is_logged_once_in_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nothing = draft_pb2.DraftServiceSpeculateResponse(events=[draft_pb2.DraftEvent()])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -55,7 +56,7 @@ again is in use within 5 seconds: nothing tells that it was replaced, or mended,
 AWAY_LOG_SECONDS = 5.0
 """How long a draft may be out of reach before that is logged, as one is at first that starts beside verify."""
 AWAY_REPEAT_SECONDS = 600.0
-"""From there to the next time."""
+"""From a line that says so to the next with the same reason; another reason is told after AWAY_LOG_SECONDS."""
 MALFORMED_LOG_SECONDS = 10.0
 """Least time between two warnings of malformed messages."""
 MAX_QUEUED_MESSAGES = 4096
@@ -353,8 +354,11 @@ class DraftDialer:
         self._features_failed = False
         self._failure = ""
         """What kept the last dial from becoming a session, or ended that; it is logged once while it stays the same."""
-        self._tell_away_at: float | None = None
-        """When to log next that the draft cannot be reached; None while it can be, or says why not itself."""
+        self._told_away_at: float | None = None
+        """When it was logged last, or first found, that the draft cannot be reached; None while it can be, or says why
+        not itself."""
+        self._told_away: set[str] = set()
+        """The reasons that were logged since, without their numbers."""
         self.wanted = True
         """Whether to dial again when a session has ended."""
 
@@ -388,7 +392,7 @@ class DraftDialer:
                 if failure != self._failure:
                     log.exception("the session with draft %s failed", self.address)
             if failure:
-                self._tell_away_at = None
+                self._told_away_at = None
             self.state, self._failure = state, failure
             if time.monotonic() - began >= MAX_RETRY_SECONDS:
                 self._failure_pause = RETRY_SECONDS
@@ -399,16 +403,19 @@ class DraftDialer:
                 await self._sleep(RETRY_SECONDS)
 
     def _tell_away(self, reason: str) -> None:
-        """Log why the draft cannot be reached, at once if it was there, else after a while, and then seldom."""
-        now = time.monotonic()
+        """Log why the draft cannot be reached, at once if it was there, else after a while, and the same reason seldom."""
+        now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
         if self.state == "connected":
             log.warning("draft %s is away: %s", self.address, reason)
-            self._tell_away_at = now + AWAY_REPEAT_SECONDS
-        elif self._tell_away_at is None:
-            self._tell_away_at = now + AWAY_LOG_SECONDS
-        elif now >= self._tell_away_at:
+            self._told_away = {kind}
+        elif self._told_away_at is None:
+            self._told_away = set()
+        elif now < self._told_away_at + (AWAY_REPEAT_SECONDS if kind in self._told_away else AWAY_LOG_SECONDS):
+            return
+        else:
             log.warning("draft %s is not usable: %s; trying again", self.address, reason)
-            self._tell_away_at = now + AWAY_REPEAT_SECONDS
+            self._told_away.add(kind)
+        self._told_away_at = now
 
     async def _converse(self) -> None:
         channel = self._dial(self.address)
@@ -417,7 +424,7 @@ class DraftDialer:
             terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
             session = DraftSession(self.address, call, terms, self._engine, self._malformed, self._dial)
             self.state = "connected"
-            self._tell_away_at = None
+            self._told_away_at = None
             log.info("draft %s is connected", self.address)
             self._engine.draft_connected(session, terms)
             writer = asyncio.create_task(session.write())
