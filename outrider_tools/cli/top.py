@@ -15,6 +15,7 @@ from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
+from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +29,7 @@ from outrider.rpc.tls import client_context
 from outrider.rpc.transport import is_http_url
 
 MAX_DEPTHS = 8
+PANEL_WIDTH, MIN_PANEL_WIDTH = 46, 36
 _VERIFY = "outrider_verify_"
 _GATEWAY = "outrider_gateway_"
 _DRAFT = "outrider_draft_"
@@ -339,7 +341,7 @@ def run(arguments: argparse.Namespace) -> int:
     count = 1 if arguments.once else arguments.count
     try:
         watch.read()
-        if console.is_terminal and not arguments.once:
+        if console.is_terminal and not console.is_dumb_terminal and not arguments.once:
             return _live(console, watch, arguments.interval, count)
         return _lines(console, watch, arguments.interval, count)
     except KeyboardInterrupt:
@@ -367,9 +369,19 @@ def _live(console: Console, watch: Watch, interval: float, count: int | None) ->
     views: list[PageView] = []
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for views in _readings(watch, interval, count):
-            live.update(picture_of(views), refresh=True)
-    console.print(picture_of(views))
+            live.update(_fitted(console, picture_of(views, console.width)), refresh=True)
+    console.print(picture_of(views, console.width))
     return 0
+
+
+def _fitted(console: Console, picture: Group) -> Group:
+    """What a terminal's height has room for. The screen would cut the rest without a word."""
+    lines = console.render_lines(picture, pad=False)
+    hidden = len(lines) - (console.height - 1)
+    if hidden <= 1:
+        return picture
+    hint = Text(f"{hidden} more lines: make the window higher or wider, or name fewer pages", "dim")
+    return Group(SegmentLines(lines[: console.height - 1], new_lines=True), hint)
 
 
 def line_of(view: PageView) -> str:
@@ -381,15 +393,15 @@ def line_of(view: PageView) -> str:
     return printable(f"{at} {view.kind} {view.source}  {figures}")
 
 
-def picture_of(views: Sequence[PageView]) -> Group:
-    """All views side by side."""
-    head = Text(
-        f"outrider top   {time.strftime('%H:%M:%S')}   Ctrl-C leaves; outrider top --help explains the figures", "dim"
-    )
-    return Group(head, Columns([_panel(view) for view in views], padding=(0, 1)))
+def picture_of(views: Sequence[PageView], width: int) -> Group:
+    """All views side by side, as far as `width` columns hold them; two are made narrower for that."""
+    half = (width - 1) // 2
+    panel = min(half, PANEL_WIDTH) if half >= MIN_PANEL_WIDTH else PANEL_WIDTH
+    head = Text(f"outrider top   {time.strftime('%H:%M:%S')}   Ctrl-C leaves; --help explains the figures", "dim")
+    return Group(head, Columns([_panel(view, panel) for view in views], padding=(0, 1)))
 
 
-def _panel(view: PageView) -> Panel:
+def _panel(view: PageView, width: int) -> Panel:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -397,4 +409,4 @@ def _panel(view: PageView) -> Panel:
         table.add_row(printable(figure.name), Text(printable(figure.value), "bold red" if figure.alarm else ""))
     body = Text(printable(view.error), "red") if view.error else table
     style = SERVICE_STYLES.get(view.kind, "red" if view.error else "")
-    return Panel(body, title=f"{view.kind} {view.source}", border_style=style, width=46)
+    return Panel(body, title=f"{view.kind} {view.source}", border_style=style, width=width)

@@ -23,7 +23,7 @@ from outrider.errors import ConfigError
 from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import GrpcClient, LoadPoint, RequestOptions, run_point
 from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts
-from outrider_tools.cli.top import PageView, Watch, line_of, page_url, page_view, picture_of
+from outrider_tools.cli.top import PageView, TopFigure, Watch, _fitted, line_of, page_url, page_view, picture_of
 
 pytestmark = pytest.mark.xdist_group("live")
 
@@ -81,10 +81,30 @@ def test_a_view_is_a_line_and_a_picture(views: dict[str, PageView]) -> None:
         re.match(r"\d\d:\d\d:\d\d verify 127\.0\.0\.1:\d+  running 0  waiting 0  tokens/s ", line) and "\n" not in line
     )
     console = Console(record=True, width=150, file=io.StringIO())
-    console.print(picture_of(list(views.values())))
+    console.print(picture_of(list(views.values()), 150))
     text = console.export_text()
     assert all(f" {name} 127.0.0.1" in text for name in views) and "accept length" in text
-    assert "outrider top --help explains the figures" in text
+    assert "; --help explains the figures" in text
+
+
+@pytest.mark.parametrize(("width", "together"), [(80, 2), (73, 2), (72, 1), (46, 1), (200, 3)])
+def test_views_stand_side_by_side_where_they_fit(width: int, together: int) -> None:
+    views = [PageView(kind, "127.0.0.1:9000", (TopFigure("name", "value"),)) for kind in ("gateway", "verify", "draft")]
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(picture_of(views, width))
+    (line, *_) = [line for line in console.export_text().splitlines() if "gateway" in line]
+    assert line.count("127.0.0.1:9000") == together
+
+
+def test_what_a_terminal_has_no_room_for_is_counted() -> None:
+    views = [PageView("verify", "x", tuple(TopFigure(f"figure {at}", "1") for at in range(30)))]
+    console = Console(record=True, width=80, height=24, file=io.StringIO())
+    console.print(_fitted(console, picture_of(views, 80)))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 24 and lines[-1].startswith("10 more lines: ")
+    console = Console(record=True, width=80, height=33, file=io.StringIO())
+    console.print(_fitted(console, picture_of(views, 80)))
+    assert "more lines" not in console.export_text()
 
 
 def test_help_explains_every_figure(views: dict[str, PageView], capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,10 +156,11 @@ def test_what_would_help_is_told_of_an_address_that_shows_no_page(
     assert "--connect: pages stand by themselves: outrider top host:port" in capsys.readouterr().err
 
 
-def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
+def in_terminal(kind: str, page: str) -> str:
+    """What two readings of a page bring a terminal of this kind."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "outrider.cli", "top", "--count=2", "--interval=0.05", live.metrics_url("verify")]
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "outrider.cli", "top", "--count=2", "--interval=0.05", page]
+    environment = {**os.environ, "TERM": kind, "COLUMNS": "100"}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=ROOT) as process:
         os.close(theirs)
         told = b""
@@ -148,9 +169,18 @@ def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
                 told += part
         assert process.wait(30) == 0
     os.close(ours)
-    screen, _, left = told.decode().partition("\x1b[?1049l")
+    return told.decode()
+
+
+def test_a_terminal_gets_a_picture_that_is_left_behind(live: Cluster) -> None:
+    screen, _, left = in_terminal("xterm-256color", live.metrics_url("verify")).partition("\x1b[?1049l")
     assert "\x1b[?1049h" in screen and screen.count("hit rate") == 2
     assert "hit rate" in left and "verify 127.0.0.1" in left
+
+
+def test_a_terminal_that_draws_nothing_gets_lines(live: Cluster) -> None:
+    told = in_terminal("dumb", live.metrics_url("verify"))
+    assert "\x1b" not in told and told.count(" verify 127.0.0.1") == 2 and told.count("hit rate") == 2
 
 
 def test_a_service_that_was_started_anew_counts_from_nothing() -> None:
