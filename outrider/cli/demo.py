@@ -19,7 +19,15 @@ from outrider.cli.options import (
     make_cluster,
     whole_number,
 )
-from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
+from outrider.cli.terminal import (
+    FinishedAnswer,
+    StartDisplay,
+    drafters_text,
+    legend,
+    make_console,
+    mend_streams,
+    show_answer,
+)
 from outrider.config.service import TlsFiles, peer_tls
 
 # An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.
@@ -45,6 +53,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demonstration; 0 when all services ended cleanly."""
+    mend_streams()
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)

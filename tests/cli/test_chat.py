@@ -183,6 +183,33 @@ async def test_nobody_there_is_one_clear_line() -> None:
     assert err.startswith("outrider: error: ") and "Traceback" not in err
 
 
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-"])
+async def test_a_closed_input_is_its_end_and_a_closed_output_drops_what_is_told(
+    gateway: tuple[EchoGateway, str], closed: str
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "outrider.cli", "chat", "--connect", gateway[1],
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    out, err = await process.communicate(b"one\n")
+    assert process.returncode == 0 and b"Traceback" not in err
+    assert out == (b"" if "1>" in closed or "0<" in closed else b"1 one\n")
+    assert len(gateway[0].requests) == ("0<" not in closed)
+
+
+async def test_what_the_outputs_encoding_does_not_have_is_a_question_mark(
+    gateway: tuple[EchoGateway, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    source = "import io, sys; sys.stdin = io.StringIO('\\U0001f600 \\xe9\\n'); "
+    source += "from outrider.cli.main import main; raise SystemExit(main())"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", source, "chat", "--connect", gateway[1], stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    out, _ = await process.communicate()
+    assert (process.returncode, out) == (0, b"1 ? ?\n")
+
+
 @pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
 async def test_bytes_that_are_no_text_are_asked_as_question_marks(
     gateway: tuple[EchoGateway, str], monkeypatch: pytest.MonkeyPatch, errors: str
