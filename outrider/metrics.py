@@ -201,10 +201,11 @@ class Histogram:
 
 
 _PAGES = "give the REST door of a gateway or a --metrics-address"
+SHOWS_CERTIFICATE = "--connect-tls-cert shows the door a certificate, where it wants one"
 _FIXES: dict[type[Exception], str] = {
     ssl.SSLCertVerificationError: "--connect-tls-ca says what the door's certificate is signed with, "
     "--connect-tls-name the name in it",
-    ssl.SSLError: "begin it with http:// where the door has no TLS",
+    ssl.SSLError: f"begin it with http:// where the door has no TLS; {SHOWS_CERTIFICATE}",
     ConnectionRefusedError: f"nobody listens there: {_PAGES}, as `outrider up` prints them",
 }
 """What helps, by what came of the connection; the first kind that fits."""
@@ -234,7 +235,9 @@ class MetricsPage:
         except urllib.error.HTTPError as error:
             code, fix = (WANTS_KEY, "") if error.code == 401 else (None, f"; {_PAGES}")
             raise UnavailableError(f"{url} answers {error.code} {error.reason}{fix}", code=code) from None
-        except BadStatusLine:
+        except BadStatusLine as error:
+            if url.startswith("https:") and isinstance(error, ConnectionError):
+                raise UnavailableError(f"{url} ends the connection without an answer; {SHOWS_CERTIFICATE}") from None
             raise UnavailableError(
                 f"{url} does not speak HTTP; {_PAGES}, not a gRPC door, and begin it with https:// where the door has "
                 "TLS"

@@ -347,6 +347,8 @@ def _refused(
     flag, fix = own["ca"], "name what that one is signed with"
     if refusal.is_name:
         flag, fix = own["name"], "name what that one is made out to"
+    elif refusal.is_time:
+        flag, fix = other["cert"], "renew it, or set the clock right"
     return ConfigError(f"{flag}: {who} would not take the certificate of {other['cert']}: {refusal.reason}; {fix}")
 
 

@@ -168,6 +168,8 @@ class CertificateRefusal:
     """Which end: it is the server's else."""
     is_name: bool
     """Whether the certificate is a good one, made out to another name."""
+    is_time: bool
+    """Whether it is past its time, or before it."""
     reason: str
 
 
@@ -184,7 +186,8 @@ def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefu
         return None
     by_caller, error = refused
     text = getattr(error, "verify_message", None) or error.reason or "no handshake"
-    return CertificateRefusal(by_caller, getattr(error, "verify_code", 0) in _OTHER_NAMES, text.rstrip("."))
+    code = getattr(error, "verify_code", 0)
+    return CertificateRefusal(by_caller, code in _OTHER_NAMES, code in _OTHER_TIMES, text.rstrip("."))
 
 
 def _meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[bool, ssl.SSLError] | None:

@@ -19,6 +19,7 @@ import httpx2
 from outrider.cli.client import Message, Sampling, encode, open_gateway
 from outrider.config.service import KEY_FIX, TlsFiles
 from outrider.errors import OutriderError
+from outrider.metrics import SHOWS_CERTIFICATE
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from outrider_tools.bench.requests import Prompt, RequestRecord, arrivals
@@ -117,7 +118,7 @@ class RestClient:
                     if line.startswith("data: {") and _take_event(record, line[6:], clock):
                         return
         except httpx2.HTTPError as error:
-            record.finish(clock(), f"http_{type(error).__name__}", str(error))
+            record.finish(clock(), f"http_{type(error).__name__}", str(error) or "the connection broke off")
         except (ValueError, KeyError, TypeError) as error:
             record.finish(clock(), "malformed_answer", f"{type(error).__name__}: {error}")
         else:
@@ -204,8 +205,11 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float, option: s
         fix = ""
         if record.error in ("peer_refused_credentials", "invalid_api_key"):
             fix = f"; {KEY_FIX}"
-        elif record.error in ("service_unavailable", "http_ConnectError", "http_RemoteProtocolError"):
+        elif record.error in ("service_unavailable", "http_ConnectError", "http_RemoteProtocolError", "http_ReadError"):
             fix = f"; {option} names the gateway (`outrider up` prints its doors)"
+        # Doors close such a connection without a word, before or after they were asked something.
+        if record.error in ("http_RemoteProtocolError", "http_ReadError"):
+            fix += f"; {SHOWS_CERTIFICATE}"
         raise OutriderError(
             f"the first request failed: {record.error}: {record.detail.rstrip('.')}{fix}", code=record.error
         )

@@ -6,6 +6,7 @@ import re
 import shlex
 import socket
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -238,11 +239,33 @@ def test_certificates_that_the_other_end_of_a_link_would_not_take_are_told(tmp_p
         assert f"--{peer}-tls-cert and --{peer}-tls-key: " in one and "are no pair" in one
 
 
-def issued_by(folder: Path, host: str = "localhost") -> dict[str, Path]:
-    """PEM files of a certificate, its key, and the certificate that signed it."""
+@pytest.mark.parametrize(
+    ("begins", "ends", "reason"),
+    [(None, -1, "certificate has expired"), (1, 2, "certificate is not yet valid")],
+)
+def test_a_certificate_out_of_its_time_is_to_be_renewed(
+    tmp_path: Path, begins: int | None, ends: int, reason: str
+) -> None:
+    days = [None if at is None else datetime.now(UTC) + timedelta(days=at) for at in (begins, ends)]
+    made = issued_by(tmp_path / "made", days=(days[0], days[1]))
+    words = [
+        *(f"--verify-tls-{word}={made[word]}" for word in ("cert", "key")),
+        f"--gateway-verify-tls-ca={made['ca']}",
+    ]
+    (found,) = find_faults(parse_service_options(parse(*words), env={}), gpus=0)
+    assert found == (
+        "--verify-tls-cert: the gateway service would not take the certificate of --verify-tls-cert: "
+        f"{reason}; renew it, or set the clock right"
+    )
+
+
+def issued_by(
+    folder: Path, host: str = "localhost", days: tuple[datetime | None, datetime | None] = (None, None)
+) -> dict[str, Path]:
+    """PEM files of a certificate, its key, and the certificate that signed it; `days`: its first and last, if given."""
     ca = trustme.CA()
     folder.mkdir(exist_ok=True)
-    issued = ca.issue_cert(host)
+    issued = ca.issue_cert(host, not_before=days[0], not_after=days[1])
     files = {"cert": issued.cert_chain_pems[0], "key": issued.private_key_pem, "ca": ca.cert_pem}
     for word, blob in files.items():
         (folder / word).write_bytes(blob.bytes())

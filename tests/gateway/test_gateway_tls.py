@@ -113,6 +113,25 @@ async def test_a_load_over_rest_comes_in_with_its_certificate_and_to_the_name_th
         assert "likely a REST or metrics port" in health
 
 
+async def test_a_tool_without_a_certificate_that_the_door_wants_is_told_so(
+    verify: ScriptedVerify, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = Authority(tmp_path / "ours")
+    client = ours.files("client")
+    trust = f"--connect-tls-ca={client.ca}"
+    async with open_world(verify, tmp_path, trust=client, **door(ours.files("server"))) as world:
+        load = make_parser(["bench"]).parse_args(["bench", "--backend=openai", f"--base-url={world.rest}", trust])
+        with pytest.raises(OutriderError, match=r"request failed: http_\w+: \w+.*; --connect-tls-cert shows"):
+            await asyncio.to_thread(bench.run, load)
+        watch = make_parser(["top"]).parse_args(["top", "--once", "--interval=0.05", world.rest, trust])
+        assert await asyncio.to_thread(top.run, watch) == 1
+        said = capsys.readouterr().out
+        assert (
+            "--connect-tls-cert shows the door a certificate, where it wants one" in said
+            and "begin it with https" not in said
+        )
+
+
 async def test_replaced_files_serve_the_next_connection_of_the_rest_door(
     verify: ScriptedVerify, tmp_path: Path
 ) -> None:
