@@ -272,8 +272,8 @@ def test_what_is_kept_is_bounded_and_what_is_broken_is_left(visit: Open) -> None
             const traces = kept(["a", "b", "c", "d", "e"].map(name => turn(name, "text")));
             const texts = kept(["a", "b", "c"].map(name => turn(name, "x".repeat(400000))));
             const large = kept([turn("a", "text"), turn("large", "x".repeat(1000000)), turn("b", "text")]);
-            const traced = { ...turn("traced", "text"), answers: [{ tokens: ["t".repeat(1000000)], rounds: [], shown: "" }] };
-            const own = kept([turn("a", "text"), traced]);
+            const traced = { tokens: ["t".repeat(1000000)], rounds: [], shown: "text" };
+            const own = kept([turn("a", "text"), { question: "traced", answers: [traced] }]);
             localStorage.setItem("outrider.conversation", "{broken");
             return [traces, texts, large, own, load()];
         }"""

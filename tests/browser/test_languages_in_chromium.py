@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browser_help import Open, alter
+from browser_help import Open, alter, picture
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -48,6 +48,7 @@ def test_each_block_begins_at_the_side_of_its_script(visit: Open) -> None:
     assert sides(".blocks blockquote") == ["rtl"] and sides(".blocks :is(th, td)") == ["rtl", "ltr", "rtl", "ltr"]
     assert sides(".blocks code") == ["ltr", "ltr"] and sides(".blocks pre") == ["ltr"]
     page.fill("#question", "سؤال")
+    picture(page, "right_to_left")
     assert sides("#question") == ["rtl"]
 
 
@@ -76,8 +77,8 @@ def test_a_text_that_is_too_long_is_never_cut_within_a_character(visit: Open) ->
 @pytest.mark.parametrize(
     ("text", "sentences"),
     [
-        ("你好。「是吗？」他说！真的", ["你好。", "「是吗？」", "他说！"]),
-        ("本当！？はい。", ["本当！？"]),
+        ("你好。「是吗？」他说！真的", ["你好。", "「是吗？」", "他说！"]),  # noqa: RUF001
+        ("本当！？はい。", ["本当！？"]),  # noqa: RUF001
         ("كيف حالك؟ أنا بخير", ["كيف حالك؟"]),
         ("यह है। वह", ["यह है।"]),
         ('It is 1.5. "So." And', ["It is 1.5.", '"So."']),

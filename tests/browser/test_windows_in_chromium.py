@@ -17,7 +17,7 @@ def kept(page: Any) -> list[str]:
     return list(page.evaluate(f"{KEPT}.turns.map(turn => turn.question)"))
 
 
-def ask(here: Any, page: Any, question: str) -> None:
+def ask(page: Any, question: str) -> None:
     page.fill("#question", question)
     page.press("#question", "Enter")
     page.wait_for_selector("#stop:disabled", state="attached")
@@ -34,10 +34,10 @@ def another(here: Any) -> Any:
 def test_a_window_that_is_left_overwrites_nothing_of_another(visit: Open) -> None:
     here = visit()
     alter(here.page, lambda body: True, max_tokens=4)
-    ask(here, here.page, "First.")
+    ask(here.page, "First.")
     second = another(here)
     alter(second, lambda body: True, max_tokens=4)
-    ask(here, second, "Second.")
+    ask(second, "Second.")
     here.page.uncheck("#marks")
     assert kept(second) == ["First.", "Second."] and second.evaluate(f"{KEPT}.marks") is False
     here.page.goto("about:blank")
@@ -47,7 +47,7 @@ def test_a_window_that_is_left_overwrites_nothing_of_another(visit: Open) -> Non
 def test_a_new_chat_deletes_the_conversation_in_all_windows(visit: Open) -> None:
     here = visit()
     alter(here.page, lambda body: True, max_tokens=4)
-    ask(here, here.page, "First.")
+    ask(here.page, "First.")
     second = another(here)
     here.expect(second.locator("article")).to_have_count(1)
     second.click("#fresh")

@@ -403,7 +403,7 @@ class DraftDialer:
                 await self._sleep(RETRY_SECONDS)
 
     def _tell_away(self, reason: str) -> None:
-        """Log why the draft cannot be reached, at once if it was there, else after a while, and the same reason seldom."""
+        """Log why the draft cannot be reached, at once if it was there, else after a while, and each reason seldom."""
         now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
         if self.state == "connected":
             log.warning("draft %s is away: %s", self.address, reason)
