@@ -42,6 +42,8 @@ class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
     hidden_size: int = 0
     num_layers: int = 0
     device: str = ""
+    token_ids_hash: str = ""
+    """See outrider.models.store_folder.hash_token_ids."""
     drafters: tuple[str, ...] = ()
     """What drafts with verify, after what could not be used was left out."""
 
@@ -52,7 +54,7 @@ class TargetProfile(msgspec.Struct, frozen=True, array_like=True):
             protocol_version=PROTOCOL_VERSION,
             noise_version=NOISE_VERSION,
             model=info.model,
-            tokenizer_hash=info.tokenizer_hash,
+            tokenizer_hash=self.token_ids_hash,
             vocab_size=info.vocab_size,
             max_positions=info.context_length,
             hidden_size=self.hidden_size,

@@ -19,7 +19,7 @@ class Needs:
     vocab_size: int = 0
     """Token ids that its own vocabulary has."""
     tokenizer_hash: str = ""
-    """Of its own tokenizer.json: see outrider.models.store_folder.hash_tokenizer."""
+    """Of its own tokenizer.json: see outrider.models.store_folder.hash_token_ids."""
     hidden_size: int = 0
     """Width of the features that it takes."""
     feature_layers: tuple[int, ...] = ()

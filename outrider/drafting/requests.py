@@ -30,7 +30,7 @@ from outrider.models.config import text_fields
 from outrider.models.drafters.kinds import draft_name
 from outrider.models.fields import get_eos_token_ids, read_json
 from outrider.models.store import local_folder
-from outrider.models.store_folder import hash_tokenizer
+from outrider.models.store_folder import hash_token_ids
 from outrider.protocol.speculation import (
     PROTOCOL_VERSION,
     Close,
@@ -197,7 +197,7 @@ def find_tokenizer(options: DraftOptions, wanted: str) -> Path | None:
     """A folder on this machine with the tokenizer of this SHA-256 (any, if that is empty), among the models named."""
     for name in filter(None, (options.target_model_path, draft_name(options))):
         folder = local_folder(name)
-        found = hash_tokenizer(folder)
+        found = hash_token_ids(folder)
         if found and wanted in ("", found):
             return folder
     return None

@@ -239,6 +239,7 @@ class EngineProcess(Generic[ServedT]):
     async def close(self) -> None:
         """Make sure that the process is gone; an engine that was not stopped before is killed."""
         if not self._engine.gone:
+            self._engine.alive = False
             self._process.kill()
         ending = await self._ending()
         if self._process.stdin is not None:

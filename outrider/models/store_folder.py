@@ -136,16 +136,25 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def hash_tokenizer(folder: Path) -> str:
-    """SHA-256, hexadecimal, of what the folder's tokenizer.json says of token ids; empty for a folder without one.
+    """SHA-256 of the folder's tokenizer.json, hexadecimal; empty for a folder without one."""
+    path = folder / TOKENIZER_FILE
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
-    Files that are saved anew differ in what does not change ids: a template for pairs, truncation, the form of merges.
+
+def hash_token_ids(folder: Path) -> str:
+    """The same of what tokenizer.json says of token ids, which are all that target and draft tell each other.
+
+    A file that was saved anew may differ in its template, its truncation, the form of its merges, and what is off.
     """
     path = folder / TOKENIZER_FILE
-    return _hash_of(path, path.stat().st_mtime_ns) if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    stat = path.stat()
+    return _hash_of(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
 @lru_cache(maxsize=8)
-def _hash_of(path: Path, _changed_at: int) -> str:
+def _hash_of(path: Path, _as_it_is: tuple[int, ...]) -> str:
     data = path.read_bytes()
     try:
         told = json.loads(data)

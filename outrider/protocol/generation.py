@@ -43,7 +43,7 @@ class VerifyInfo(msgspec.Struct, frozen=True, array_like=True):
     model_path: str
     """Folder of the checkpoint, which holds the tokenizer."""
     tokenizer_hash: str
-    """See outrider.models.store_folder.hash_tokenizer."""
+    """SHA-256 of tokenizer.json, hexadecimal."""
     vocab_size: int
     context_length: int
     """Most tokens of prompt and output together."""

@@ -28,7 +28,7 @@ from outrider.models.drafters.kinds import named_head
 from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import hash_tokenizer
+from outrider.models.store_folder import hash_token_ids
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import agree
@@ -103,7 +103,7 @@ def _target(name: str, impl: str) -> tuple[Hello, str]:
     config = model.config
     tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
     vocab_size = min(config.vocab_size, tokens)
-    digest = hash_tokenizer(path)
+    digest = hash_token_ids(path)
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,

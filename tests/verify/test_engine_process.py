@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from dataclasses import replace
@@ -104,6 +105,17 @@ async def test_an_engine_that_dies_at_its_start_is_told(monkeypatch: pytest.Monk
             await process.ready(asyncio.Event())
     finally:
         await process.close()
+
+
+async def test_an_engine_that_the_door_kills_did_not_end_by_itself(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process, _ = await main.start_engine(options_for(folder), lambda report: None)
+    try:
+        await process.ready(asyncio.Event())
+    finally:
+        await process.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_the_service_ends_with_1_when_its_engine_is_killed(folder: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from outrider.models.decoder import CausalLM
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import drafters_of_service, without_model
 from outrider.models.store import served_name
-from outrider.models.store_folder import hash_tokenizer
+from outrider.models.store_folder import hash_token_ids, hash_tokenizer
 from outrider.protocol.generation import VerifyInfo
 from outrider.sampling.sampler import AcceptRule
 from outrider.tree.handshake import HandshakeError, agree
@@ -98,6 +98,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
         hidden_size=model.config.hidden_size,
         num_layers=model.config.num_layers,
         device=str(model.device),
+        token_ids_hash=hash_token_ids(path),
     )
     vocabulary = _grammar_vocabulary(path, limits.vocab_size, model.config.eos_token_ids)
     colocated = None if model.device.type == "cuda" else _colocated_draft(options, path, model, served, vocabulary)
@@ -149,7 +150,7 @@ def _colocated_draft(
         drafter = build_drafter(told)
         terms = agree(served.hello(), introduce(drafter, told))
     log.info("%s draft in this process", ", ".join(told.speculative_algorithm))
-    return ColocatedDraft(drafter, told, terms, served.info.tokenizer_hash, vocabulary)
+    return ColocatedDraft(drafter, told, terms, served.token_ids_hash, vocabulary)
 
 
 def _grammar_vocabulary(path: Path, vocab_size: int, end_ids: Sequence[int]) -> GrammarVocabulary | None:

@@ -31,7 +31,7 @@ from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import can_do_without_model, drafters_of_service, without_model
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import TOKENIZER_FILE, hash_tokenizer
+from outrider.models.store_folder import TOKENIZER_FILE, hash_token_ids
 from outrider.models.transformers_model import TransformersConfig
 from verify_service.executors.round_drafts import DraftingOptions
 
@@ -199,7 +199,7 @@ def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
 
 def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
     """Raise ConfigError, with both values, for a draft model that does not fit the target."""
-    own, wanted = model.tokenizer_hash, hash_tokenizer(path)
+    own, wanted = model.tokenizer_hash, hash_token_ids(path)
     if own and own != wanted:
         raise ConfigError(f"--speculative-draft-model-path: its tokenizer is {own[:12]}, the target's {wanted[:12]}")
     if model.hidden_size and model.hidden_size != target.config.hidden_size:

@@ -5,6 +5,7 @@ What does not fit is refused here before any model is loaded, by `outrider up` b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,9 +32,11 @@ from outrider.models.drafters.config import (
 from outrider.models.fields import get_int, read_json
 from outrider.models.foreign import check_config
 from outrider.models.store import is_hub_id, resolve_model
-from outrider.models.store_folder import check_model_folder, hash_tokenizer, shard_paths, tensor_shapes
+from outrider.models.store_folder import check_model_folder, hash_token_ids, shard_paths, tensor_shapes
 
 _MAX_MAP_BYTES = 64 << 20
+_IN_LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.\d+\.")
+"""In names of tensors of language models, whatever else these are called."""
 MTP_PREFIX = "model.mtp_layers.0."
 MTP_OUTSIDE = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
 
@@ -84,7 +87,7 @@ def algorithm_of(folder: Path) -> str:
         return "DSPARK" if MARKOV_INPUT in found else "DFLASH"
     if "fc.weight" in found:
         return "EAGLE"
-    if not any("embed" in name or "wte" in name for name in names) or _is_of_speculators(folder):
+    if not any(map(_IN_LAYER.search, names)) or _is_of_speculators(folder):
         raise ConfigError(
             f"{folder}: holds no draft that is known here, but tensors such as {min(names, default='none')}; use "
             f"one of {', '.join(ALGORITHMS)}"
@@ -106,14 +109,14 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
     options = named_head(options)
     algorithm = model_algorithm(options.speculative_algorithm)
     folder = draft_folder(options, algorithm)
-    with naming_draft(folder):
-        if algorithm == "STANDALONE":
+    if algorithm == "STANDALONE":
+        with _naming("draft model", folder):
             check_config(folder)
-        else:
-            name_of = mtp_name if algorithm == "NEXTN" else head_name
-            found = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
-            names = {name for name in found if name}
-            check_own_vocabulary(head_config(algorithm, folder, names, target), names)
+    else:
+        name_of = mtp_name if algorithm == "NEXTN" else head_name
+        found = {name_of(name) for path in shard_paths(folder) for name in tensor_shapes(path)}
+        names = {name for name in found if name}
+        check_own_vocabulary(head_config(algorithm, folder, names, target), names, folder)
     if options.speculative_token_map:
         check_token_map(Path(options.speculative_token_map))
     check_tokenizer(folder, target)
@@ -121,7 +124,7 @@ def check_drafter(options: DraftOptions, target: Path) -> None:
 
 def check_tokenizer(folder: Path, target: Path) -> None:
     """Raise ConfigError for a draft model with another tokenizer than the target's."""
-    own, wanted = hash_tokenizer(folder), hash_tokenizer(target)
+    own, wanted = hash_token_ids(folder), hash_token_ids(target)
     if own and own != wanted:
         raise ConfigError(
             f"--speculative-draft-model-path: the tokenizer of {folder} is {own[:12]}, the target's {wanted[:12]}; "
@@ -130,17 +133,17 @@ def check_tokenizer(folder: Path, target: Path) -> None:
 
 
 @contextmanager
-def naming_draft(folder: Path) -> Iterator[None]:
-    """Errors of the draft model's files say that they are its, and not the target's."""
+def _naming(what: str, folder: Path) -> Iterator[None]:
+    """Errors say whose files they are of."""
     try:
         yield
     except ConfigError as error:
         if error.message.startswith("--") or str(folder) in error.message:
             raise
-        raise ConfigError(f"--speculative-draft-model-path {folder}: {error.message}") from None
+        raise ConfigError(f"{what} {folder}: {error.message}") from None
 
 
-def check_own_vocabulary(config: HeadConfig, names: Collection[str]) -> None:
+def check_own_vocabulary(config: HeadConfig, names: Collection[str], folder: Path) -> None:
     """Raise ConfigError for a head of a smaller vocabulary without what tells its tokens, or their output matrix."""
     own, whole = config.draft_vocab_size, config.decoder.vocab_size
     if own == whole:
@@ -148,8 +151,8 @@ def check_own_vocabulary(config: HeadConfig, names: Collection[str]) -> None:
     for name in ("d2t", OUTPUT):
         if name not in names:
             raise ConfigError(
-                f"tensor {name} missing from the checkpoint; the draft vocabulary of {own} is not the target's of "
-                f"{whole}"
+                f"draft model {folder}: tensor {name} missing from the checkpoint; the draft vocabulary of {own} is "
+                f"not the target's of {whole}"
             )
 
 
@@ -191,16 +194,26 @@ def check_kind(algorithm: str, folder: Path) -> None:
 
 def head_config(algorithm: str, folder: Path, names: Collection[str], target: Path | None) -> HeadConfig:
     """What a head's config.json says, beside the target's if there is one. Raises ConfigError where they do not fit."""
-    check_unquantized(names)
-    fields = read_json(folder / "config.json")
     layers = hidden = vocab_size = None
     if target is not None:
-        of_target = text_fields(read_json(target / "config.json"))
-        layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
-        vocab_size = get_int(of_target, "vocab_size", 0) or None
+        with _naming("target", target):
+            of_target = text_fields(read_json(target / "config.json"))
+            layers, hidden = get_int(of_target, "num_hidden_layers"), get_int(of_target, "hidden_size")
+            vocab_size = get_int(of_target, "vocab_size", 0) or None
+    with _naming("draft model", folder):
+        check_unquantized(names)
+        config = _head_config(algorithm, folder, names, layers, hidden)
+        check_vocabulary(config, vocab_size)
+    return config
+
+
+def _head_config(
+    algorithm: str, folder: Path, names: Collection[str], layers: int | None, hidden: int | None
+) -> HeadConfig:
+    fields = read_json(folder / "config.json")
     if algorithm == "NEXTN":
-        config = mtp_config(ModelConfig.from_folder(folder), names, layers, hidden)
-    elif algorithm == "EAGLE3":
+        return mtp_config(ModelConfig.from_folder(folder), names, layers, hidden)
+    if algorithm == "EAGLE3":
         config = eagle3_config(fields, names, layers, hidden)
     elif algorithm in BLOCK_ALGORITHMS:
         config = block_config(fields, names, layers, hidden)
@@ -208,7 +221,6 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
         raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
     else:
         config = eagle_config(fields, names, layers, hidden)
-    check_vocabulary(config, vocab_size)
     size = get_int(fields, "draft_window_size", config.window.size, minimum=0)
     sinks = get_int(fields, "draft_sink_size", MIN_SINKS, minimum=MIN_SINKS)
     return replace(config, window=ContextWindow(size, sinks))

@@ -32,13 +32,12 @@ from outrider.models.drafters.kinds import (
     head_name,
     model_algorithm,
     mtp_name,
-    naming_draft,
 )
 from outrider.models.fields import read_json
 from outrider.models.loader import SUPPORTED_DTYPES, load_decoder, load_model, text_name
 from outrider.models.quantization import read_quantization
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import hash_tokenizer, tensor_shapes
+from outrider.models.store_folder import hash_token_ids, tensor_shapes
 from outrider.models.weights import Progress, StoredTensor, check_tensors, fill, stored_tensors
 
 _HEADS: dict[str, type[DraftHead]] = {
@@ -83,7 +82,7 @@ def load_draft_model(
     target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
     head = _load_head(options, algorithm, folder, target, device, dtype, progress, exchange)
     # A head without a tokenizer has its target's.
-    head.tokenizer_hash = hash_tokenizer(folder) or (hash_tokenizer(target) if target is not None else "")
+    head.tokenizer_hash = hash_token_ids(folder) or (hash_token_ids(target) if target is not None else "")
     return head
 
 
@@ -102,7 +101,7 @@ def _load_standalone(
 ) -> StandaloneDraft:
     if not options.speculative_token_map:
         whole = load_model(folder, dtype, device, progress)
-        return StandaloneDraft(whole, hash_tokenizer(folder))
+        return StandaloneDraft(whole, hash_token_ids(folder))
     # Its output matrix is cut: ours alone can be.
     config = ModelConfig.from_folder(folder)
     allowed = read_token_map(Path(options.speculative_token_map), config.vocab_size)
@@ -112,16 +111,15 @@ def _load_standalone(
         model.head = Linear(config.hidden_size, allowed.numel(), False, dtype, device)
         model.head.weight.copy_(source.read()[allowed])
         model.head.pack()
-    return StandaloneDraft(model, hash_tokenizer(folder), _on(allowed, device))
+    return StandaloneDraft(model, hash_token_ids(folder), _on(allowed, device))
 
 
 def _describe_head(
     options: DraftOptions, algorithm: str, folder: Path, target: Path | None
 ) -> tuple[dict[str, StoredTensor], HeadConfig]:
     stored = stored_tensors(folder, mtp_name if algorithm == "NEXTN" else head_name)
-    with naming_draft(folder):
-        config = head_config(algorithm, folder, stored, target)
-        check_own_vocabulary(config, stored)
+    config = head_config(algorithm, folder, stored, target)
+    check_own_vocabulary(config, stored, folder)
     return stored, replace(config, window=asked_window(options, config.window))
 
 

@@ -17,7 +17,7 @@ from tiny_models import save_tiny
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import algorithm_of, check_drafter
-from outrider.models.store_folder import hash_tokenizer
+from outrider.models.store_folder import hash_token_ids
 
 TOKENIZER: dict[str, Any] = {
     "added_tokens": [{"id": 3, "content": "<end>", "special": True}],
@@ -60,7 +60,7 @@ def test_a_head_that_does_not_fit_is_refused_before_anything_is_loaded(
 ) -> None:
     save_tiny(tmp_path / "target")
     save_head(tmp_path / "head", {**EAGLE3_FIELDS, **changes}, change(eagle3_tensors()))
-    with pytest.raises(ConfigError, match=rf"^--speculative-draft-model-path .*head: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"^draft model .*head: .*{message}"):
         check("EAGLE3", tmp_path / "head", tmp_path / "target")
 
 
@@ -85,6 +85,20 @@ def test_other_kinds_of_heads_are_no_language_models(fields: dict[str, Any], nam
     save_head(tmp_path, {**FIELDS, **fields}, {name: torch.zeros(2, 2) for name in names})
     with pytest.raises(ConfigError, match=f"holds no draft that is known here, but tensors such as {min(names)}; use"):
         algorithm_of(tmp_path)
+
+
+def test_a_tied_model_without_an_embedding_by_name_is_a_language_model(tmp_path: Path) -> None:
+    save_head(
+        tmp_path, FIELDS, {name: torch.zeros(2, 2) for name in ("lm_head.weight", "model.layers.0.mlp.up.weight")}
+    )
+    assert algorithm_of(tmp_path) == "STANDALONE"
+
+
+def test_a_target_that_cannot_be_read_is_what_is_named(tmp_path: Path) -> None:
+    save_head(tmp_path / "head", EAGLE3_FIELDS, eagle3_tensors())
+    save_head(tmp_path / "target", {"n_layer": 4}, {})
+    with pytest.raises(ConfigError, match=r"^target .*target: config\.json: num_hidden_layers is missing"):
+        check("EAGLE3", tmp_path / "head", tmp_path / "target")
 
 
 def test_a_module_of_another_model_and_one_of_another_layout_are_refused(tmp_path: Path) -> None:
@@ -115,7 +129,7 @@ def test_weights_that_are_no_numbers_are_refused(fc: torch.Tensor, message: str,
 def digest(folder: Path, tokenizer: dict[str, Any]) -> str:
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return hash_tokenizer(folder)
+    return hash_token_ids(folder)
 
 
 def test_a_tokenizer_that_was_saved_anew_is_the_same_and_other_ids_are_not(tmp_path: Path) -> None:
