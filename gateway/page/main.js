@@ -3,7 +3,7 @@
 import { ApiError, chat, markdown, modelInfo, settings } from "./api.js";
 import { Answer, AnswerView } from "./answer.js";
 import { speedup, verdict } from "./compare.js";
-import { byId, element } from "./dom.js";
+import { beforePaint, byId, element } from "./dom.js";
 import { Repeats } from "./repeats.js";
 import { Speech } from "./speech.js";
 import { load, save, saveMarks } from "./store.js";
@@ -27,6 +27,11 @@ class Page {
     this.repeats = new Repeats();
     this.running = null; // AbortController of the turn in the making
     this.left = false; // while the browser shows another page
+    this.near = null; // whether the end was in view when the frame began; null until that is asked
+    this.follow = beforePaint(() => {
+      if (this.near) reveal(overhang());
+      this.near = null;
+    });
     this.welcome = byId("welcome");
     this.watch = new Watch();
     this.speech = new Speech();
@@ -278,11 +283,11 @@ class Page {
     }
   }
 
-  /** Does `work`, and keeps the end of the conversation in view if it was. */
+  /** Does `work`, and keeps the end of the conversation in view if it was. Asking where that is costs a layout: once a frame. */
   #following(work) {
-    const near = overhang() < NEAR;
+    this.near ??= overhang() < NEAR;
     work();
-    if (near) reveal(overhang());
+    this.follow();
   }
 }
 
