@@ -28,8 +28,9 @@ class Page {
     this.running = null; // AbortController of the turn in the making
     this.left = false; // while the browser shows another page
     this.near = null; // whether the end was in view when the frame began; null until that is asked
+    this.top = 0; // where it was scrolled to then: who scrolls up within the frame is not brought back
     this.follow = beforePaint(() => {
-      if (this.near) reveal(overhang());
+      if (this.near && scroller().scrollTop >= this.top) reveal(overhang());
       this.near = null;
     });
     this.welcome = byId("welcome");
@@ -137,6 +138,7 @@ class Page {
 
   #clear() {
     this.running?.abort();
+    this.near &&= false; // a frame that was asked for reveals nothing of the new conversation
     this.turns = [];
     byId("turns").replaceChildren(this.welcome);
     this.watch.follow(new Answer());
@@ -246,7 +248,7 @@ class Page {
     const answers = [turn.drafted.answer, turn.plain.answer];
     const found = verdict(...answers, { dtype: this.model?.dtype, whole });
     this.#following(() => turn.judge(found, whole ? speedup(...answers, order) : ""));
-    this.speech.say(found.text);
+    if (turn.node.isConnected) this.speech.say(found.text);
   }
 
   /** Streams one answer. Returns whether it came to its end. */
@@ -285,7 +287,10 @@ class Page {
 
   /** Does `work`, and keeps the end of the conversation in view if it was. Asking where that is costs a layout: once a frame. */
   #following(work) {
-    this.near ??= overhang() < NEAR;
+    if (this.near === null) {
+      this.near = overhang() < NEAR;
+      this.top = scroller().scrollTop;
+    }
     work();
     this.follow();
   }
@@ -302,11 +307,15 @@ function overhang() {
   return last ? last.getBoundingClientRect().bottom - byId("composer").getBoundingClientRect().top : 0;
 }
 
-/** Scrolls the conversation up; in narrow windows that is the whole page. */
-function reveal(pixels) {
+/** What is scrolled: the conversation, in narrow windows the whole page. */
+function scroller() {
   const box = byId("turns");
-  const scroller = getComputedStyle(box).overflowY === "auto" ? box : document.scrollingElement;
-  if (pixels > 0) scroller.scrollBy(0, pixels + END_SPACE);
+  return getComputedStyle(box).overflowY === "auto" ? box : document.scrollingElement;
+}
+
+/** Scrolls the conversation up. */
+function reveal(pixels) {
+  if (pixels > 0) scroller().scrollBy(0, pixels + END_SPACE);
 }
 
 /** A question and its answers. */

@@ -3,7 +3,7 @@
 import { byId, element } from "./dom.js";
 
 // White space ends a sentence, but for Chinese and Japanese, which have none: there the next sign does.
-const SENTENCE = /^[\s\S]*?(?:[.!?:؟।]["\p{Pe}\p{Pf}]*\s+|[。！？]+["\p{Pe}\p{Pf}]*(?=[^。！？"\p{Pe}\p{Pf}])|\n)/u;
+const SENTENCE = /^[\s\S]*?(?:[.!?:؟।]["\p{Pe}\p{Pf}]*\s+|[。！？]["\p{Pe}\p{Pf}]*(?=[^。！？"\p{Pe}\p{Pf}])|\n)/u;
 const MARKDOWN = /^#+ +|\*\*|`+/gm; // signs that are not read aloud
 const KEPT = 20;
 

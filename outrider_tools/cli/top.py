@@ -403,8 +403,9 @@ def picture_of(views: Sequence[PageView], width: int) -> Group:
 
 def _panel(view: PageView, width: int) -> Panel:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    # What tells two drafts apart, and the deepest rates, stand at the end of a line.
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", overflow="fold")
     for figure in view.figures:
         table.add_row(printable(figure.name), Text(printable(figure.value), "bold red" if figure.alarm else ""))
     body = Text(printable(view.error), "red") if view.error else table

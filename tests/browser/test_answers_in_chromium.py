@@ -302,3 +302,53 @@ def test_on_a_phone_the_figures_are_in_view_all_the_time(visit: Open, scheme: st
         place, composer = (page.locator(name).bounding_box() for name in ("#figures", "#composer"))
         assert place["y"] >= 0 and place["y"] + place["height"] < composer["y"], when
     picture(page, f"phone_{scheme}_answer", full=False)
+
+
+FED = """
+const real = window.fetch;
+window.fetch = (path, options) => {
+    if (!String(path).includes("chat/completions")) return real(path, options);
+    return Promise.resolve(new Response(new ReadableStream({ start: (feed) => { window.feed = feed; } })));
+};
+const events = new TextEncoder();
+window.say = (text) => {
+    const round = { num_tokens: 1, accepted: [], parents: [], drafters: [], tokens: [] };
+    const trace = { tokens: [{ id: 1, text, origin: "plain", depth: 0, drafter: "" }], rounds: [round] };
+    const event = { choices: [{ delta: { content: text }, finish_reason: null, trace }] };
+    window.feed.enqueue(events.encode(`data: ${JSON.stringify(event)}\\n\\n`));
+};
+window.frames = async (count) => {
+    for (; count; count -= 1) await new Promise(requestAnimationFrame);
+};
+"""
+
+
+def test_who_scrolls_up_within_a_frame_is_not_brought_back(visit: Open) -> None:
+    here = visit()
+    page = here.page
+    page.evaluate(FED)
+    page.fill("#question", "Long?")
+    page.press("#question", "Enter")
+    page.wait_for_function("window.feed !== undefined")
+    left, followed = page.evaluate(
+        """async () => {
+            const box = document.getElementById("turns");
+            const turns = getComputedStyle(box).overflowY === "auto" ? box : document.scrollingElement;
+            window.say("A line.\\n".repeat(200));
+            await window.frames(3);
+            const end = turns.scrollTop;
+            for (let frame = 0; frame < 5; frame += 1) {
+                window.say("More.\\n");
+                for (let task = 0; task < 20; task += 1) await null;
+                turns.scrollTop -= 60;
+                await window.frames(1);
+            }
+            const left = end - turns.scrollTop;
+            turns.scrollTop = turns.scrollHeight;
+            window.say("Last.\\n");
+            await window.frames(3);
+            return [left, turns.scrollHeight - turns.scrollTop - turns.clientHeight];
+        }"""
+    )
+    page.click("#stop")
+    assert left > 200 and followed < 80

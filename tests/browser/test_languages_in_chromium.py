@@ -52,6 +52,19 @@ def test_each_block_begins_at_the_side_of_its_script(visit: Open) -> None:
     assert sides("#question") == ["rtl"]
 
 
+def test_a_model_that_repeats_a_sign_holds_nothing_up(visit: Open) -> None:
+    here = visit()
+    steps = here.page.evaluate(
+        """async () => {
+            const { Speech } = await import("./page/speech.js");
+            const speech = new Speech();
+            for (let count = 0; count < 3000; count += 1) speech.write("\uff01");
+            return speech.pending.length;
+        }"""
+    )
+    assert steps == 3000
+
+
 def test_a_text_that_is_too_long_is_never_cut_within_a_character(visit: Open) -> None:
     here = visit()
     pieces = here.page.evaluate(

@@ -212,8 +212,8 @@ def _head_config(
 ) -> HeadConfig:
     fields = read_json(folder / "config.json")
     if algorithm == "NEXTN":
-        return mtp_config(ModelConfig.from_folder(folder), names, layers, hidden)
-    if algorithm == "EAGLE3":
+        config = mtp_config(ModelConfig.from_folder(folder), names, layers, hidden)
+    elif algorithm == "EAGLE3":
         config = eagle3_config(fields, names, layers, hidden)
     elif algorithm in BLOCK_ALGORITHMS:
         config = block_config(fields, names, layers, hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,9 @@ def test_the_head_may_be_given_as_the_draft(tmp_path: Path) -> None:
     (tmp_path / "target" / "tokenizer.json").write_text("{}")
     model = load("NEXTN", speculative_draft_model_path=str(tmp_path / "target"))
     assert len(model.tokenizer_hash) == 64
+    config = tmp_path / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"draft_window_size": 64}))
+    assert load("NEXTN", speculative_draft_model_path=str(tmp_path / "target")).window == (64, 16)
 
 
 def test_a_target_without_a_head_is_named(tmp_path: Path) -> None:
