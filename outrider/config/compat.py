@@ -30,8 +30,7 @@ class Foreign:
     takes_value: bool = True
 
     def matches(self, flag: str) -> bool:
-        """Whether this is about the flag, which may have underscores, as vLLM takes them."""
-        flag = flag.replace("_", "-")
+        """Whether this is about the flag, which has hyphens."""
         return flag.startswith(self.flag[:-1]) if self.flag.endswith("*") else flag == self.flag
 
 
@@ -206,8 +205,9 @@ def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[s
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
+        # vLLM takes underscores as well.
         hyphened = flag.replace("_", "-") if flag.startswith("--") else flag
-        entry = None if hyphened in known else next((it for it in FOREIGN if it.matches(flag)), None)
+        entry = None if hyphened in known else next((it for it in FOREIGN if it.matches(hyphened)), None)
         if entry is None:
             translated.append(hyphened + equals + value if hyphened in known else word)
             continue

@@ -90,6 +90,12 @@ class Visit:
         self.page.fill("#question", question)
         self.page.press("#question", "Enter")
 
+    def begin_long(self) -> None:
+        """Asks for an answer that goes on, and waits for its first token."""
+        self.set(max_tokens=1500)
+        self.ask("Write a very long story about the sea.")
+        self.page.wait_for_selector("article:last-of-type .text .token")
+
     def until_done(self) -> None:
         self.page.wait_for_selector("#stop:disabled", state="attached")
 

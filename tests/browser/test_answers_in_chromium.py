@@ -249,9 +249,7 @@ def test_a_conversation_survives_a_reload(visit: Open) -> None:
 def test_an_answer_that_a_reload_cut_off_is_kept_as_far_as_it_came(visit: Open) -> None:
     here = visit()
     page = here.page
-    here.set(max_tokens=1500)
-    here.ask("Write a very long story about the sea.")
-    page.wait_for_selector(".text .token")
+    here.begin_long()
     page.reload()
     here.expect(page.locator(".note")).to_contain_text("the page was left")
     assert here.texts()[0]

@@ -131,10 +131,8 @@ def test_where_texts_part_the_first_differing_token_is_named(visit: Open, dtype:
 
 def test_an_answer_can_be_stopped_and_the_next_one_asked(visit: Open, cluster: Cluster) -> None:
     here = visit()
-    here.set(max_tokens=1500)
     for way in ("Escape", "click"):
-        here.ask("Write a very long story about the sea.")
-        here.page.wait_for_selector("article:last-of-type .text .token")
+        here.begin_long()
         here.page.keyboard.press("Escape") if way == "Escape" else here.page.click("#stop")
         here.until_done()
         assert here.page.inner_text("article:last-of-type .note").endswith("; stopped")

@@ -78,9 +78,7 @@ def test_formatting_that_never_comes_holds_nothing_up(visit: Open, way: str) -> 
 def test_escape_within_a_composition_stops_nothing(visit: Open) -> None:
     here = visit()
     page = here.page
-    here.set(max_tokens=1500)
-    here.ask("Write a very long story about the sea.")
-    page.wait_for_selector(".text .token")
+    here.begin_long()
     press = """isComposing => document.getElementById("question").dispatchEvent(
         new KeyboardEvent("keydown", { key: "Escape", bubbles: true, isComposing }))"""
     page.evaluate(press, True)

@@ -171,9 +171,10 @@ class BatchManager:
         self._deferred.clear()
         behind: list[DraftContext] = []
         for context in changed:
-            if refusal := self._refusal(context.tree, context.known):
+            fresh = context.tree.author.tokens[context.known :]
+            if refusal := self._refusal(context.tree, fresh):
                 self.fail(context, DeclinedError(refusal.reason, refusal.detail))
-            elif context.tree.author.committed_len > context.known:
+            elif fresh:
                 behind.append(context)
         self._reroot(behind, discards=self._options.lockstep_steps > 0 or self.is_lone)
         self.look_at(changed)
@@ -189,9 +190,8 @@ class BatchManager:
         behind: list[DraftContext] = []
         others: list[DraftContext] = []
         for context in self._changed.values():
-            author = context.tree.author
-            tokens = author.tokens[context.known :]
-            if context in excluded or self._refusal(context.tree, context.known):
+            tokens = context.tree.author.tokens[context.known :]
+            if context in excluded or self._refusal(context.tree, tokens):
                 continue
             if not tokens:
                 if misses and context.lag and self._is_granted(context):
@@ -279,7 +279,7 @@ class BatchManager:
 
     def _assign_row(self, tree: Tree, features: PendingFeatures) -> None:
         author = tree.author
-        if refusal := self._refusal(tree, 0):
+        if refusal := self._refusal(tree, author.tokens):
             self._refuse(tree, refusal)
             return
         if not self._free_rows:
@@ -319,16 +319,14 @@ class BatchManager:
         with suppress(Exception):
             self.kv_manager.close(context)
 
-    def _refusal(self, tree: Tree, known: int) -> Refusal | None:
-        """Why the model cannot go on, of whose tokens so many were looked at before; None if it can."""
-        author, options = tree.author, self._options
-        if author.committed_len > options.max_positions:
-            detail = f"{author.committed_len} tokens, at most {options.max_positions}"
-            return Refusal(DeclineReason.TOO_LONG, detail)
-        if max(author.tokens[known:], default=0) >= options.vocab_size:
-            return Refusal(
-                DeclineReason.INVALID, f"a token id is outside the draft's vocabulary of {options.vocab_size}"
-            )
+    def _refusal(self, tree: Tree, fresh: Sequence[int]) -> Refusal | None:
+        """Why the model cannot go on with a request, whose `fresh` tokens are new to it; None if it can."""
+        length, options = tree.author.committed_len, self._options
+        if length > options.max_positions:
+            return Refusal(DeclineReason.TOO_LONG, f"{length} tokens, at most {options.max_positions}")
+        if max(fresh, default=0) >= options.vocab_size:
+            detail = f"a token id is outside the draft's vocabulary of {options.vocab_size}"
+            return Refusal(DeclineReason.INVALID, detail)
         return None
 
     def _reroot(self, contexts: Sequence[DraftContext], *, discards: bool = False) -> None:
