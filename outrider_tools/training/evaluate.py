@@ -167,9 +167,8 @@ def load_drafter(algorithm: str, folder: Path, target_folder: Path, target: Caus
         speculative_draft_model_path=str(folder),
         target_model_path=str(target_folder),
     )
-    model = load_draft_model(options, target.device, target.dtype)
     check_tokenizer(folder, target_folder)
-    return model
+    return load_draft_model(options, target.device, target.dtype)
 
 
 def measure(
