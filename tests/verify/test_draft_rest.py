@@ -200,6 +200,43 @@ def test_a_draft_comes_back_where_rounds_are_slow(plain: float, gap: float) -> N
     assert rounds.run(60.0) > 0.95 * rounds.drafted_speed
 
 
+@pytest.mark.parametrize("on_trial", [False, True])
+def test_a_draft_that_comes_is_not_judged_by_the_one_before(on_trial: bool) -> None:
+    rounds = Rounds(accepted=0.0)
+    rounds.run(6.0)
+    while rounds.policy._on_trial != on_trial:
+        rounds._round()
+    rounds.accepted = 1.5
+    rounds.policy.forget_drafts()
+    assert not rounds.policy.rests
+    assert rounds.run(1.0) > 0.9 * rounds.drafted_speed
+
+
+def test_drafts_that_come_again_and_again_cost_little() -> None:
+    rounds = Rounds(accepted=0.0)
+    rounds.run(6.0)
+    speed = 0.0
+    for _ in range(4):
+        rounds.policy.forget_drafts()
+        speed += rounds.run(5.0) / 4
+        assert rounds.policy.rests
+    assert speed > PROMISE / rounds.plain
+
+
+def test_a_draft_that_connects_serves_at_once_after_one_that_rested(model: CausalLM, truth: list[Answer]) -> None:
+    before = Rounds(accepted=0.0, num_requests=1)
+    before.run(6.0)
+    assert before.policy.rests
+    engine, _ = make_paged_engine(model)
+    engine._postprocessor._rest = before.policy
+    engine.drafts.rest(True)
+    engine.draft_connected(LocalDraft(engine, VOCAB, oracle(texts(truth), VOCAB)))
+    engine.start()
+    answers = run_all(engine, jobs(), 1)
+    engine.stop()
+    assert answers[0].num_accepted > 0
+
+
 def test_a_draft_at_rest_is_told_seldom_and_then_of_all() -> None:
     drafts, port, one = Drafts(vocab_size=50, max_nodes=256, clock=Clock()), Recorder(), request([1, 2])
     drafts.connected(port)

@@ -172,6 +172,7 @@ class VerifyEngine:
             log.warning("draft %s guesses nothing for %s", connection.address, left)
 
         def connect() -> None:
+            self._postprocessor.draft_came()
             self.drafts.connected(connection, terms)
             self.features.connected(connection)
 

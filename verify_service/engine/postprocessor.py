@@ -111,6 +111,12 @@ class RoundPostprocessor:
             self._cost.observe(done.num_tokens, seconds)
         self._prefilled = done.prefills
 
+    def draft_came(self) -> None:
+        """Whether drafts rest is measured anew, with this one."""
+        if self._rest is not None:
+            self._rest.forget_drafts()
+            self._drafts.rest(self._rest.rests)
+
     def _send_commits(self, done: RoundDone) -> None:
         share = self._max_nodes // max(len(self._scheduler.running), 1)
         for commit in done.commits:

@@ -98,6 +98,14 @@ class DraftRest:
         """Whether the next rounds are to be plain."""
         return self._load.rests != self._on_trial
 
+    def forget_drafts(self) -> None:
+        """A draft came: what was measured of others says nothing of it, so it is used, and measured anew."""
+        if self._on_trial:
+            self._end_trial()
+        for load in self._loads.values():
+            load.rests, load.drafted = False, _Speed()
+        self._num_settling = _SETTLING
+
     def observe(self, num_requests: int, num_tokens: int, seconds: float, is_usual: bool = True) -> None:
         """Learn from a round, in the order in which they are run; the one after it may be under way.
 
