@@ -119,10 +119,14 @@ def num_threads() -> int:
 def service_env(name: str, base: Mapping[str, str]) -> dict[str, str]:
     """Environment of a service: numerical libraries use all cores in verify and one elsewhere; idle threads sleep.
 
-    Threads that spin while they wait take the cores from the service that works.
+    Threads that spin while they wait take the cores from the service that works. On a GPU that MPS shares verify has
+    the lower priority.
     """
     threads = str(num_threads()) if name == "verify" else "1"
+    # Under NVIDIA's MPS the draft goes first: its launches are small, and would wait for verify's large ones.
+    priority = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if name == "verify" else {}
     return {
+        **priority,
         **base,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

@@ -57,6 +57,13 @@ def ready_arguments(cluster: FakeCluster, name: str) -> str:
     return cluster.children[name].ready_file.read_text()
 
 
+def test_under_mps_verify_gives_way_to_the_draft_unless_it_was_told_otherwise() -> None:
+    name = "CUDA_MPS_CLIENT_PRIORITY"
+    assert cluster_module.service_env("verify", {})[name] == "1"
+    assert name not in cluster_module.service_env("draft", {})
+    assert cluster_module.service_env("verify", {name: "0"})[name] == "0"
+
+
 def test_a_cluster_without_a_draft_tells_verify_of_none() -> None:
     with FakeCluster(services=("verify", "gateway")) as cluster:
         assert '"--draft="' in ready_arguments(cluster, "verify")
