@@ -31,7 +31,7 @@ from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import can_do_without_model, drafters_of_service, without_model
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import TOKENIZER_FILE, hash_token_ids
+from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.models.transformers_model import TransformersConfig
 from verify_service.executors.round_drafts import DraftingOptions
 
@@ -173,10 +173,11 @@ def _load_named(options: VerifyOptions, told: DraftOptions, path: Path, target: 
             return None
     elif not rank:
         log.info("each of %d ranks has its part of the draft model", exchange.world)
+    check_drafter(told, path)
     with ConsoleProgress() as progress, out_of_memory("the draft model's weights", "choose a smaller one"):
         report = None if rank else partial(progress, "loading draft weights")
         model = load_draft_model(told, target.device, target.dtype, report, exchange)
-    _check_draft(model, target, path)
+    _check_vocabulary(model, target, path)
     steps, topk = options.speculative_num_steps, options.speculative_eagle_topk
     drafting = DraftingOptions(name=told.speculative_algorithm[0].lower())
     if steps:
@@ -197,18 +198,10 @@ def named_draft(options: VerifyOptions, path: Path) -> DraftOptions | None:
     return replace(told, speculative_algorithm=names) if names else None
 
 
-def _check_draft(model: DraftModel, target: LanguageModel, path: Path) -> None:
-    """Raise ConfigError, with both values, for a draft model that does not fit the target."""
-    own, wanted = model.tokenizer_hash, hash_token_ids(path)
-    if own and own != wanted:
-        raise ConfigError(f"--speculative-draft-model-path: its tokenizer is {own[:12]}, the target's {wanted[:12]}")
-    if model.hidden_size and model.hidden_size != target.config.hidden_size:
-        raise ConfigError(
-            f"--speculative-draft-model-path: a head for hidden size {model.hidden_size}, the target's is "
-            f"{target.config.hidden_size}"
-        )
-    if model.target_vocab_size < (num_tokens := min(count_tokens(path), target.config.vocab_size)):
-        # A round would look its other tokens up past the end of the draft's embedding.
+def _check_vocabulary(model: DraftModel, target: LanguageModel, path: Path) -> None:
+    """Raise ConfigError for a draft model that a round would look tokens up in past the end of its embedding."""
+    num_tokens = min(count_tokens(path), target.config.vocab_size)
+    if model.target_vocab_size < num_tokens:
         raise ConfigError(
             f"--speculative-draft-model-path: knows {model.target_vocab_size} tokens, and the target has {num_tokens}; "
             "use one with all of them, or a draft service, --draft-placement remote, which leaves such texts out"
