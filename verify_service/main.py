@@ -21,10 +21,11 @@ from outrider.rpc.names import PeerAddresses
 from outrider.rpc.server import GrpcServer, check_free, door_options, peer_source
 from outrider.v1 import verify_pb2_grpc
 from verify_service.door.admission import Admission, GrammarChecker
+from verify_service.door.dialer import DraftDialer, DraftDialers
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.servicer import VerifyServicer
-from verify_service.door.session import Dial, DraftDialer, DraftDialers
+from verify_service.door.session import Dial
 from verify_service.frames import RoundReport, TargetProfile
 
 _logger = get_logger(__name__)

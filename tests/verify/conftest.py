@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.models.decoder import CausalLM
-from verify_service.door import session
+from verify_service.door import dialer
 
 # What may come through a door is described with the layer below.
 sys.path.append(str(Path(__file__).parent.parent / "rpc"))
@@ -102,5 +102,5 @@ def start(model: CausalLM, engines: list[ThreadedEngine]) -> Callable[..., Threa
 
 @pytest.fixture
 def dialled_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(session, "MAX_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(dialer, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(dialer, "MAX_RETRY_SECONDS", 0.01)

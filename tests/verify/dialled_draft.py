@@ -21,7 +21,8 @@ from outrider.protocol.speculation import (
 from outrider.protocol.speculation_codec import encode_draft
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import Terms
-from verify_service.door.session import DraftDialer, DraftSession
+from verify_service.door.dialer import DraftDialer
+from verify_service.door.session import DraftSession
 
 HELLO = Hello(PROTOCOL_VERSION, NOISE_VERSION, vocab_size=61, hidden_size=8, num_layers=3, tokenizer_hash="cafe")
 THEIRS = Hello(PROTOCOL_VERSION, NOISE_VERSION)

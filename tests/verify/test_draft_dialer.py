@@ -23,7 +23,7 @@ from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.sampling.params import SamplingParams
 from outrider.tree.handshake import Terms
 from outrider.v1 import draft_pb2
-from verify_service.door import session
+from verify_service.door import dialer
 from verify_service.door.session import DraftSession
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
@@ -155,7 +155,7 @@ async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_i
 async def test_why_a_draft_cannot_be_reached_is_logged_after_a_while_and_seldom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patience: float, told: int
 ) -> None:
-    monkeypatch.setattr(session, "AWAY_LOG_SECONDS", patience)
+    monkeypatch.setattr(dialer, "AWAY_LOG_SECONDS", patience)
 
     async def behave(context: Context, number: int) -> None:
         if number < 6:
@@ -172,7 +172,7 @@ async def test_why_a_draft_cannot_be_reached_is_logged_after_a_while_and_seldom(
 async def test_another_reason_why_a_draft_cannot_be_reached_is_logged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(session, "AWAY_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(dialer, "AWAY_LOG_SECONDS", 0.0)
 
     async def behave(context: Context, number: int) -> None:
         if number < 8:

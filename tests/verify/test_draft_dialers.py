@@ -12,7 +12,7 @@ from dialled_draft import HELLO, Context, Events, greet, stay
 from names_shown import Names
 
 from outrider.rpc.names import PeerAddresses
-from verify_service.door.session import DraftDialer, DraftDialers
+from verify_service.door.dialer import DraftDialer, DraftDialers
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
 

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from outrider.metrics import ServiceCollector
+from verify_service.door.dialer import DraftDialer
 from verify_service.door.remote import RemoteVerifyEngine
-from verify_service.door.session import DraftDialer
 from verify_service.frames import RoundReport
 
 # The last bound of each is beyond what options and machines bring (docs/operations.md, Histograms): an outlier without

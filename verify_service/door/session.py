@@ -1,18 +1,16 @@
-"""Sessions with draft services, dialled: the speculation stream, and the features stream beside it."""
+"""A session with a draft service: the speculation stream, and the features stream beside it."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import grpc
 from msgspec.structs import replace
 
-from outrider.errors import ConfigError, InvalidRequestError
+from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import MAX_SOURCE_BYTES
 from outrider.logs import ThrottledWarnings, get_logger
 from outrider.protocol.speculation import (
@@ -38,27 +36,13 @@ from outrider.protocol.speculation_codec import (
     in_parts,
 )
 from outrider.rpc.channel import open_channel
-from outrider.rpc.names import PeerAddresses
-from outrider.tree.handshake import HandshakeError, Terms, agree
+from outrider.tree.handshake import Terms
 from outrider.tree.projection import ProjectionReader
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from verify_service.door.remote import RemoteVerifyEngine
 
 log = get_logger(__name__)
 
-HELLO_SECONDS = 3.0
-"""How long a draft may take to answer a hello."""
-RETRY_SECONDS = 0.5
-"""The pause before the next dial after a session that ended without a failure, and the first one after a failure."""
-MAX_RETRY_SECONDS = 2.0
-"""The longest pause: it doubles with each failure, until a session has lasted as long as that. A draft that is well
-again is in use within 5 seconds: nothing tells that it was replaced, or mended, but the next dial."""
-AWAY_LOG_SECONDS = 5.0
-"""How long a draft may be out of reach before that is logged, as one is at first that starts beside verify."""
-AWAY_REPEAT_SECONDS = 600.0
-"""From a line that says so to the next with the same reason; another reason is told after AWAY_LOG_SECONDS."""
-MALFORMED_LOG_SECONDS = 10.0
-"""Least time between two warnings of malformed messages."""
 MAX_QUEUED_MESSAGES = 4096
 """Messages that may wait to be written to a draft; with more its session is reset."""
 MAX_BATCH_BYTES = 1 << 20
@@ -129,7 +113,7 @@ class FeatureUpload:
                         raise InvalidRequestError("released.through", problem)
                     self._engine.features_released(self._session, response.through)
             finally:
-                await _end(writer)
+                await end_writer(writer)
         except (grpc.aio.AioRpcError, InvalidRequestError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error.message
             log.warning("the features stream to draft %s failed: %s", self._session.address, reason)
@@ -170,7 +154,7 @@ class FeatureUpload:
         return batch
 
 
-async def _end(writer: asyncio.Task[None]) -> None:
+async def end_writer(writer: asyncio.Task[None]) -> None:
     """End what writes to a call. Raises what it failed of, unless that is the call's end, or this task's."""
     writer.cancel()
     (failure,) = await asyncio.gather(writer, return_exceptions=True)
@@ -328,172 +312,3 @@ def _num_bytes(message: VerifyMessage) -> int:
     if isinstance(message, Open):
         size += 16 * len(message.sampling.logit_bias) + MAX_SOURCE_BYTES * (message.sampling.grammar is not None)
     return size
-
-
-class DraftDialer:
-    """Keeps a session with one draft service open, again and again until cancelled."""
-
-    def __init__(
-        self,
-        address: str,
-        hello: Hello,
-        engine: RemoteVerifyEngine,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        dial: Dial = open_channel,
-    ) -> None:
-        self.address = address
-        self._dial = dial
-        self.state = "connecting"
-        """"connecting", "connected" or "refused"."""
-        self._hello = hello
-        self._engine = engine
-        self._sleep = sleep
-        self._failure_pause = RETRY_SECONDS
-        """Seconds before the next dial after one that fails."""
-        self._malformed = ThrottledWarnings(log, MALFORMED_LOG_SECONDS)
-        self._features_failed = False
-        self._failure = ""
-        """What kept the last dial from becoming a session, or ended that; it is logged once while it stays the same."""
-        self._told_away_at: float | None = None
-        """When it was logged last, or first found, that the draft cannot be reached; None while it can be, or says why
-        not itself."""
-        self._told_away: set[str] = set()
-        """The reasons that were logged since, without their numbers."""
-        self.wanted = True
-        """Whether to dial again when a session has ended."""
-
-    async def run(self) -> None:
-        """Dial until cancelled or no longer `wanted`."""
-        while self.wanted:
-            state, failure = "connecting", ""
-            self._features_failed = False
-            began = time.monotonic()
-            try:
-                await self._converse()
-            except asyncio.CancelledError:
-                # A call that the other side or `reset` cancelled looks the same; only the task knows.
-                if (task := asyncio.current_task()) is None or task.cancelling():
-                    raise
-            except (ConfigError, HandshakeError) as error:
-                state, failure = "refused", error.message
-                if failure != self._failure:
-                    log.error("draft %s is refused: %s", self.address, failure)
-            except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
-                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    state, failure = "refused", f"{reason} (--draft-auth-token-file)"
-                    if failure != self._failure:
-                        log.error("draft %s refuses us: %s", self.address, failure)
-                else:
-                    self._tell_away(reason or "it does not say why")
-            except Exception as error:
-                # Without this task speculation would never come back.
-                failure = repr(error)
-                if failure != self._failure:
-                    log.exception("the session with draft %s failed", self.address)
-            if failure:
-                self._told_away_at = None
-            self.state, self._failure = state, failure
-            if time.monotonic() - began >= MAX_RETRY_SECONDS:
-                self._failure_pause = RETRY_SECONDS
-            if failure or self._features_failed:
-                await self._sleep(self._failure_pause)
-                self._failure_pause = min(2 * self._failure_pause, MAX_RETRY_SECONDS)
-            else:
-                await self._sleep(RETRY_SECONDS)
-
-    def _tell_away(self, reason: str) -> None:
-        """Log why the draft cannot be reached, at once if it was there, else after a while, and each reason seldom."""
-        now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
-        if self.state == "connected":
-            log.warning("draft %s is away: %s", self.address, reason)
-            self._told_away = {kind}
-        elif self._told_away_at is None:
-            self._told_away = set()
-        elif now < self._told_away_at + (AWAY_REPEAT_SECONDS if kind in self._told_away else AWAY_LOG_SECONDS):
-            return
-        else:
-            log.warning("draft %s is not usable: %s; trying again", self.address, reason)
-            self._told_away.add(kind)
-        self._told_away_at = now
-
-    async def _converse(self) -> None:
-        channel = self._dial(self.address)
-        try:
-            call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
-            terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
-            session = DraftSession(self.address, call, terms, self._engine, self._malformed, self._dial)
-            self.state = "connected"
-            self._told_away_at = None
-            log.info("draft %s is connected", self.address)
-            self._engine.draft_connected(session, terms)
-            writer = asyncio.create_task(session.write())
-            # A session that can only read would go silent, and all of its requests with it.
-            writer.add_done_callback(lambda _: call.cancel())
-            try:
-                await session.read()
-            finally:
-                await session.close()
-                self._features_failed = session.features_failed
-                self._engine.draft_disconnected(session)
-                log.info("the session with draft %s is over", self.address)
-                await _end(writer)
-        finally:
-            await channel.close()
-
-    async def _shake_hands(self, call: SpeculateCall) -> Terms:
-        await call.write(encode_verify([self._hello]))
-        batch = await call.read()
-        if batch is grpc.aio.EOF:
-            raise ConfigError("it ended the stream without a hello")
-        if batch is None:
-            raise ConfigError("its hello is no message")
-        try:
-            messages = decode_draft(cast(draft_pb2.DraftServiceSpeculateResponse, batch))
-        except InvalidRequestError as error:
-            raise ConfigError(f"its hello is malformed: {error.message}") from error
-        if len(messages) != 1 or not isinstance(messages[0], Hello):
-            raise ConfigError("its first message is not a hello")
-        return agree(self._hello, messages[0])
-
-
-class DraftDialers:
-    """A dialer for each address of a draft service, as addresses come and go."""
-
-    def __init__(self, addresses: PeerAddresses, make: Callable[[str], DraftDialer]) -> None:
-        self._addresses = addresses
-        self._make = make
-        self._tasks: dict[DraftDialer, asyncio.Task[None]] = {}
-
-    def __bool__(self) -> bool:
-        """Whether drafts are configured, there or not."""
-        return bool(self._addresses)
-
-    def __iter__(self) -> Iterator[DraftDialer]:
-        """Those at work now."""
-        return iter(tuple(self._tasks))
-
-    async def run(self) -> None:
-        """Follow the addresses, and dial, until cancelled."""
-        try:
-            async for addresses in self._addresses.follow():
-                self._take(addresses)
-            await asyncio.gather(*self._tasks.values())
-        finally:
-            tasks = tuple(self._tasks.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _take(self, addresses: Collection[str]) -> None:
-        """Dial these and no others. The session with another one goes on until the draft ends it, drained."""
-        dialers = {dialer.address: dialer for dialer in self}
-        for address in addresses:
-            if address not in dialers:
-                dialers[address] = dialer = self._make(address)
-                self._tasks[dialer] = task = asyncio.create_task(dialer.run(), name=f"dial {address}")
-                task.add_done_callback(lambda _, dialer=dialer: self._tasks.pop(dialer, None))  # type: ignore[misc]
-        for address, dialer in dialers.items():
-            dialer.wanted = address in addresses
-            if not dialer.wanted and dialer.state != "connected":
-                self._tasks[dialer].cancel()
