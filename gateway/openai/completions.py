@@ -12,7 +12,7 @@ from gateway.core.answer import Delta, Token
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import MAX_CHOICES, Job, PromptText, TokenIdList
 from gateway.http.responses import Body
-from gateway.openai.fields import MAX_PROMPTS, NamedRequests, Only, OpenAIRequest, prompt_requests
+from gateway.openai.fields import ListForPrompts, NamedRequests, Only, OpenAIRequest, prompt_requests
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, FinishWord, UsageBody, finish_word
 from gateway.openai.logprobs import (
     CompletionLogprobs,
@@ -41,9 +41,9 @@ def prompt_kind(value: Any) -> str:
 
 Prompt = Annotated[
     Annotated[PromptText, Tag("@text")]
-    | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@texts")]
+    | Annotated[ListForPrompts[PromptText], Tag("@texts")]
     | Annotated[TokenIdList, Tag("@ids")]
-    | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@lists")],
+    | Annotated[ListForPrompts[TokenIdList], Tag("@lists")],
     Discriminator(prompt_kind),
 ]
 

@@ -41,6 +41,9 @@ Schema = Annotated[
     Discriminator(lambda value: "@text" if isinstance(value, str) else "@object"),
 ]
 """A JSON schema as an object, or as JSON in a string."""
+T = TypeVar("T")
+ListForPrompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+"""Prompts, or what holds for each of them."""
 NamedRequests = list[tuple[ClientRequest, Mapping[str, str]]]
 """Requests, each with what the body calls its fields."""
 

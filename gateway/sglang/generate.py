@@ -23,10 +23,10 @@ from gateway.core.request import (
 from gateway.http.responses import Body
 from gateway.openai.fields import (
     EBNF,
-    MAX_PROMPTS,
     NO_TAGS,
     FormBody,
     GenerationBody,
+    ListForPrompts,
     NamedRequests,
     Only,
     prompt_requests,
@@ -59,13 +59,11 @@ def _ids_kind(value: Any) -> str:
 
 
 _Texts = Annotated[
-    Annotated[PromptText, Tag("@text")]
-    | Annotated[list[PromptText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@list")],
+    Annotated[PromptText, Tag("@text")] | Annotated[ListForPrompts[PromptText], Tag("@list")],
     Discriminator(text_or_list),
 ]
 _Ids = Annotated[
-    Annotated[TokenIdList, Tag("@ids")]
-    | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@lists")],
+    Annotated[TokenIdList, Tag("@ids")] | Annotated[ListForPrompts[TokenIdList], Tag("@lists")],
     Discriminator(_ids_kind),
 ]
 
@@ -94,7 +92,7 @@ def _list_kind(value: Any) -> str:
     return "@each" if isinstance(value, list) else "@one"
 
 
-_Each = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@each")]
+_Each = Annotated[ListForPrompts[T], Tag("@each")]
 _ForEach = Annotated[Annotated[T, Tag("@one")] | _Each[T], Discriminator(_list_kind)]
 """What holds for all prompts, or a list of it for each."""
 
@@ -105,8 +103,7 @@ def _of(value: T | list[T] | None, index: int) -> T | None:
 
 
 _Sampling = Annotated[
-    Annotated[GenerateSampling, Tag("@params")]
-    | Annotated[list[GenerateSampling], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("@each")],
+    Annotated[GenerateSampling, Tag("@params")] | _Each[GenerateSampling],
     Discriminator(lambda value: "@each" if isinstance(value, list) else "@params"),
 ]
 
