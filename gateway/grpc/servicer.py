@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 from gateway.core.admission import admit
 from gateway.core.answer import Delta
-from gateway.core.catalogue import GatewayModel
 from gateway.core.request import (
     MAX_BAD_WORDS,
     MAX_MESSAGES,
@@ -175,13 +174,6 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
     )
 
 
-def encode_models(model: GatewayModel) -> gateway_pb2.GatewayServiceListModelsResponse:
-    """The served models."""
-    return gateway_pb2.GatewayServiceListModelsResponse(
-        models=[gateway_pb2.Model(id=model.name, context_length=model.context_length)]
-    )
-
-
 _Context = grpc.aio.ServicerContext[
     gateway_pb2.GatewayServiceGenerateRequest, gateway_pb2.GatewayServiceGenerateResponse
 ]
@@ -238,4 +230,7 @@ class GatewayServicer(GatewayServiceServicer):
         ],
     ) -> gateway_pb2.GatewayServiceListModelsResponse:
         """The served models."""
-        return encode_models(self._gateway.model)
+        model = self._gateway.model
+        return gateway_pb2.GatewayServiceListModelsResponse(
+            models=[gateway_pb2.Model(id=model.name, context_length=model.context_length)]
+        )

@@ -67,15 +67,10 @@ def decode_grammar(message: common_pb2.Grammar) -> Grammar:
     raise InvalidRequestError("grammar", "says nothing", "set json_object, json_schema, regex, choice or ebnf")
 
 
-def encode_sampling(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Sampling fields as a message; every field is set, so that defaults of other versions do not matter."""
-    return _SAMPLING.encode(params)
-
-
 def decode_sampling(message: Sampled) -> SamplingParams:
     """Sampling fields of a message, unset ones at their defaults. Raises InvalidRequestError for a bad grammar."""
     grammar = decode_grammar(message.grammar) if message.HasField("grammar") else None
-    return replace(_SAMPLING.decode(message.sampling), choice_index=message.choice_index, grammar=grammar)
+    return replace(SAMPLING.decode(message.sampling), choice_index=message.choice_index, grammar=grammar)
 
 
 def encode_logprobs(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
@@ -125,7 +120,7 @@ def _decode_reason(message: verify_pb2.VerifyServiceGenerateResponse) -> FinishR
     return _REASONS.get(message.finish_reason, FinishReason.STOP)
 
 
-_SAMPLING = StructCodec(SamplingParams, common_pb2.SamplingParams, local=("choice_index", "grammar"))
+SAMPLING = StructCodec(SamplingParams, common_pb2.SamplingParams, local=("choice_index", "grammar"))
 USAGE = StructCodec(Usage, common_pb2.Usage)
 TREE = StructCodec(RoundTree, common_pb2.RoundTree)
 INFO = StructCodec(VerifyInfo, verify_pb2.VerifyServiceGetInfoResponse)
@@ -134,7 +129,7 @@ REQUEST = StructCodec(
     GenerationRequest,
     verify_pb2.VerifyServiceGenerateRequest,
     encoders={
-        "sampling": lambda request: encode_sampling(request.sampling),
+        "sampling": lambda request: SAMPLING.encode(request.sampling),
         "choice_index": lambda request: request.sampling.choice_index,
         "grammar": lambda request: encode_grammar(request.sampling.grammar),
         "bad_words": lambda request: [verify_pb2.TokenSequence(ids=ids) for ids in request.bad_words],

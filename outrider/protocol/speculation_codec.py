@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from outrider.errors import InvalidRequestError
 from outrider.protocol.codec import StructCodec
-from outrider.protocol.generation_codec import decode_sampling, encode_grammar, encode_sampling
+from outrider.protocol.generation_codec import SAMPLING, decode_sampling, encode_grammar
 from outrider.protocol.speculation import (
     FEATURE_ITEM_BYTES,
     MAX_FEATURE_BYTES,
@@ -70,7 +70,7 @@ _OPEN = StructCodec(
     draft_pb2.Open,
     packed={"token_ids": "i"},
     encoders={
-        "sampling": lambda opened: encode_sampling(opened.sampling),
+        "sampling": lambda opened: SAMPLING.encode(opened.sampling),
         "choice_index": lambda opened: opened.sampling.choice_index,
         "grammar": lambda opened: encode_grammar(opened.sampling.grammar),
     },

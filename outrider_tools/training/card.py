@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from outrider.config.draft import BLOCK_ALGORITHMS
 from outrider_tools.training.figures import Evaluation, decoding, length_table, markdown, rate_table
-from outrider_tools.training.options import BLOCK_ALGORITHMS
 from outrider_tools.training.report import Report
 
 CARD = "README.md"

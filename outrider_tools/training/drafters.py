@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.config.draft import BLOCK_ALGORITHMS
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig
 from outrider.models.fields import read_json
@@ -26,7 +27,7 @@ from outrider_tools.training.heads import (
     default_feature_layers,
 )
 from outrider_tools.training.learner import Learner, TrainableDrafter
-from outrider_tools.training.options import BLOCK_ALGORITHMS, FLAGS, RunOptions
+from outrider_tools.training.options import FLAGS, RunOptions
 from outrider_tools.training.standalone import TrainableLM, small_config
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts, choose_vocabulary

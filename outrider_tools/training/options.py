@@ -11,7 +11,6 @@ from outrider.cli.options import number, whole_number
 from outrider.config.base import expand
 
 ALGORITHMS = ("EAGLE3", "EAGLE", "DFLASH", "DSPARK", "NEXTN", "STANDALONE")
-BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
 OPTIMIZERS = ("adamw", "muon")
 FLAGS = {"own_feature_weight": "feature_weight", "packed": "no_packed", "compile": "no_compile"}
 """Flags of other names than their fields'."""
