@@ -344,18 +344,7 @@ def _survey(folder: Path) -> _Survey:
             "that count from 0 are run"
         )
     logits = _look(name, base, model, notes)
-    if notes.count != num_layers or set(notes.calls) != set(range(num_layers)):
-        raise ConfigError(
-            f"config.json: {name} is not supported: of its {num_layers} layers {notes.count} attend through the "
-            "attention interface of transformers; state-space, recurrent and hybrid models are not run"
-        )
-    if len(set(notes.sizes.values())) > 1 or not notes.is_causal:
-        raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways or differ in their heads")
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise ConfigError(
-            f"config.json: {name} is not supported: it takes no positions, and counts what transformers' "
-            "own cache holds"
-        )
+    _check_layers(name, base, notes, num_layers)
     # Of some it is another name for a field of theirs.
     positions = {_POSITIONS: getattr(config, _POSITIONS, None)}
     max_positions = get_int(positions, _POSITIONS, minimum=1)
@@ -386,6 +375,22 @@ def _survey(folder: Path) -> _Survey:
         calls=[notes.calls[number] for number in range(num_layers)],
         is_whole=key_size == value_size == head_dim,
     )
+
+
+def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) -> None:
+    """Raise ConfigError for layers that attend otherwise than here, and for a model that is told no positions."""
+    if notes.count != num_layers or set(notes.calls) != set(range(num_layers)):
+        raise ConfigError(
+            f"config.json: {name} is not supported: of its {num_layers} layers {notes.count} attend through the "
+            "attention interface of transformers; state-space, recurrent and hybrid models are not run"
+        )
+    if len(set(notes.sizes.values())) > 1 or not notes.is_causal:
+        raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways or differ in their heads")
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise ConfigError(
+            f"config.json: {name} is not supported: it takes no positions, and counts what transformers' "
+            "own cache holds"
+        )
 
 
 def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool = False) -> Tensor:
