@@ -285,10 +285,6 @@ class MetricsPage:
         }
         return MetricsPage(counters, self.gauges, histograms)
 
-    def counter(self, name: str) -> float:
-        """A counter by its family's name; 0 where there is none."""
-        return self.counters.get(name, 0.0)
-
     def histogram(self, name: str) -> Histogram:
         """A histogram by its family's name; empty where there is none."""
         return self.histograms.get(name, Histogram(0.0, 0.0, {}))

@@ -130,7 +130,7 @@ class Mode:
                 before = target.page()
                 answers = asyncio.run(answer_all(address, self._prompts, run.case, self._arguments.max_tokens))
                 time.sleep(SNAPSHOT_SECONDS)
-                preempted = target.page().since(before).counter("outrider_verify_preemptions")
+                preempted = target.page().since(before).total("outrider_verify_preemptions")
                 self._judge(run, answers, preempted)
 
     def _judge(self, run: PromptRun, answers: CaseAnswers, preempted: float) -> None:

@@ -221,11 +221,11 @@ def _drafting(case: str, runs: Sequence[Run], rounds: int) -> Iterator[Row]:
 
 def _services(case: str, verify: MetricsPage, draft: MetricsPage | None = None) -> Iterator[Row]:
     """What verify and draft counted, plain answers of the same verify service aside where they leave no mark."""
-    drafted = max(verify.counter("outrider_verify_drafted_rounds"), 1)
-    yield Row(case, "hit_rate", verify.counter("outrider_verify_hit_rounds") / drafted, "ratio")
+    drafted = max(verify.total("outrider_verify_drafted_rounds"), 1)
+    yield Row(case, "hit_rate", verify.total("outrider_verify_hit_rounds") / drafted, "ratio")
     ready = verify.histogram("outrider_verify_ready_draft_tokens").mean
     yield Row(case, "ready_draft_tokens", ready, "tokens")
-    yield Row(case, "hold_ms", 1e3 * verify.counter("outrider_verify_hold_seconds") / drafted, "ms")
+    yield Row(case, "hold_ms", 1e3 * verify.total("outrider_verify_hold_seconds") / drafted, "ms")
     answer = verify.histogram("outrider_verify_draft_answer_times_seconds")
     yield Row(case, "draft_answer_ms", 1e3 * answer.mean, "ms")
     accepted = [count for _, count in verify.labelled("outrider_verify_accepted_tokens_per_position")]
@@ -235,11 +235,11 @@ def _services(case: str, verify: MetricsPage, draft: MetricsPage | None = None) 
         return
     for source, count in draft.labelled("outrider_draft_nodes_grown"):
         yield Row(case, f"{source}_nodes_per_round", count / drafted, "tokens")
-    bursts = draft.counter("outrider_draft_bursts")
+    bursts = draft.total("outrider_draft_bursts")
     if bursts:
-        steps = draft.counter("outrider_draft_burst_steps")
+        steps = draft.total("outrider_draft_burst_steps")
         yield Row(case, "draft_steps_per_round", steps / drafted, "steps")
-        yield Row(case, "draft_step_ms", 1e3 * draft.counter("outrider_draft_burst_seconds") / max(steps, 1), "ms")
+        yield Row(case, "draft_step_ms", 1e3 * draft.total("outrider_draft_burst_seconds") / max(steps, 1), "ms")
 
 
 def _pages(cluster: Cluster) -> list[MetricsPage]:

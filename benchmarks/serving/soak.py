@@ -207,7 +207,7 @@ def rows_of(rests: list[Rest], load: SoakLoad, page: MetricsPage, label: str, mi
     rows = [Row(f"{label} soak", name, count, "") for name, count in sorted(load.counts.items())]
     rows += [Row(f"{label} soak", "minutes", minutes, "min"), Row(f"{label} soak", "failed", len(load.failures), "")]
     for name in ("preemptions", "rounds", "draft_tokens", "accepted_tokens"):
-        rows.append(Row(f"{label} soak", name, page.counter(f"outrider_verify_{name}"), ""))
+        rows.append(Row(f"{label} soak", name, page.total(f"outrider_verify_{name}"), ""))
     for number, rest in enumerate(rests):
         case = f"{label} soak spell {number}" if number else f"{label} soak start"
         for service, cost in rest.costs.items():
@@ -235,7 +235,7 @@ def main() -> int:
     if arguments.out:
         rows = rows_of(rests, load, page, arguments.label, arguments.minutes)
         write_report(arguments.out, "soak", device_name(), rows, ("torch", "grpcio"))
-    preempted = page.counter("outrider_verify_preemptions")
+    preempted = page.total("outrider_verify_preemptions")
     idle = [] if preempted else ["no request was preempted; lower --kv-tokens"]
     for text in [*load.failures[:10], *leaks, *idle]:
         print("FAILED", text)

@@ -59,7 +59,7 @@ def work_out(measured: Measured) -> None:
         if not measured.case.colocated:
             _ahead(measured)
         for position in range(64):
-            count = verify.counter(f"{_VERIFY}accepted_tokens_per_position{{{position}}}")
+            count = verify.total(f"{_VERIFY}accepted_tokens_per_position{{{position}}}")
             if count <= 0:
                 break
             measured.add(f"rounds_accepting_depth_{position + 1}", count / rounds, "ratio")
@@ -76,23 +76,23 @@ def _times(measured: Measured, metric: str, histogram: Histogram, quantiles: Seq
 def _rounds(measured: Measured) -> None:
     """Where a round's time goes: GPU, host, hold."""
     verify = measured.verify
-    rounds = max(verify.counter(f"{_VERIFY}rounds"), 1)
+    rounds = max(verify.total(f"{_VERIFY}rounds"), 1)
     measured.add("rounds", rounds, "rounds")
     measured.add("round_wall_ms", 1e3 * measured.answers.seconds / rounds, "ms")
     measured.add("round_ms", 1e3 * verify.histogram(f"{_VERIFY}round_seconds").mean, "ms")
     _times(measured, "round_gpu_ms", verify.histogram(f"{_VERIFY}gpu_seconds"), (50, 90))
     _times(measured, "drafting_gpu_ms", verify.histogram(f"{_VERIFY}drafting_seconds"), (50, 90))
     _times(measured, "host_gap_ms", verify.histogram(f"{_VERIFY}host_gap_seconds"), (50, 90, 99))
-    measured.add("hold_ms", 1e3 * verify.counter(f"{_VERIFY}hold_seconds") / rounds, "ms")
-    measured.add("held_rounds", verify.counter(f"{_VERIFY}held_rounds") / rounds, "ratio")
+    measured.add("hold_ms", 1e3 * verify.total(f"{_VERIFY}hold_seconds") / rounds, "ms")
+    measured.add("held_rounds", verify.total(f"{_VERIFY}held_rounds") / rounds, "ratio")
 
 
 def _ahead(measured: Measured) -> None:
     """How far the draft was ahead."""
     verify = measured.verify
-    drafted = max(verify.counter(f"{_VERIFY}drafted_rounds"), 1)
-    measured.add("hit_rate", verify.counter(f"{_VERIFY}hit_rounds") / drafted, "ratio")
-    measured.add("ready_rate", verify.counter(f"{_VERIFY}ready_rounds") / drafted, "ratio")
+    drafted = max(verify.total(f"{_VERIFY}drafted_rounds"), 1)
+    measured.add("hit_rate", verify.total(f"{_VERIFY}hit_rounds") / drafted, "ratio")
+    measured.add("ready_rate", verify.total(f"{_VERIFY}ready_rounds") / drafted, "ratio")
     measured.add("ready_draft_tokens", verify.histogram(f"{_VERIFY}ready_draft_tokens").mean, "tokens")
     _times(measured, "hit_wait_ms", verify.histogram(f"{_VERIFY}hit_wait_seconds"), (50, 90, 99))
     _times(measured, "draft_answer_ms", verify.histogram(f"{_VERIFY}draft_answer_times_seconds"), (50, 90, 99))
