@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
-def usable_cores(cgroup: Path = _CGROUP) -> int:
+def usable_cores(cgroup: Path = CGROUP) -> int:
     """Cores that the process may run on, and no more than a container's quota of processor time pays for.
 
     Threads beyond a quota take it from those that work: the kernel stops all of them when it is spent.

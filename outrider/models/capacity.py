@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from outrider.cores import CGROUP
+
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
 """What CUDA takes for a process before anything else; between 0.3 and 0.7 GiB where we looked."""
@@ -17,7 +19,6 @@ ROUND_REGION = 256
 SCRATCH_BYTES = 16
 """Of a token slot and vocabulary entry: logits, processed logits, sampling tables."""
 _MAX_CPU_TOKENS, _CPU_SHARE = 65536, 0.25
-_CGROUP = Path("/sys/fs/cgroup")
 _UNPLANNED_SHARE = 0.01
 """Of a GPU's memory, left to everything that no plan knows of."""
 TOKEN_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -38,7 +39,7 @@ def cpu_tokens(token_bytes: int, num_processes: int = 1) -> int:
     return max(min(int(free_memory() * _CPU_SHARE / num_processes) // token_bytes, _MAX_CPU_TOKENS), 1024)
 
 
-def free_memory(cgroup: Path = _CGROUP) -> int:
+def free_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that are free on the machine, and no more than a container's limit leaves."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     left = _left_in(cgroup)

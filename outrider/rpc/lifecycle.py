@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from outrider.config.base import ENV_PREFIX, describe_options, read_options
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
+from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.logs import configure_logging, get_logger, redact
@@ -40,7 +41,7 @@ _NO_OPTIONS = ("API_KEY", "HEADS", "HOME", "MODELS")
 _LIKENESS = 0.8
 """Of two names, 0 to 1, from which one is taken for the other."""
 
-OptionsT = TypeVar("OptionsT")
+OptionsT = TypeVar("OptionsT", bound=ServiceOptions)
 
 
 def exit_text(code: int) -> str:
@@ -66,13 +67,12 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     the service: "draft" for DraftOptions.
     """
     name = type(options).__name__.removesuffix("Options").lower()
-    configure_logging(name, getattr(options, "log_level", "INFO"))
-    ready_file = str(getattr(options, "ready_file", None) or "")
+    configure_logging(name, options.log_level)
     for variable, meant in misspelt_variables(os.environ):
         _logger.warning("%s in the environment is no option of any service; was %s meant?", variable, meant)
     try:
-        remove_ready_file(ready_file)
-        _check_ready_file(ready_file)
+        remove_ready_file(options.ready_file)
+        _check_ready_file(options.ready_file)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(_with_signals(main, options)) or EXIT_OK
     except Exception as error:
@@ -85,7 +85,7 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
         return EXIT_FAILURE
     finally:
         with suppress(ConfigError):
-            remove_ready_file(ready_file)
+            remove_ready_file(options.ready_file)
 
 
 def with_variable(message: str, options: Any, env: Mapping[str, str]) -> str:

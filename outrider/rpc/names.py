@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, reason_of
 from outrider.logs import get_logger
 from outrider.rpc.transport import check_peer_address, split_host_port
 
@@ -83,7 +83,7 @@ class PeerAddresses:
             found = tuple(sorted(await self._lookup(*self._names[name])))
             problem = "" if found else "it has no address"
         except (OSError, UnicodeError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
+            problem = reason_of(error)
         if problem and problem != self._problems.get(name):
             kept = f"{len(self._found[name])} addresses of before are kept"
             _logger.warning("%s cannot be looked up: %s; %s", name, problem, kept if self._found[name] else "waiting")

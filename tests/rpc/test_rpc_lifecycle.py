@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
+from outrider.config.service import ServiceOptions
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import exit_text, misspelt_variables, run_service, with_variable, write_ready_file
 
@@ -127,20 +127,15 @@ def test_a_ready_file_that_cannot_be_removed_is_one_line(tmp_path: Path) -> None
     assert err.startswith("service: error: --ready-file: cannot remove")
 
 
-@dataclass(frozen=True)
-class ProbeOptions:
-    log_level: str = "INFO"
-
-
 def test_the_handlers_are_put_back_and_the_result_is_the_exit_code() -> None:
-    async def main(options: ProbeOptions, stop: asyncio.Event) -> int:
+    async def main(options: ServiceOptions, stop: asyncio.Event) -> int:
         assert signal.getsignal(signal.SIGTERM) not in before
         os.kill(os.getpid(), signal.SIGTERM)
         await stop.wait()
         return 3
 
     before = [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)]
-    assert run_service(main, ProbeOptions()) == 3
+    assert run_service(main, ServiceOptions()) == 3
     assert [signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)] == before
 
 
