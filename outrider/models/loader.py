@@ -20,8 +20,6 @@ from outrider.models.foreign import choose_impl
 from outrider.models.transformers_model import TransformersConfig, describe_transformers, load_transformers
 from outrider.models.weights import EMBEDDING, HEAD, Progress, StoredTensor, check_tensors, fill, stored_tensors
 
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def describe_model(path: str | Path, impl: str = "auto") -> ModelConfig | TransformersConfig:
     """What config.json says of a model, and who runs it; no weights are read. `impl`: see --model-impl.
@@ -52,7 +50,6 @@ def load_model(
     if choose_impl(read_configs(Path(path))[0], impl) == "transformers":
         if exchange is not None:
             cut(describe_transformers(Path(path)), exchange.world)
-        _check_dtype(dtype)
         return load_transformers(Path(path), dtype, torch.device(device), progress)
     return load_decoder(path, dtype, device, progress, context_length, exchange, own_products)
 
@@ -80,7 +77,6 @@ def load_decoder(
     config = config.with_padded_heads() if torch.device(device).type == "cuda" else config
     if own_products and config.quantization is not None:
         config = replace(config, quantization=config.quantization.without_library())
-    _check_dtype(dtype)
     rank, world = (0, 1) if exchange is None else (exchange.rank, exchange.world)
     part = config if exchange is None else cut(config, world)
     stored = decoder_tensors(folder, config)
@@ -104,11 +100,6 @@ def load_decoder(
         stored.clear()
         model.finish_loading()
     return model
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in SUPPORTED_DTYPES:
-        raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
 
 
 def text_name(name: str) -> str | None:

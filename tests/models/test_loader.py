@@ -170,12 +170,6 @@ def test_index_cannot_reach_outside_its_folder(name: str | int, tmp_path: Path) 
         load_model(tmp_path / "inside")
 
 
-def test_unsupported_dtype_is_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    with pytest.raises(ConfigError, match=r"torch\.int8"):
-        load_model(tmp_path, torch.int8)
-
-
 def test_each_file_is_opened_once_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path, max_shard_size="20KB")
     opened: list[Path] = []

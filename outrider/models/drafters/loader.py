@@ -34,7 +34,7 @@ from outrider.models.drafters.kinds import (
     mtp_name,
 )
 from outrider.models.fields import read_json
-from outrider.models.loader import SUPPORTED_DTYPES, load_decoder, load_model, text_name
+from outrider.models.loader import load_decoder, load_model, text_name
 from outrider.models.quantization import read_quantization
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import hash_token_ids, tensor_shapes
@@ -70,8 +70,6 @@ def load_draft_model(
     folder = draft_folder(options, algorithm)
     device = device or choose_device(options.device)
     dtype = dtype or choose_dtype(options.dtype, device, _stated_dtype(folder))
-    if dtype not in SUPPORTED_DTYPES:
-        raise ConfigError(f"dtype {dtype} is not supported; choose one of {', '.join(map(str, SUPPORTED_DTYPES))}")
     if algorithm == "STANDALONE":
         draft = _load_standalone(options, folder, device, dtype, progress)
         draft.window = asked_window(options, draft.window)

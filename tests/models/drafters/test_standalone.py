@@ -122,12 +122,6 @@ def test_a_window_is_for_models_without_windows_of_their_own(tmp_path: Path) -> 
         load("STANDALONE", **options)
 
 
-def test_an_unsupported_dtype_is_refused(tmp_path: Path) -> None:
-    save(tmp_path)
-    with pytest.raises(ConfigError, match=r"torch\.int8"):
-        load("STANDALONE", torch.int8, speculative_draft_model_path=str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
