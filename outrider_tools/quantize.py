@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -167,19 +167,19 @@ def _fit_e4m3(grouped: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _least_error(
-    grouped: Tensor, dims: tuple[int, ...], tried: Iterable[Tensor], nearest: Callable[[Tensor], Tensor]
+    grouped: Tensor, dims: tuple[int, ...], tried: Sequence[Tensor], nearest: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Of several scales for each group those with the least squared error; the first of equal ones."""
-    best_error, best = None, None
-    for scale in tried:
-        error = (nearest(grouped / scale).mul_(scale) - grouped).square_().sum(dims, keepdim=True)
-        if best_error is None or best is None:
-            best_error, best = error, scale
-        else:
-            best = torch.where(error < best_error, scale, best)
-            best_error = torch.minimum(error, best_error)
-    if best is None:
-        raise ValueError("no scales to try")
+
+    def error_of(scale: Tensor) -> Tensor:
+        return (nearest(grouped / scale).mul_(scale) - grouped).square_().sum(dims, keepdim=True)
+
+    best = tried[0]
+    least = error_of(best)
+    for scale in tried[1:]:
+        error = error_of(scale)
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(error, least)
     return best
 
 
