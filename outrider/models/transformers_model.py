@@ -338,6 +338,12 @@ def _survey(folder: Path) -> _Survey:
         )
     num_parameters, num_layers = model.num_parameters(), int(config.num_hidden_layers)
     base, notes = _split(model), _Notes()
+    # Beside attention in the same layer, too, they carry a state from token to token that no KV cache has.
+    if any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in base.modules()):
+        raise ConfigError(
+            f"config.json: {name} is not supported: it has convolutions over tokens; state-space, recurrent and hybrid "
+            "models are not run"
+        )
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
         raise ConfigError(
             f"config.json: {name} is not supported: it counts positions from behind its padding token; only models "

@@ -142,7 +142,8 @@ class PlannedForward(Attends):
         ]
         heads = torch.cat([part.squeeze(0).transpose(0, 1) for part in parts], 1)
         attended = self._plan.attend(layer.layer_idx, heads, None, rules).view(1, q.shape[2], q.shape[1], self._size)
-        return attended if value_size == self._size else attended[..., :value_size]
+        # Some families ask for a view of it.
+        return attended if value_size == self._size else attended[..., :value_size].contiguous()
 
     def attend_heads(self, number: int, heads: Tensor) -> Tensor:
         """See Attends."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import relative_error, run_one, save_tiny, token_ids
+from tiny_models import check_chunks_and_tree, relative_error, run_one, save_tiny, token_ids
 from torch import Tensor, nn
 
 from outrider.attention.base import ForwardBatch, Segment
@@ -76,35 +76,6 @@ FAMILIES |= {
     "gpt2, a token for padding": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 2}),
     "olmo, clipped": ("Olmo", {"clip_qkv": 0.3}),
 }
-LENGTH, CHUNK = 12, 5
-
-
-def tree_mask(parents: list[int]) -> Tensor:
-    mask = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] = mask[parent]
-        mask[node, node] = True
-    return mask
-
-
-def check(model: Any, reference: Any) -> None:
-    """Logits of a text in two chunks and of a tree below it are those of every path, run alone by transformers."""
-    ids = token_ids(LENGTH)
-    kv = model.new_kv(64)
-    slots = torch.randperm(64)[: LENGTH + 5]
-    chunks = [run_one(model, kv, ids[:CHUNK], slots[:CHUNK]), run_one(model, kv, ids[CHUNK:], slots[:LENGTH])]
-    with torch.inference_mode():
-        expected = reference(ids[None]).logits[0]
-    assert relative_error(torch.cat(chunks), expected) < 1e-4
-    parents, nodes = [-1, 0, -1, 2, 2], token_ids(5, seed=3)
-    depths = torch.tensor([0, 1, 0, 1, 1])
-    logits = run_one(model, kv, nodes, slots, tree_mask(parents), LENGTH + depths)
-    for node, parent in enumerate(parents):
-        path = [node] if parent < 0 else [parent, node]
-        with torch.inference_mode():
-            alone = reference(torch.cat((ids, nodes[path]))[None]).logits[0, -1]
-        assert relative_error(logits[node], alone) < 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -113,7 +84,7 @@ def test_logits_of_chunks_and_trees_equal_transformers(name: str, tmp_path: Path
     reference = save_tiny(tmp_path, family, **changes)
     model = load_model(tmp_path, impl="transformers")
     assert isinstance(model, TransformersLM)
-    check(model, reference)
+    check_chunks_and_tree(model, reference)
 
 
 @pytest.mark.parametrize("family", ["Cohere", "OPT", "GPTNeoX"])
@@ -155,10 +126,10 @@ def test_llama_through_transformers_equals_ours(changes: dict[str, Any], tmp_pat
     reference = save_tiny(tmp_path, **changes)
     ours, theirs = load_model(tmp_path), load_model(tmp_path, impl="transformers")
     assert isinstance(ours, CausalLM) and isinstance(theirs, TransformersLM)
-    ids, slots = token_ids(LENGTH), torch.arange(LENGTH)
-    found = [run_one(model, model.new_kv(LENGTH), ids, slots) for model in (ours, theirs)]
+    ids, slots = token_ids(12), torch.arange(12)
+    found = [run_one(model, model.new_kv(12), ids, slots) for model in (ours, theirs)]
     assert relative_error(found[1], found[0]) < 1e-5
-    check(theirs, reference)
+    check_chunks_and_tree(theirs, reference)
 
 
 def parts(model: Any) -> set[str]:
@@ -197,14 +168,14 @@ def test_attention_that_does_something_else_stays(family: str, changes: dict[str
     model = load_model(tmp_path, impl="transformers")
     assert f"{family}Attention" in parts(model)
     assert ("_attention" in parts(model)) == (family == "SmolLM3")
-    check(model, reference)
+    check_chunks_and_tree(model, reference)
 
 
 def test_a_norm_that_computes_something_else_stays(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "Nemotron", head_dim=16)
     model = load_model(tmp_path)
     assert "NemotronLayerNorm1P" in parts(model)
-    check(model, reference)
+    check_chunks_and_tree(model, reference)
 
 
 @pytest.mark.parametrize("fault", ["takes two", "returns two"])
@@ -259,7 +230,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "hybrid": (
         {"architectures": ["JambaForCausalLM"], "model_type": "jamba", "use_mamba_kernels": False},
-        "JambaForCausalLM is not supported: of its 3 layers ",
+        "JambaForCausalLM is not supported: it has convolutions over tokens",
+    ),
+    "state space beside attention": (
+        {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "hidden_size": 4096},
+        "FalconH1ForCausalLM is not supported: it has convolutions over tokens",
     ),
     "alibi": ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "of its 3 layers 0 attend through"),
     "own attention": (

@@ -84,3 +84,32 @@ def run_one(
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest difference over the largest magnitude."""
     return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def _tree_mask(parents: list[int]) -> Tensor:
+    mask = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] = mask[parent]
+        mask[node, node] = True
+    return mask
+
+
+def check_chunks_and_tree(model: Any, reference: Any) -> None:
+    """Logits of a text in two chunks and of a tree below it are those of every path, run alone by transformers."""
+    length, chunk = 12, 5
+    ids = token_ids(length)
+    kv = model.new_kv(64)
+    slots = torch.randperm(64)[: length + 5]
+    chunks = [run_one(model, kv, ids[:chunk], slots[:chunk]), run_one(model, kv, ids[chunk:], slots[:length])]
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert relative_error(torch.cat(chunks), expected) < 1e-4
+    parents, nodes = [-1, 0, -1, 2, 2], token_ids(5, seed=3)
+    depths = torch.tensor([0, 1, 0, 1, 1])
+    logits = run_one(model, kv, nodes, slots, _tree_mask(parents), length + depths)
+    for node, parent in enumerate(parents):
+        path = [node] if parent < 0 else [parent, node]
+        with torch.inference_mode():
+            alone = reference(torch.cat((ids, nodes[path]))[None]).logits[0, -1]
+        assert relative_error(logits[node], alone) < 1e-4
