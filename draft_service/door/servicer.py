@@ -260,7 +260,7 @@ def check_same_target(target: SessionUp, served: SessionUp) -> None:
         if theirs != ours:
             raise HandshakeError(
                 f"hello.{field}: verify has {theirs!r}, the draft service has {ours!r}; use a draft service for each "
-                "target"
+                "target, and verify services of one release"
             )
 
 

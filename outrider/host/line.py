@@ -9,6 +9,7 @@ before it sends or reads anything. Torch-free.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import socket
@@ -84,6 +85,19 @@ class DraftBatch(msgspec.Struct, frozen=True, array_like=True):
 OnLine = LineHello | VerifyBatch | FeatureBatch
 """What verify says on a line."""
 
+_PACKING = hashlib.sha256(repr(msgspec.inspect.multi_type_info((OnLine, DraftBatch))).encode()).hexdigest()[:16]
+"""Names how all that travels on a line is packed: releases that disagree on any field of it have other names."""
+
+
+def line_host() -> str:
+    """Whose lines an engine can take part in: those of this host, since its start, and of releases that pack alike.
+
+    Empty where the system does not name the host.
+    """
+    host = host_id()
+    return f"{host}/{_PACKING}" if host else ""
+
+
 to_draft: msgspec.msgpack.Decoder[OnLine] = decoder(OnLine)
 to_verify: msgspec.msgpack.Decoder[DraftBatch] = decoder(DraftBatch)
 
@@ -142,7 +156,7 @@ class Listener:
 
     def __init__(self, folder: str = "") -> None:
         """Raises OSError where there can be none."""
-        self.host = host_id()
+        self.host = line_host()
         name = f"outrider-{secrets.token_hex(8)}"
         self.path = str(Path(folder) / name) if folder else f"@{name}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -193,8 +207,9 @@ def listen(where: str) -> Listener | None:
 
 
 def dial(host: str, path: str, token: str) -> Line[DraftBatch] | None:
-    """A line to the draft that has named this socket; None where it cannot be reached, or is not this user's."""
-    if not token or not host or host != host_id() or not hasattr(socket, "SO_PEERCRED"):
+    """A line to the draft that has named this socket; None where it cannot be reached, or is not this user's, or is of
+    a release that packs messages otherwise: the stream, whose messages are protobuf, serves both."""
+    if not token or not host or host != line_host() or not hasattr(socket, "SO_PEERCRED"):
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)

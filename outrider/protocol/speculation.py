@@ -35,7 +35,7 @@ class LineOffer(msgspec.Struct, frozen=True, array_like=True):
     """A socket of the draft's engine (outrider.host.line)."""
 
     host: str
-    """Names the host and its start."""
+    """Names the host, its start, and how messages on the line are packed."""
     path: str
     token: str = ""
     """Names the session there; empty before there is one."""

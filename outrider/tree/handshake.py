@@ -43,7 +43,7 @@ def agree(verify: Hello, draft: Hello) -> Terms:
     if not 1 <= verify.vocab_size < 1 << 31:
         raise InvalidRequestError("hello.vocab_size", f"{verify.vocab_size} is no vocabulary", "send the target's size")
     if verify.tokenizer_hash and draft.tokenizer_hash:
-        fix = "use a drafter of the target's tokenizer"
+        fix = f"use a drafter of the target's tokenizer, or, if it is that, {_RELEASE}"
         _same("tokenizer_hash", verify.tokenizer_hash, draft.tokenizer_hash, fix)
     if draft.hidden_size:
         fix = "use a drafter that was trained for the target"

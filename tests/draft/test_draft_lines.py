@@ -31,6 +31,7 @@ from outrider.host.line import (
     VerifyBatch,
     dial,
     host_id,
+    line_host,
     to_draft,
     to_verify,
 )
@@ -273,11 +274,19 @@ def test_drafts_that_start_together_leave_each_others_sockets_alone(
 
 def test_only_this_host_is_called(tmp_path: Path) -> None:
     assert dial("another host", str(tmp_path / "line"), "token") is None
-    assert dial(host_id(), str(tmp_path / "line"), "token") is None
-    assert dial(host_id(), "", "token") is None
-    assert dial(host_id(), "x" * 400, "token") is None
-    assert dial(host_id(), "a\0b", "token") is None
-    assert dial(host_id(), "@outrider-nobody", "token") is None
+    assert dial(line_host(), str(tmp_path / "line"), "token") is None
+    assert dial(line_host(), "", "token") is None
+    assert dial(line_host(), "x" * 400, "token") is None
+    assert dial(line_host(), "a\0b", "token") is None
+    assert dial(line_host(), "@outrider-nobody", "token") is None
+
+
+def test_a_draft_of_a_release_that_packs_messages_otherwise_is_not_called(short_folder: Path) -> None:
+    listener = Listener(str(short_folder))
+    for host in (host_id(), f"{host_id()}/0123456789abcdef"):  # what the first releases said, and what others may say
+        assert dial(host, listener.path, "token") is None
+    assert listener.accept() == []
+    listener.close()
 
 
 def test_a_hello_without_its_line_is_as_before() -> None:

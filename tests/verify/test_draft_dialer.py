@@ -121,7 +121,7 @@ async def test_a_draft_that_does_not_fit_is_refused_and_asked_again_later(tmp_pa
         assert events.num_ended == 0
 
 
-@pytest.mark.parametrize("fault", ["differs", "ends", "garbles", "wants another token"])
+@pytest.mark.parametrize("fault", ["differs", "finds that we differ", "ends", "garbles", "wants another token"])
 async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_its_fault_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
@@ -141,6 +141,8 @@ async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_i
             await context.write(encode_draft([replace(THEIRS, tokenizer_hash="beef")]).SerializeToString())
         elif fault == "garbles":
             await context.write(b"\xff\xff\xff")
+        elif fault == "finds that we differ":
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "hello.tokenizer_hash: verify has 'a', not 'b'")
         elif fault == "wants another token":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
 
@@ -148,7 +150,7 @@ async def test_a_draft_that_was_refused_again_and_again_is_soon_asked_anew_and_i
         await events.until(lambda: len(events.sessions) == 1)
     assert len(pauses) == 10 and 1.0 < max(pauses) < 2.5, "it is to be in use within 5 seconds"
     told = [record.msg for record in caplog.records if "is refused" in record.msg or "refuses us" in record.msg]
-    assert len(told) == 1 and ("refuses us" in told[0]) == (fault == "wants another token")
+    assert len(told) == 1 and ("refuses us" in told[0]) == (fault in ("finds that we differ", "wants another token"))
 
 
 @pytest.mark.parametrize(("patience", "told"), [(0.0, 1), (60.0, 0)])

@@ -34,6 +34,12 @@ AWAY_LOG_SECONDS = 5.0
 """How long a draft may be out of reach before that is logged, as one is at first that starts beside verify."""
 AWAY_REPEAT_SECONDS = 600.0
 """From a line that says so to the next with the same reason; another reason is told after AWAY_LOG_SECONDS."""
+_REFUSALS = {
+    grpc.StatusCode.UNAUTHENTICATED: " (--draft-auth-token-file)",
+    grpc.StatusCode.FAILED_PRECONDITION: "",
+}
+"""Statuses with which a draft says that it does not take us, and what is added to its words. The latter is that of
+`HandshakeError`: the draft reads our hello first, so mostly it is the one to find that the two do not fit."""
 MALFORMED_LOG_SECONDS = 10.0
 """Least time between two warnings of malformed messages."""
 
@@ -87,9 +93,10 @@ class DraftDialer:
                 if failure != self._failure:
                     log.error("draft %s is refused: %s", self.address, failure)
             except (grpc.aio.AioRpcError, TimeoutError, OSError) as error:
+                code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
                 reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
-                if isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    state, failure = "refused", f"{reason} (--draft-auth-token-file)"
+                if reason and code in _REFUSALS:
+                    state, failure = "refused", reason + _REFUSALS[code]
                     if failure != self._failure:
                         log.error("draft %s refuses us: %s", self.address, failure)
                 else:
