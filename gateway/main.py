@@ -158,6 +158,7 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
     Clients of gRPC are told to go at once: with their next call they find another gateway, if there is one. The REST
     door stays open to say so, and ends the connection with that.
     """
+    gateway.gate.draining = True
     server.set_serving(False)
     _logger.info("draining %d requests for at most %g s", gateway.gate.num_requests, seconds)
     leaving = asyncio.create_task(server.stop(seconds + _LAST_WORDS_SECONDS))

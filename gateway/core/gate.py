@@ -51,6 +51,8 @@ class Gate:
         self.max_answers = max_answers
         self.num_requests = 0
         self.draining = False
+        """Whether the gateway ends: it is not ready any more, though calls on their way to it are still let in."""
+        self._closed = False
         self._held: Counter[str] = Counter()
         """Answers by key, of keys that have any."""
         self._empty = asyncio.Event()
@@ -63,7 +65,7 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[Ticket]:
-        """Lets a request in. Raises UnavailableError while draining, OverloadedError when full."""
+        """Lets a request in. Raises UnavailableError once `drain` was called, OverloadedError when full."""
         self.check()
         ticket = Ticket(self, _key())
         ticket.reserve(1)
@@ -81,7 +83,7 @@ class Gate:
 
     def check(self) -> None:
         """Raises what `enter` would raise now, and takes no place: whoever still sends its body must not hold one."""
-        if self.draining:
+        if self._closed:
             raise UnavailableError("the gateway is shutting down; try again elsewhere", code="draining")
         self._check(1, _key())
 
@@ -112,7 +114,7 @@ class Gate:
 
     async def drain(self, seconds: float) -> bool:
         """Refuses new requests and waits for those inside, at most `seconds`. Returns whether all finished."""
-        self.draining = True
+        self.draining = self._closed = True
         try:
             async with asyncio.timeout(seconds):
                 await self._empty.wait()

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from gateway_world import World, open_world, until
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_verify import MODEL, ScriptedVerify, VerifyHost
 
 from gateway.http.app import RestApp
@@ -162,11 +163,16 @@ async def test_drain_finishes_running_streams_and_refuses_new_ones(world: World)
     call = world.stub.Generate(gateway_pb2.GatewayServiceGenerateRequest(prompt="x"))
     assert (await call.read()).text
     await until(lambda: verify.num_open == 2)
+    channel = await world.stack.enter_async_context(open_channel(world.address))
+    health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
     world.stop.set()
-    async with asyncio.timeout(5):
-        while await status_of(world, "/ready") != 503:
-            await asyncio.sleep(0.01)
+    assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await status_of(world, "/ready") == 503, "both doors say so at once"
     assert await status_of(world, "/health") == 200
+    async with asyncio.timeout(5):  # requests that were on their way are taken for a moment
+        while (await world.http.post(TEXT, json={"prompt": "x", "model": "another"})).status_code != 503:
+            await asyncio.sleep(0.01)
     refused = await world.http.post(TEXT, json={"prompt": "x"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     assert refused.headers["connection"] == "close", "the next one may lead to another gateway"
