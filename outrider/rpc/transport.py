@@ -20,11 +20,14 @@ ChannelOptions = list[tuple[str, int | str]]
 
 
 def _common_options(max_message_bytes: int) -> ChannelOptions:
-    """Options of both ends: an idle peer is pinged and a dead one noticed within 15 seconds; messages are bounded."""
+    """Options of both ends: a dead peer is noticed within 15 seconds, idle or busy; messages are bounded."""
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Of pings that are no keepalive: with each message gRPC measures the connection, and sends no keepalive until
+        # that is answered. By itself it waits for a minute.
+        ("grpc.http2.ping_timeout_ms", (KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS) * 1000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         # A limit of what others may send must not break off our own answers, which can be longer than what was asked.

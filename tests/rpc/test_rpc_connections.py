@@ -11,8 +11,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.rpc import transport
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
+from outrider.v1 import verify_pb2, verify_pb2_grpc
 
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS, SETTINGS, DATA, PING, GOAWAY, RST_STREAM = 1, 4, 0, 6, 7, 3
@@ -95,6 +97,33 @@ async def test_a_message_that_does_not_end_is_refused_and_its_connection_serves_
                 break
     writer.close()
     assert not running.verify.entered.is_set()
+
+
+async def test_a_server_that_falls_silent_in_mid_stream_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "KEEPALIVE_SECONDS", 1)
+    monkeypatch.setattr(transport, "KEEPALIVE_TIMEOUT_SECONDS", 1)
+    message = verify_pb2.VerifyServiceGenerateResponse(token_ids=[1]).SerializeToString()
+    head = field(b":status", b"200") + field(b"content-type", b"application/grpc")
+    answer = frame(HEADERS, END_HEADERS, 1, head) + frame(DATA, 0, 1, struct.pack("!BI", 0, len(message)) + message)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One message, to which clients answer with a ping, and not a byte more."""
+        await reader.readexactly(len(HTTP2))
+        writer.write(frame(SETTINGS, 0, 0, b""))
+        while (frame_head := await reader.readexactly(9))[3] != HEADERS:
+            await reader.readexactly(int.from_bytes(frame_head[:3], "big"))
+        writer.write(answer)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with asyncio.timeout(20), open_channel(f"{host}:{port}") as channel:
+            call = verify_pb2_grpc.VerifyServiceStub(channel).Generate(verify_pb2.VerifyServiceGenerateRequest())
+            assert (await call.read()).token_ids == [1]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_call_without_a_message_is_the_caller_s_mistake(start: Any) -> None:
