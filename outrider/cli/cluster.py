@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,9 @@ class Cluster:
         self._locks = {name: threading.Lock() for name in self._given}
         self._options: dict[str, ServiceOptions] = {}
         self._folder: Path | None = None
+        self._num_folders = 0
+        """How often the folder was made anew, and by service how often it had been when that was started."""
+        self._folders: dict[str, int] = {}
         self._endings: dict[str, str] | None = None
         self.children: dict[str, Child] = {}
 
@@ -342,6 +346,12 @@ class Cluster:
 
     def _launch(self, name: str) -> None:
         options = self._options[name]
+        if self._folder is not None:
+            with suppress(FileExistsError):
+                # Whoever cleans up temporary files has removed it.
+                self._folder.mkdir(mode=0o700)
+                self._num_folders += 1
+        self._folders[name] = self._num_folders
         env = {**service_env(name, self._env), **options_to_env(options)}
         self._spawner.submit(self.children[name].start, options_to_argv(options), env).result()
 
@@ -360,14 +370,15 @@ class Cluster:
         while not self._closing.wait(WATCH_SECONDS):
             with self._locks[name]:
                 code = self.children[name].poll()
-            if code is None:
-                continue
+                if code is None and not self._is_cut_off(name):
+                    continue
             if time.monotonic() - self.children[name].started_at > SETTLED_SECONDS:
                 delay = FIRST_RESTART_SECONDS
-            self._on_event(f"{name} ended ({exit_text(code)}); starting it again in {delay:g} s")
+            how = "cannot be reached, for its socket was removed" if code is None else f"ended ({exit_text(code)})"
+            self._on_event(f"{name} {how}; starting it again in {delay:g} s")
             if self._closing.wait(delay):
                 return
-            if self.children[name].running:
+            if self.children[name].running and not self._is_cut_off(name):
                 continue
             delay = min(2 * delay, LAST_RESTART_SECONDS)
             try:
@@ -376,3 +387,8 @@ class Cluster:
             except (ServiceFailedError, OSError) as error:
                 if not self._closing.is_set():
                     self._on_event(str(error))
+
+    def _is_cut_off(self, name: str) -> bool:
+        """Whether a service runs whose socket others that were started again do not find, since the folder was removed
+        and made anew for them. Until one is started again all have their connections."""
+        return self._options[name].address.startswith("unix:") and self._folders[name] < self._num_folders

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,17 @@ def test_a_supervised_service_comes_back_by_itself() -> None:
         assert cluster.draft.running and cluster.draft.pid != pid
         assert cluster.verify.running and cluster.gateway.running
     assert any("draft ended (SIGKILL)" in event for event in cluster.events)
+
+
+def test_a_supervised_service_comes_back_and_is_found_by_the_others_when_the_folder_of_sockets_was_removed() -> None:
+    with FakeCluster(supervise=True) as cluster:
+        pids = {name: child.pid for name, child in cluster.children.items()}
+        shutil.rmtree(Path(cluster.draft_address.removeprefix("unix:")).parent)
+        os.kill(cluster.gateway.pid, signal.SIGKILL)
+        for name in cluster.services:
+            wait_until(lambda name=name: f"{name} serves again" in cluster.events)  # type: ignore[misc]
+        assert all(child.running and child.pid != pids[name] for name, child in cluster.children.items())
+    assert set(cluster.close().values()) == {"ended"}
 
 
 def test_a_paused_service_is_alive_and_can_still_be_ended() -> None:
