@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import select
 import sys
 import time
 import traceback
@@ -23,6 +24,10 @@ request_id: ContextVar[str] = ContextVar("outrider_request_id", default="")
 """Id of the request that the current task works for; empty outside of requests."""
 
 _MAX_LINE = 8192
+_WRITE_CHARACTERS = 1024
+"""Written at once: never more bytes than a pipe that can be written to takes without a wait, 4096 on Linux."""
+_READER_SECONDS = 0.1
+"""How long a line may wait for whoever reads the log; the lines behind one that did wait in vain do not."""
 _MAX_FRAMES = 12
 _MAX_CAUSES = 4
 
@@ -78,6 +83,42 @@ class LineFormatter(logging.Formatter):
         return f"{stamp} {record.levelname:<7} {self.service} {record.name}{request} {text}"
 
 
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Writes lines, and leaves out those that nobody reads: a stopped terminal or pager must not stop a service."""
+
+    _num_left_out = 0
+    _is_cut = False
+    """Whether the last line that was written lacks its end."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, behind one that tells how many before it were left out, if there were any."""
+        try:
+            text = self.format(record) + self.terminator
+            if self._num_left_out:
+                told = f"{self._num_left_out} lines were left out here: nobody read them"
+                told = self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None))
+                text = self.terminator * self._is_cut + told + self.terminator + text
+            for start in range(0, len(text), _WRITE_CHARACTERS):
+                if not is_read(self.stream, 0.0 if self._num_left_out else _READER_SECONDS):
+                    self._num_left_out, self._is_cut = self._num_left_out + 1, self._is_cut or start > 0
+                    return
+                self.stream.write(text[start : start + _WRITE_CHARACTERS])
+                self.flush()
+            self._num_left_out, self._is_cut = 0, False
+        except RecursionError:
+            raise
+        except Exception:
+            self.handleError(record)
+
+
+def is_read(stream: TextIO, seconds: float = _READER_SECONDS) -> bool:
+    """Whether a line can be written to a stream, within so many seconds, without a wait for its reader."""
+    try:
+        return bool(select.select([], [stream.fileno()], [], seconds)[1])
+    except (OSError, ValueError):  # no stream of the system's, or on Windows
+        return True
+
+
 def describe_exception(error: BaseException) -> str:
     """Return type, message and innermost frames of `error` and its causes as one line, innermost frame first."""
     parts: list[str] = []
@@ -106,12 +147,12 @@ def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | Non
 
     `service` appears in every line; `level` is one of LEVELS.
     """
-    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler = LineHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(LineFormatter(service))
     root = logging.getLogger()
     for old in list(root.handlers):
-        # Subclasses are somebody's own (a test's capture, a file) and stay.
-        if type(old) is logging.StreamHandler:
+        # Other subclasses are somebody's own (a test's capture, a file) and stay.
+        if type(old) in (logging.StreamHandler, LineHandler):
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level)

@@ -7,11 +7,13 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -19,6 +21,7 @@ from rich.text import Text
 from outrider.cli.child import LineSink
 from outrider.cli.client import Chunk
 from outrider.cli.cluster import Cluster
+from outrider.logs import is_read
 from outrider.protocol.generation import TokenOrigin, Usage
 
 # Time, level, service and logger of a line of outrider.logs.
@@ -52,20 +55,28 @@ def log_printer(console: Console) -> LineSink:
     return print_line
 
 
+_printing = threading.Lock()
+"""So that what there is room for is not taken by another thread."""
+
+
 def print_steadily(console: Console, text: Text | str) -> None:
-    """Print from a thread that also looks after a service, and must not end: what a full disk does not take is dropped.
+    """Print from a thread that also looks after a service, and must neither end nor wait: what a full disk does not
+    take, or a stopped terminal, is dropped.
 
     Where nobody reads any more, the process is sent SIGHUP, as at the end of a terminal.
     """
-    try:
-        console.print(text, soft_wrap=True)
-    except OSError:
-        # What is in the way of the next line goes where nothing is written.
-        console.quiet = True
-        console.print()
-        console.quiet = False
-    except SystemExit:  # rich's answer to a broken pipe; it is quiet from then on
-        os.kill(os.getpid(), signal.SIGHUP)
+    with _printing:
+        if not is_read(cast(TextIO, console.file)):
+            return
+        try:
+            console.print(text, soft_wrap=True)
+        except OSError:
+            # What is in the way of the next line goes where nothing is written.
+            console.quiet = True
+            console.print()
+            console.quiet = False
+        except SystemExit:  # rich's answer to a broken pipe; it is quiet from then on
+            os.kill(os.getpid(), signal.SIGHUP)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str = "  ") -> str:

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,21 @@ def test_a_line_that_a_full_disk_does_not_take_is_dropped() -> None:
         console.file = later
         print_steadily(console, "second")
     assert later.getvalue() == "second\n"
+
+
+def test_a_line_that_nobody_reads_is_dropped() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"." * 4096)
+    os.set_blocking(writer, True)
+    with open(writer, "w") as full:
+        print_steadily(Console(file=full), "first")
+        os.read(reader, 8192)
+        print_steadily(Console(file=full), "second")
+    with open(reader, "rb") as left:
+        assert left.read().lstrip(b".") == b"second\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")

@@ -6,6 +6,7 @@ import io
 import logging
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 
 import pytest
@@ -165,3 +166,33 @@ def test_warnings_become_lines() -> None:
 def test_logs_import_neither_torch_nor_grpc() -> None:
     script = "import sys, outrider.logs; sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_log_that_nobody_reads_stops_nobody_and_tells_later_what_it_lacks() -> None:
+    script = """
+        from outrider.logs import configure_logging, get_logger
+        configure_logging("verify")
+        for number in range(2000):
+            get_logger("x").info("line %d %s", number, "y" * 1500)
+        print("done", flush=True)
+        input()
+        get_logger("x").info("the last")
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "done\n", "the pipe of the log is full, and nobody has read it"
+        first = [process.stderr.readline() for _ in range(5)]
+        process.stdin.write("\n")
+        process.stdin.close()
+        rest = process.stderr.read().splitlines()
+    assert all(f" x line {number} yyy" in line for number, line in enumerate(first))
+    kept = [line for line in rest if " x line " in line]
+    (told,) = [line for line in rest if "lines were left out here: nobody read them" in line]
+    num_left_out = int(told.split(" lines were left out")[0].split()[-1])
+    num_whole = sum(line.endswith("y" * 1500) for line in kept)
+    assert len(first) + num_whole + num_left_out == 2000 and rest[-2:] == [told, rest[-1]]
+    assert rest[-1].endswith("x the last")
