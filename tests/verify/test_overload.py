@@ -66,6 +66,47 @@ def test_clients_take_turns_for_the_places_of_a_round() -> None:
     assert first_rounds(device, answers)[:3] == [0, 6, 1]
 
 
+def chunks(device: FakeDevice, answers: list[Answer]) -> list[int]:
+    """The answers whose prompts the rounds computed, in order, without roots alone."""
+    extends = [(request, extend) for entries in device.rounds for request, extend, _ in entries]
+    requests = [answer.request for answer in answers]
+    return [requests.index(request) for request, extend in extends if extend > 1]
+
+
+@pytest.mark.parametrize("root_apart", [False, True])
+def test_a_short_prompt_does_not_wait_for_long_ones_that_came_before_it(root_apart: bool) -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, chunk_size=4, root_apart=root_apart)
+    answers = [submit(engine, prompt_len=41) for _ in range(3)] + [submit(engine, prompt_len=4)]
+    run(engine, *answers)
+    assert chunks(device, answers)[0] == 3
+
+
+def test_a_long_prompt_gets_every_second_chunk_beside_any_number_of_short_ones() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, chunk_size=4)
+    answers = [submit(engine, prompt_len=40)] + [submit(engine, prompt_len=4) for _ in range(12)]
+    run(engine, *answers)
+    assert chunks(device, answers)[:12] == [1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0]
+
+
+def test_clients_take_turns_with_long_prompts() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, chunk_size=4)
+    answers = [submit(engine, client="flood/0", prompt_len=20) for _ in range(4)]
+    answers.append(submit(engine, client="other/0", prompt_len=20))
+    run(engine, *answers)
+    assert chunks(device, answers)[:15] == [0] * 5 + [4] * 5 + [1] * 5
+
+
+def test_the_prompt_of_a_lower_number_is_computed_earlier_whoever_came_first_and_however_long_it_is() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, chunk_size=4)
+    answers = [submit(engine, prompt_len=4), submit(engine, prompt_len=12, priority=-1)]
+    run(engine, *answers)
+    assert chunks(device, answers) == [1, 1, 1, 0]
+
+
 @pytest.mark.parametrize(("priorities", "loser"), [((0, 0), 1), ((7, 0), 0), ((0, -7), 0), ((0, 7), 1)])
 def test_when_memory_runs_out_the_least_urgent_gives_way_and_resumes(priorities: tuple[int, int], loser: int) -> None:
     device = FakeDevice()

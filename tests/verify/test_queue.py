@@ -1,4 +1,4 @@
-"""Whose turn it is: priority, then who was preempted, then API keys and their users in turn."""
+"""Whose turn it is: priority, then who was preempted, then API keys and their users; and whose prompt is next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.sampling.params import SamplingParams
-from verify_service.engine.request import _MAX_PASSES, FairQueue, Request
+from verify_service.engine.request import _MAX_PASSES, FairQueue, PromptTurns, Request
 
 _arrivals = count()
 
@@ -122,6 +122,32 @@ def test_no_request_waits_for_ever_under_a_stream_of_higher_priorities(
         left.pop(id(queue.pop()), None)
         turns += 1
         assert turns <= len(early) * (_MAX_PASSES + 1)
+
+
+prompts = st.lists(st.tuples(clients, st.integers(2, 30)), min_size=1, max_size=6)
+
+
+@settings(max_examples=examples(30))
+@given(prompts, prompts)
+def test_no_prompt_waits_for_ever_under_a_stream_of_others(
+    early: list[tuple[str, int]], flood: list[tuple[str, int]]
+) -> None:
+    turns, left = PromptTurns(), []
+    for client, length in early:
+        left.append(request(client))
+        left[-1].tokens = [0] * length
+    num_tokens, num_chunks, others = sum(length for _, length in early), 0, []
+    while left:
+        client, length = flood[num_chunks % len(flood)]
+        others.append(request(client))
+        others[-1].tokens = [0] * length
+        order = turns.order(left + others)
+        assert sorted(map(id, order)) == sorted(map(id, left + others))
+        order[0].cached_len += 1
+        left, others = ([one for one in some if len(one.tokens) - one.cached_len > 1] for some in (left, others))
+        num_chunks += 1
+        # Every second chunk is of a prompt that has its turn, and so many clients have one between two of one client.
+        assert num_chunks <= 2 * (num_tokens + 30 * len(early) * 9)
 
 
 def test_who_had_its_turn_by_age_does_not_give_way_to_those_that_came_later() -> None:

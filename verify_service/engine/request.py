@@ -1,4 +1,4 @@
-"""Requests as the engine sees them, and the queue in which they wait: whose turn is next."""
+"""Requests as the engine sees them, and whose turn is next: to run, and to have its prompt computed."""
 
 from __future__ import annotations
 
@@ -248,6 +248,50 @@ class FairQueue:
 
     def _priorities(self) -> list[int]:
         return sorted({*self._preempted, *self._turns})
+
+
+class PromptTurns:
+    """Whose prompt the next round computes, of those of running requests that are not computed yet.
+
+    Lower priorities first. Of one priority the prompt of which the least is left, so that a short one does not wait for
+    all long ones that came before it; but of two chunks one goes to the prompt whose turn it is. It keeps its turn
+    until it is computed, then the next one has it, in the order of a FairQueue. So no prompt waits for ever, and a
+    client that sends a hundred long ones delays the long one of another client by about one of them.
+    """
+
+    def __init__(self) -> None:
+        self._queue = FairQueue()
+        self._queued: dict[Request, None] = {}
+        self._passed_over = False
+        """Whether the last chunk was not for the prompt whose turn it was."""
+
+    def order(self, requests: Sequence[Request]) -> list[Request]:
+        """Those requests, which are all that have a prompt to compute, in the order in which they may fill a chunk.
+
+        Of equal ones the first given comes first.
+        """
+        left = set(requests)
+        for request in [one for one in self._queued if one not in left]:
+            self.leave(request)
+        for request in requests:
+            if request not in self._queued:
+                self._queued[request] = None
+                self._queue.add(request)
+        if not requests:
+            return []
+        has_turn = self._queue.head
+        order = sorted(requests, key=lambda one: (one.priority, len(one.tokens) - one.cached_len, one is not has_turn))
+        self._passed_over = order[0] is not has_turn and not self._passed_over
+        if not self._passed_over:
+            order.remove(has_turn)
+            order.insert(0, has_turn)
+        return order
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that has no prompt to compute any more; or never had one."""
+        if request in self._queued:
+            del self._queued[request]
+            self._queue.remove(request)
 
 
 def _move_on(turns: dict[str, WaitingT], name: str, had_turn: bool) -> None:

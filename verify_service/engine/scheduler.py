@@ -13,7 +13,7 @@ from outrider.tree.handshake import Terms
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.grammars import Grammars
 from verify_service.engine.memory import Memory
-from verify_service.engine.request import FairQueue, Request
+from verify_service.engine.request import FairQueue, PromptTurns, Request
 from verify_service.engine.round import Entry, node_sources
 from verify_service.speculation.budget import Budget, Choice, Forest
 from verify_service.speculation.draft_wait import DraftWaitState
@@ -133,6 +133,7 @@ class Scheduler:
         self._limits = limits
         self._forget = forget
         self._grammars = grammars
+        self._prompt_turns = PromptTurns()
         self._ended: list[Request] = []
         self._first_rank: tuple[float, int] = (-math.inf, 0)
         """Rank of the request that comes first in the next round, where not all fit."""
@@ -224,24 +225,33 @@ class Scheduler:
 
     def _any_round(self) -> list[Entry]:
         entries: list[Entry] = []
-        chunk, num_tokens, index = self._limits.chunk_size, 0, 0
+        extends = self._extends()
+        num_tokens = index = 0
         # Preemption shortens the list from its end.
         while index < len(self.running):
             request = self.running[index]
-            if request.grammar is not None and request.grammar.waits:
-                index += 1
-                continue
-            missing = len(request.tokens) - request.cached_len
-            extend = 1 if missing == 1 else self._extend(request, missing, chunk)
+            extend = extends.get(request, 0)
             if extend and self._make_room(request, request.cached_len + extend):
                 entries.append(Entry(request, extend))
-                if missing == 1 or self._limits.recomputes(request):
+                if not self._computes_prompt(request):
                     num_tokens += extend
-                else:
-                    # Padded to a whole chunk, one entry is all that a round has time for.
-                    chunk -= chunk if self._limits.deterministic else extend
             index += 1
         return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
+
+    def _extends(self) -> dict[Request, int]:
+        """Tokens of each request that runs which the next round may compute, without those of a tree."""
+        runs = [one for one in self.running if one.grammar is None or not one.grammar.waits]
+        extends = {one: min(len(one.tokens) - one.cached_len, self._limits.max_extend) for one in runs}
+        chunk = self._limits.chunk_size
+        for request in self._prompt_turns.order([one for one in runs if self._computes_prompt(one)]):
+            extends[request] = extend = self._chunk(request, chunk)
+            # Padded to a whole chunk, one entry is all that a round has time for.
+            chunk -= chunk if extend and self._limits.deterministic else extend
+        return extends
+
+    def _computes_prompt(self, request: Request) -> bool:
+        """Whether a request has more than its root to compute, in chunks of prefill."""
+        return len(request.tokens) - request.cached_len > 1 and not self._limits.recomputes(request)
 
     def choose(self, entries: Sequence[Entry], num_grown: int = 0) -> NodePlan:
         """Which tree nodes pay, over all requests of a planned round.
@@ -317,17 +327,16 @@ class Scheduler:
             sources = spec.replica.terms.sources if spec.replica is not None else ()
             entry.node_sources = node_sources(spec.mirror, entry.nodes.slots, sources)
 
-    def _extend(self, request: Request, missing: int, chunk: int) -> int:
-        """Tokens of a request with more than its root to compute that the next round takes, `chunk` at most."""
-        if not self._limits.root_apart:
-            # Rounding follows the cuts: they are the request's own, the prompt's end one of them, whatever runs beside.
-            to_prompt_end = request.prompt_len - request.cached_len
-            whole = min(missing, self._limits.chunk_size, to_prompt_end if to_prompt_end > 0 else missing)
-            return whole if whole <= chunk else 0
-        if self._limits.recomputes(request):
-            return min(missing, self._limits.max_extend)
-        end = request.prompt_len if self._limits.deterministic else request.committed_len
-        return min(end - 1 - request.cached_len, chunk)
+    def _chunk(self, request: Request, room: int) -> int:
+        """Tokens of a request with a prompt to compute that the next round takes, `room` at most."""
+        if self._limits.root_apart:
+            end = request.prompt_len if self._limits.deterministic else request.committed_len
+            return min(end - 1 - request.cached_len, room)
+        # Rounding follows the cuts: they are the request's own, the prompt's end one of them, whatever runs beside.
+        to_prompt_end = request.prompt_len - request.cached_len
+        end = request.prompt_len if to_prompt_end > 0 else request.committed_len
+        whole = min(end - request.cached_len, self._limits.chunk_size)
+        return whole if whole <= room else 0
 
     def _take_turns(self, entries: list[Entry]) -> list[Entry]:
         """The entries that fit a round; those left out come first in the next one."""
@@ -373,5 +382,6 @@ class Scheduler:
         self.waiting.put_back(request)
 
     def _release(self, request: Request) -> None:
+        self._prompt_turns.leave(request)
         self._memory.release(request)
         self._forget(request)
