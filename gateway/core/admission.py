@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -176,13 +177,10 @@ async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls 
         text = await _conversation(request.chat, model, field)
         if calls is not None and calls.forced:
             text += calls.form.forced_opening
-    _check_size(text, model, field)
     # A chat template writes the beginning-of-sequence token itself.
-    plain = request.chat is None
-    if len(text) <= _INLINE_CHARACTERS:
-        token_ids = model.tokenizer.encode(text, add_special_tokens=plain)
-    else:
-        token_ids = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=plain)
+    tokenize = partial(_tokenize, text, model, field, add_special_tokens=request.chat is None)
+    inline = len(text) <= _INLINE_CHARACTERS
+    token_ids = tokenize() if inline else await model.tokenizer.in_thread(len(text), tokenize)
     if not token_ids:
         raise InvalidRequestError(field, "has no tokens", "send text that the tokenizer knows")
     return field, token_ids, text
@@ -223,14 +221,16 @@ def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
     return before if after.startswith(_WIDE_SPACE) else before.rstrip()
 
 
-def _check_size(text: str, model: GatewayModel, field: str) -> None:
-    # Spares the tokenizer a text that cannot fit, however well it compresses.
-    if len(text) > model.context_length * model.tokenizer.longest_token:
+def _tokenize(text: str, model: GatewayModel, field: str, *, add_special_tokens: bool) -> list[int]:
+    context_length, tokenizer = model.context_length, model.tokenizer
+    # Spares the tokenizer a text that cannot fit, however well it compresses, and the memory of tokens without end.
+    if len(text) > context_length * tokenizer.longest_token or tokenizer.is_longer(text, 2 * context_length):
         raise ContextLengthError(
             field,
-            f"{len(text)} characters cannot fit the context of {model.context_length} tokens",
+            f"{len(text)} characters cannot fit the context of {context_length} tokens",
             "send a shorter prompt",
         )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def check_ids(token_ids: Sequence[int] | Mapping[int, float], vocab_size: int, field: str) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -21,6 +23,10 @@ _MAX_HELD_TOKENS = 16
 """Tokens that are held back because their text ends in U+FFFD; of that the last few alone can be half a character."""
 _CHARACTER_TOKENS = 4
 """The most tokens that one character can be spread over."""
+_LARGE_SIZE = 1 << 16
+"""Characters or tokens from which on work is large: the library takes some 300 bytes of memory for each token."""
+
+T = TypeVar("T")
 
 
 class Detokenizer(ABC):
@@ -223,6 +229,7 @@ class Tokenizer:
         """By the special tokens that are left out."""
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest token, an upper bound of the text that one token stands for."""
+        self._large_work = ThreadPoolExecutor(1, "large-text")
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -254,6 +261,29 @@ class Tokenizer:
         """Token ids of a text; `add_special_tokens` puts a beginning-of-sequence token where the model wants one."""
         # The batch call gives up the interpreter lock, the single one does not.
         return list(self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def is_longer(self, text: str, num_tokens: int) -> bool:
+        """Whether a large text has more tokens than that, found out without the memory that all of them take.
+
+        They are counted in pieces of the text, which may have some more where they were cut.
+        """
+        if len(text) <= _LARGE_SIZE:
+            return False
+        found = 0
+        for start in range(0, len(text), _LARGE_SIZE):
+            found += len(self.encode(text[start : start + _LARGE_SIZE], add_special_tokens=False))
+            if found > num_tokens:
+                return True
+        return False
+
+    async def in_thread(self, size: int, work: Callable[[], T]) -> T:
+        """What `work` on so many characters or tokens returns, called in a thread.
+
+        Large work is done one after the other: else a few bodies of megabytes would take gigabytes, and all threads.
+        """
+        if size <= _LARGE_SIZE:
+            return await asyncio.to_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._large_work, work)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; special tokens are left out or spelled out."""

@@ -220,7 +220,7 @@ class TokenizeRequest(TemplateFields, PromptEnd):
     """Body of POST /tokenize: a prompt, or a conversation."""
 
     model: Text | None = Field(None, description="Name of the served model; may be left out.")
-    prompt: Text | None = Field(None, description="Text.")
+    prompt: Text | None = Field(None, description="Text, of about 1048576 tokens at most.")
     messages: Messages | None = Field(None, description="A conversation, rendered with the model's chat template.")
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the answer to the conversation may call."
@@ -289,7 +289,7 @@ class TokenizerRoute:
             size, work = await self._bodies.read(request, lambda body: self._prepare(body, model, self._ignores))
             with self._gateway.gate.enter():
                 # A list of a million tokens takes a second to put into JSON, as long as to find them.
-                answer = work() if size <= _INLINE_SIZE else await asyncio.to_thread(work)
+                answer = work() if size <= _INLINE_SIZE else await model.tokenizer.in_thread(size, work)
         await send_json(send, answer)
 
 
@@ -303,7 +303,8 @@ def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknow
     fields = {"messages": messages, "template_values": request.template_values(), "tools": tools} | ends
     chat = validate(Chat, fields) if messages else None
     # What a template makes of tools may be long.
-    size = len(request.prompt or "") + (chat.size if chat else 0) + (_INLINE_SIZE if tools else 0)
+    size_of_tools = sum(_INLINE_SIZE + len(tool.model_dump_json()) for tool in tools)
+    size = len(request.prompt or "") + (chat.size if chat else 0) + size_of_tools
     return size, partial(_tokenize, model, request, chat)
 
 
@@ -313,6 +314,10 @@ def _tokenize(model: GatewayModel, request: TokenizeRequest, chat: Chat | None) 
         text = render_chat(chat, model, "messages")
     if request.add_special_tokens is not None:
         special = request.add_special_tokens
+    if model.tokenizer.is_longer(text, MAX_PROMPT_TOKENS):
+        field = "prompt" if chat is None else "messages"
+        problem = f"{len(text)} characters have more tokens than the limit of {MAX_PROMPT_TOKENS}"
+        raise InvalidRequestError(field, problem, "send the text in parts")
     token_ids = model.tokenizer.encode(text, add_special_tokens=special)
     answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": model.context_length, "tokens": token_ids}
     if request.return_token_strs:

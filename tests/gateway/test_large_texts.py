@@ -1,0 +1,108 @@
+"""Texts of megabytes: their tokens take no memory without bound, and nobody else waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_verify import MODEL, ScriptedVerify
+from test_detokenizer import KINDS, tokenizer
+
+from gateway.core.admission import admit
+from gateway.core.catalogue import GatewayModel
+from gateway.core.gate import Gate, LogprobQuota
+from gateway.core.metrics import GatewayMetrics
+from gateway.core.request import ClientRequest
+from gateway.core.service import Gateway
+from gateway.core.tokenizer import Tokenizer
+from gateway.http.body import BodyReader
+from gateway.http.info import TokenizerRoute, prepare_tokenize
+from outrider.config.gateway import GatewayOptions
+from outrider.errors import ContextLengthError, InvalidRequestError
+
+
+class Watched(Tokenizer):
+    """Notes the longest text that the library is given, and lets large ones wait."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.longest = self.num_large = 0
+        self.may_go_on = threading.Event()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        if len(text) > 100_000:
+            self.num_large += 1
+            assert self.may_go_on.wait(60)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+class Known:
+    """A catalogue whose model is known."""
+
+    def __init__(self, model: GatewayModel) -> None:
+        self.model = model
+
+
+def tokenize_door(verify: ScriptedVerify, watched: Tokenizer) -> httpx.AsyncClient:
+    model = GatewayModel(MODEL, 256, verify.vocab_size, watched, created=0, fingerprint="")
+    gateway = Gateway(Known(model), None, Gate(64), GatewayMetrics(), LogprobQuota(4096))  # type: ignore[arg-type]
+    application = TokenizerRoute(gateway, GatewayOptions(), BodyReader(max_bytes=1 << 22, seconds=60), prepare_tokenize)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=application), base_url="http://gateway")
+
+
+async def test_large_texts_are_tokenized_one_at_a_time_and_keep_no_other_one_waiting(verify: ScriptedVerify) -> None:
+    watched = Watched.load(verify.folder)
+    async with tokenize_door(verify, watched) as http:
+        try:
+            large = [asyncio.create_task(http.post("/tokenize", json={"prompt": "1" * 150_000})) for _ in range(40)]
+            while not watched.num_large:
+                await asyncio.wait(large, timeout=0.01)
+            other = await asyncio.wait_for(http.post("/tokenize", json={"prompt": "1" * 10_000}), 30)
+            assert other.json()["count"] > 1000 and watched.num_large == 1
+        finally:
+            watched.may_go_on.set()
+        answers = await asyncio.gather(*large)
+    assert {answer.json()["count"] for answer in answers} == {
+        len(watched.encode("1" * 150_000, add_special_tokens=True))
+    }
+
+
+async def test_a_text_of_more_tokens_than_can_be_told_is_refused_before_it_is_tokenized_whole(
+    verify: ScriptedVerify,
+) -> None:
+    watched = Watched.load(verify.folder)
+    async with tokenize_door(verify, watched) as http:
+        for body, field in (
+            ({"prompt": "1" * 3_000_000}, "prompt"),
+            ({"messages": [{"role": "user", "content": "1" * 3_000_000}]}, "messages"),
+        ):
+            with pytest.raises(InvalidRequestError, match=f"^{field}: .* limit of 1048576; send the text in parts$"):
+                await http.post("/tokenize", json=body)
+    assert 0 < watched.longest <= 1 << 16
+
+
+async def test_so_is_a_prompt_that_the_context_has_no_room_for(verify: ScriptedVerify) -> None:
+    watched = Watched.load(verify.folder)
+    model = GatewayModel(MODEL, 40_000, verify.vocab_size, watched, created=0, fingerprint="")
+    with pytest.raises(ContextLengthError, match=r"^prompt: 300000 characters cannot fit the context of 40000 tokens"):
+        await admit(ClientRequest(prompt="1" * 300_000), model, "r")
+    assert 0 < watched.longest <= 1 << 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(10))
+@given(text=st.text(min_size=1, max_size=60), add=st.integers(0, 100))
+def test_what_is_cut_to_be_counted_has_about_as_many_tokens(kind: str, text: str, add: int) -> None:
+    subject = tokenizer(kind)
+    whole = (text * (70_000 // len(text) + 1))[: 66_000 + add]
+    num_tokens = len(subject.encode(whole, add_special_tokens=False))
+    assert not subject.is_longer(whole, num_tokens + 10)
+    assert subject.is_longer(whole, num_tokens - 11)
+    assert not subject.is_longer(text, 0)
