@@ -234,6 +234,11 @@ def refusal(grammar: Grammar, reason: str) -> InvalidGrammarError:
         fix = "use anyOf, which allows the same texts and more, or leave strict out, which reads oneOf so"
     elif "unknown special token" in said:
         said, fix = "names a special token", "name it by its id, as <[1]>, or leave it out"
+    elif "Token range end too large" in said or "number too large" in said:
+        said, fix = (
+            "holds a number that is too large",
+            "name tokens by ids of the vocabulary, and use small repetitions",
+        )
     elif "Failed to generate regex for" in said:
         said, fix = "holds a limit of numbers that is too far from 0", "use limits of at most 17 digits"
     elif said.startswith("NoExtension"):

@@ -46,6 +46,14 @@ def test_a_rule_that_is_missing_or_there_twice_is_named(vocabulary: GrammarVocab
     assert said in judge(ebnf(source), vocabulary).problem
 
 
+@pytest.mark.parametrize(
+    "source", ["start: <[{}]>", "start: <[1,2-{}]>", f"start: <[{10**20}]>", f'start: "a"{{{10**20}}}']
+)
+def test_a_token_or_a_count_that_is_too_large_is_not_called_complex(vocabulary: GrammarVocabulary, source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="a number that is too large; name tokens by ids of the vocabulary"):
+        compile_grammar(ebnf(source.replace("{}", str(vocabulary.size))), vocabulary)
+
+
 def test_strict_schemas_have_no_further_keys_unless_they_say_so() -> None:
     inner = {"type": "object", "properties": {"type": {"enum": [{"properties": {}}]}}}
     schema = {
