@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,17 +53,24 @@ class BodyReader:
         Raises HttpError for what HTTP forbids, InvalidRequestError for bad JSON, OverloadedError where the bodies of
         all requests take too much memory.
         """
+        async with self.open(request, check) as made:
+            return made
+
+    @asynccontextmanager
+    async def open(self, request: Request, check: Callable[[dict[str, Any]], T]) -> AsyncIterator[T]:
+        """The same for a block that keeps the body's texts: until it ends they count among the bodies of all."""
         _check_headers(request.headers)
         try:
-            data = await self._receive(request)
-            if len(data) <= _LARGE_BYTES:
-                return check(_parse_object(data))
-            # One at a time: libraries that hold the interpreter's lock for a while do so once, then the loop has its
-            # turn.
-            async with self._one_large:
-                return await asyncio.to_thread(lambda: check(_parse_object(data)))
+            yield await self._checked(await self._receive(request), check)
         finally:
             self._count(request, 0)
+
+    async def _checked(self, data: bytes, check: Callable[[dict[str, Any]], T]) -> T:
+        if len(data) <= _LARGE_BYTES:
+            return check(_parse_object(data))
+        # One at a time: libraries that hold the interpreter's lock for a while do so once, then the loop has its turn.
+        async with self._one_large:
+            return await asyncio.to_thread(lambda: check(_parse_object(data)))
 
     async def _receive(self, request: Request) -> bytes:
         self._check_length(request.headers)

@@ -286,10 +286,11 @@ class TokenizerRoute:
             self._gateway.gate.check()
             model = self._gateway.catalogue.model
             request = Request(scope, receive)
-            size, work = await self._bodies.read(request, lambda body: self._prepare(body, model, self._ignores))
-            with self._gateway.gate.enter():
-                # A list of a million tokens takes a second to put into JSON, as long as to find them.
-                answer = work() if size <= _INLINE_SIZE else await model.tokenizer.in_thread(size, work)
+            reading = self._bodies.open(request, lambda body: self._prepare(body, model, self._ignores))
+            async with reading as (size, work):
+                with self._gateway.gate.enter():
+                    # A list of a million tokens takes a second to put into JSON, as long as to find them.
+                    answer = work() if size <= _INLINE_SIZE else await model.tokenizer.in_thread(size, work)
         await send_json(send, answer)
 
 

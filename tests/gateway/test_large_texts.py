@@ -24,7 +24,7 @@ from gateway.core.tokenizer import Tokenizer
 from gateway.http.body import BodyReader
 from gateway.http.info import TokenizerRoute, prepare_tokenize
 from outrider.config.gateway import GatewayOptions
-from outrider.errors import ContextLengthError, InvalidRequestError
+from outrider.errors import ContextLengthError, InvalidRequestError, OverloadedError
 
 
 class Watched(Tokenizer):
@@ -50,10 +50,12 @@ class Known:
         self.model = model
 
 
-def tokenize_door(verify: ScriptedVerify, watched: Tokenizer) -> httpx.AsyncClient:
+def tokenize_door(verify: ScriptedVerify, watched: Tokenizer, max_bytes: int = 1 << 22) -> httpx.AsyncClient:
     model = GatewayModel(MODEL, 256, verify.vocab_size, watched, created=0, fingerprint="")
     gateway = Gateway(Known(model), None, Gate(64), GatewayMetrics(), LogprobQuota(4096))  # type: ignore[arg-type]
-    application = TokenizerRoute(gateway, GatewayOptions(), BodyReader(max_bytes=1 << 22, seconds=60), prepare_tokenize)
+    application = TokenizerRoute(
+        gateway, GatewayOptions(), BodyReader(max_bytes=max_bytes, seconds=60), prepare_tokenize
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=application), base_url="http://gateway")
 
 
@@ -72,6 +74,17 @@ async def test_large_texts_are_tokenized_one_at_a_time_and_keep_no_other_one_wai
     assert {answer.json()["count"] for answer in answers} == {
         len(watched.encode("1" * 150_000, add_special_tokens=True))
     }
+
+
+async def test_texts_that_wait_for_their_turn_count_among_the_bodies_in_memory(verify: ScriptedVerify) -> None:
+    watched = Watched.load(verify.folder)
+    async with tokenize_door(verify, watched, max_bytes=1 << 18) as http:
+        large = [asyncio.create_task(http.post("/tokenize", json={"prompt": "1" * 250_000})) for _ in range(60)]
+        refused, _ = await asyncio.wait(large, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        watched.may_go_on.set()
+        answers = await asyncio.gather(*large, return_exceptions=True)
+    assert refused and all(isinstance(task.exception(), OverloadedError) for task in refused)
+    assert sum(isinstance(answer, httpx.Response) for answer in answers) >= 32
 
 
 async def test_a_text_of_more_tokens_than_can_be_told_is_refused_before_it_is_tokenized_whole(
