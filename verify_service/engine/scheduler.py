@@ -225,7 +225,7 @@ class Scheduler:
 
     def _any_round(self) -> list[Entry]:
         entries: list[Entry] = []
-        extends = self._extends()
+        extends, prompts = self._extends()
         num_tokens = index = 0
         # Preemption shortens the list from its end.
         while index < len(self.running):
@@ -233,25 +233,28 @@ class Scheduler:
             extend = extends.get(request, 0)
             if extend and self._make_room(request, request.cached_len + extend):
                 entries.append(Entry(request, extend))
-                if not self._computes_prompt(request):
+                if request not in prompts:
                     num_tokens += extend
             index += 1
         return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
 
-    def _extends(self) -> dict[Request, int]:
-        """Tokens of each request that runs which the next round may compute, without those of a tree."""
-        runs = [one for one in self.running if one.grammar is None or not one.grammar.waits]
-        extends = {one: min(len(one.tokens) - one.cached_len, self._limits.max_extend) for one in runs}
-        chunk = self._limits.chunk_size
-        for request in self._prompt_turns.order([one for one in runs if self._computes_prompt(one)]):
+    def _extends(self) -> tuple[dict[Request, int], set[Request]]:
+        """Tokens of each request that runs which the next round may compute, without those of a tree, and who has more
+        than its root to compute, in chunks of prefill."""
+        limits, extends = self._limits, {}
+        prompts: list[Request] = []
+        for request in self.running:
+            if request.grammar is None or not request.grammar.waits:
+                missing = len(request.tokens) - request.cached_len
+                extends[request] = min(missing, limits.max_extend)
+                if missing > 1 and not limits.recomputes(request):
+                    prompts.append(request)
+        chunk = limits.chunk_size
+        for request in self._prompt_turns.order(prompts):
             extends[request] = extend = self._chunk(request, chunk)
             # Padded to a whole chunk, one entry is all that a round has time for.
-            chunk -= chunk if extend and self._limits.deterministic else extend
-        return extends
-
-    def _computes_prompt(self, request: Request) -> bool:
-        """Whether a request has more than its root to compute, in chunks of prefill."""
-        return len(request.tokens) - request.cached_len > 1 and not self._limits.recomputes(request)
+            chunk -= chunk if extend and limits.deterministic else extend
+        return extends, set(prompts)
 
     def choose(self, entries: Sequence[Entry], num_grown: int = 0) -> NodePlan:
         """Which tree nodes pay, over all requests of a planned round.
