@@ -88,7 +88,9 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
                 device=served.device + (f" and {ranks - 1} more" if ranks > 1 else ""),
                 drafters="+".join(served.drafters),
             )
+            watchdog = asyncio.create_task(_watch(process, engine, options.watchdog_timeout))
             await process.until_stopped(stop)
+            watchdog.cancel()
             servicer.draining = True
             await drain(server, engine, options.drain_seconds if engine.alive else 0)
             sessions.cancel()
@@ -99,6 +101,18 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             return EXIT_OK if healthy else EXIT_FAILURE
         finally:
             await process.close()
+
+
+async def _watch(process: EngineProcess[TargetProfile], engine: RemoteVerifyEngine, seconds: float) -> None:
+    """Kill an engine that stands still for so many seconds; 0 for any number."""
+    if not seconds:
+        return
+    await engine.stands_still(seconds)
+    _logger.error(
+        "no round has ended for %g s (--watchdog-timeout) with %d requests; the engine is killed, the service must be "
+        "restarted", seconds, engine.num_running + engine.num_waiting,
+    )  # fmt: skip
+    await process.kill()
 
 
 async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) -> None:

@@ -228,6 +228,12 @@ class EngineProcess(Generic[ServedT]):
         for end in ends:
             end.cancel()
 
+    async def kill(self) -> None:
+        """End an engine that may not answer any more."""
+        self._engine.alive = False
+        self._process.kill()
+        await self._engine.lost()
+
     async def stop(self) -> None:
         """End the engine after what it does now, so that every open stream is told."""
         self._engine.stop()

@@ -9,6 +9,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 from harness import tiny_model
@@ -19,8 +20,11 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.host.process import KERNEL_CACHES
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate
+from outrider.rpc.channel import open_channel
 from outrider.sampling.params import SamplingParams
+from outrider.v1 import verify_pb2, verify_pb2_grpc
 from verify_service import main
+from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.frames import RoundReport
 
 
@@ -130,6 +134,35 @@ def test_the_service_ends_with_1_when_its_engine_is_killed(folder: Path, tmp_pat
     (line,) = [line for line in words.splitlines() if "ERROR" in line]
     assert "the engine process ended by itself (killed by signal 9, out of memory perhaps)" in line
     assert not ready_file.exists()
+
+
+async def test_an_engine_that_stands_still_is_killed_and_who_waits_is_told(folder: Path, tmp_path: Path) -> None:
+    options = options_for(folder, address=f"unix:{tmp_path}/v", ready_file=str(tmp_path / "ready"))
+    with start_door("verify_service", replace(options, watchdog_timeout=0.4)) as door:
+        await asyncio.to_thread(wait_until, (tmp_path / "ready").exists)
+        engine_of(door).suspend()
+        request = verify_pb2.VerifyServiceGenerateRequest(request_id="r", prompt_token_ids=[1, 2], max_tokens=8)
+        try:
+            async with open_channel(options.address) as channel:
+                with pytest.raises(grpc.aio.AioRpcError, match="the verify engine failed"):
+                    await verify_pb2_grpc.VerifyServiceStub(channel).Generate(request).read()
+        except BaseException:
+            door.kill()
+            raise
+        _, words = await asyncio.to_thread(door.communicate, timeout=30)
+    assert door.returncode == 1
+    (line,) = [line for line in words.splitlines() if "ERROR" in line]
+    assert "no round has ended for 0.4 s (--watchdog-timeout) with 1 requests; the engine is killed" in line
+
+
+async def test_an_engine_without_requests_does_not_stand_still() -> None:
+    engine = RemoteVerifyEngine(lambda report: None)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.stands_still(0.02), 0.3)
+    engine.alive = True
+    engine.backlog.open(1, 0)
+    engine.submit(GenerationRequest("r", [1, 2], SamplingParams(), 8), lambda update: None)
+    await asyncio.wait_for(engine.stands_still(0.02), 30)
 
 
 def test_one_interrupt_of_the_terminal_ends_both(folder: Path, tmp_path: Path) -> None:

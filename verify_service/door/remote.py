@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections import Counter
@@ -52,6 +53,8 @@ _END_INTERVAL_LEARN = 0.2
 """Weight of the newest time between the ends of two requests."""
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
+_MOST_LOOK_SECONDS = 1.0
+"""Between two looks at whether the engine stands still."""
 
 Deliver = Callable[[GenerationUpdate], None]
 
@@ -157,6 +160,8 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         self._answers: dict[int, Deliver | None] = {}
         """Requests that the engine has not ended yet; None where nobody listens any more."""
         self.backlog = Backlog()
+        self._num_signs = 0
+        """How often the engine has told of rounds or answers."""
         self._sessions: dict[int, DraftStream] = {}
 
     @property
@@ -200,6 +205,18 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             self.cancel(number)
             deliver(GenerationUpdate(error=reason))
         return len(heard)
+
+    async def stands_still(self, seconds: float) -> None:
+        """Return once there were requests for so long, and the engine told of no round and no answer.
+
+        Its own time counts, look by look: what came while this process was stopped has not been read yet.
+        """
+        step = min(seconds / 4, _MOST_LOOK_SECONDS)
+        silence, num_signs = 0.0, self._num_signs
+        while silence < seconds:
+            await asyncio.sleep(step)
+            is_silent = self._answers and num_signs == self._num_signs
+            silence, num_signs = silence + step if is_silent else 0.0, self._num_signs
 
     def draft_connected(self, stream: DraftStream, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
@@ -269,6 +286,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
                 stream.reset()
 
     def _deliver(self, frame: EngineUpdates) -> None:
+        self._num_signs += bool(frame.updates or frame.ended or frame.rounds)
         for number, update in frame.updates:
             deliver = self._answers.get(number)
             if update.token_ids:
