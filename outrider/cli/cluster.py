@@ -391,4 +391,5 @@ class Cluster:
     def _is_cut_off(self, name: str) -> bool:
         """Whether a service runs whose socket others that were started again do not find, since the folder was removed
         and made anew for them. Until one is started again all have their connections."""
-        return self._options[name].address.startswith("unix:") and self._folders[name] < self._num_folders
+        is_in_folder = self._options[name].address.startswith(f"unix:{self._folder}/")
+        return is_in_folder and self._folders[name] < self._num_folders

@@ -137,6 +137,18 @@ def test_a_supervised_service_comes_back_and_is_found_by_the_others_when_the_fol
     assert set(cluster.close().values()) == {"ended"}
 
 
+def test_a_service_whose_socket_lies_elsewhere_outlives_the_folder_of_sockets(tmp_path: Path) -> None:
+    draft = DraftOptions(drain_seconds=1, address=f"unix:{tmp_path}/draft.sock")
+    with FakeCluster(supervise=True, draft=draft) as cluster:
+        pid = cluster.draft.pid
+        shutil.rmtree(Path(cluster.verify_address.removeprefix("unix:")).parent)
+        os.kill(cluster.gateway.pid, signal.SIGKILL)
+        for name in ("verify", "gateway"):
+            wait_until(lambda name=name: f"{name} serves again" in cluster.events)  # type: ignore[misc]
+        assert cluster.draft.running and cluster.draft.pid == pid
+        assert not [event for event in cluster.events if event.startswith("draft ")]
+
+
 def test_a_paused_service_is_alive_and_can_still_be_ended() -> None:
     with FakeCluster() as cluster:
         cluster.verify.pause()
