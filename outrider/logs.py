@@ -24,8 +24,8 @@ request_id: ContextVar[str] = ContextVar("outrider_request_id", default="")
 """Id of the request that the current task works for; empty outside of requests."""
 
 _MAX_LINE = 8192
-_WRITE_CHARACTERS = 1024
-"""Written at once: never more bytes than a pipe that can be written to takes without a wait, 4096 on Linux."""
+_WRITE_BYTES: int = getattr(select, "PIPE_BUF", 512)
+"""Written at once: as much as a pipe that can be written to takes without a wait, and between no bytes of others."""
 _READER_SECONDS = 0.1
 """How long a line may wait for whoever reads the log; the lines behind one that did wait in vain do not."""
 _MAX_FRAMES = 12
@@ -83,40 +83,84 @@ class LineFormatter(logging.Formatter):
         return f"{stamp} {record.levelname:<7} {self.service} {record.name}{request} {text}"
 
 
-class LineHandler(logging.StreamHandler[TextIO]):
-    """Writes lines, and leaves out those that nobody reads: a stopped terminal or pager must not stop a service."""
+class LineWriter:
+    """Writes lines, and leaves out those that nobody reads: a stopped terminal or pager must not stop a service.
 
-    _num_left_out = 0
-    _is_cut = False
-    """Whether the last line that was written lacks its end."""
+    For one thread at a time.
+    """
+
+    def __init__(self, stream: TextIO, tell: Callable[[str], str] = str) -> None:
+        """`tell`: a line, without its end, that says something of the writer's own."""
+        self._stream = stream
+        self._tell = tell
+        self._terminal = _open_terminal(stream)
+        self._num_left_out = 0
+        self._is_cut = False
+        """Whether the last line that was written lacks its end."""
+
+    def write(self, line: str) -> None:
+        """Write a line, behind one that tells how many before it were left out, if there were any. Raises OSError."""
+        text = f"{line}\n"
+        if self._num_left_out:
+            told = self._tell(f"{self._num_left_out} lines were left out here: nobody read them")
+            text = f"{chr(10) * self._is_cut}{told}\n{text}"
+        self._stream.flush()
+        try:
+            number = self._stream.fileno() if self._terminal is None else self._terminal
+        except (OSError, ValueError):  # no stream of the system's
+            self._stream.write(text)
+            self._stream.flush()
+            return
+        left = text.encode(self._stream.encoding, "backslashreplace")
+        size = len(left)
+        while left:
+            try:
+                if not _is_writable(number, 0.0 if self._num_left_out else _READER_SECONDS):
+                    raise BlockingIOError
+                left = left[os.write(number, left[:_WRITE_BYTES]) :]
+            except BlockingIOError:
+                self._num_left_out, self._is_cut = self._num_left_out + 1, self._is_cut or len(left) < size
+                return
+        self._num_left_out, self._is_cut = 0, False
+
+
+def _open_terminal(stream: TextIO) -> int | None:
+    """The stream's terminal, opened once more for the process's life, so that no write to it waits: where there is room
+    for a part of a line the system says that it can be written to, and a write to the stream would wait for the rest.
+    """
+    try:
+        return os.open(os.ttyname(stream.fileno()), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    except (OSError, ValueError, AttributeError):  # no terminal, another user's, or no system that has any
+        return None
+
+
+def _is_writable(number: int, seconds: float) -> bool:
+    """Whether a stream of the system's takes bytes within so many seconds."""
+    try:
+        return bool(select.select([], [number], [], seconds)[1])
+    except (OSError, ValueError):  # on Windows
+        return True
+
+
+class LineHandler(logging.Handler):
+    """Has a LineWriter write what is logged."""
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self._writer = LineWriter(stream, self._tell)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, behind one that tells how many before it were left out, if there were any."""
+        """Write a line."""
         try:
-            text = self.format(record) + self.terminator
-            if self._num_left_out:
-                told = f"{self._num_left_out} lines were left out here: nobody read them"
-                told = self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None))
-                text = self.terminator * self._is_cut + told + self.terminator + text
-            for start in range(0, len(text), _WRITE_CHARACTERS):
-                if not is_read(self.stream, 0.0 if self._num_left_out else _READER_SECONDS):
-                    self._num_left_out, self._is_cut = self._num_left_out + 1, self._is_cut or start > 0
-                    return
-                self.stream.write(text[start : start + _WRITE_CHARACTERS])
-                self.flush()
-            self._num_left_out, self._is_cut = 0, False
+            self._writer.write(self.format(record))
         except RecursionError:
             raise
         except Exception:
             self.handleError(record)
 
-
-def is_read(stream: TextIO, seconds: float = _READER_SECONDS) -> bool:
-    """Whether a line can be written to a stream, within so many seconds, without a wait for its reader."""
-    try:
-        return bool(select.select([], [stream.fileno()], [], seconds)[1])
-    except (OSError, ValueError):  # no stream of the system's, or on Windows
-        return True
+    def _tell(self, text: str) -> str:
+        return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))
 
 
 def describe_exception(error: BaseException) -> str:
@@ -147,8 +191,7 @@ def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | Non
 
     `service` appears in every line; `level` is one of LEVELS.
     """
-    handler = LineHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(LineFormatter(service))
+    handler = LineHandler(stream if stream is not None else sys.stderr, LineFormatter(service))
     root = logging.getLogger()
     for old in list(root.handlers):
         # Other subclasses are somebody's own (a test's capture, a file) and stay.

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TextIO, cast
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from rich.text import Text
 from outrider.cli.child import LineSink
 from outrider.cli.client import Chunk
 from outrider.cli.cluster import Cluster
-from outrider.logs import is_read
+from outrider.logs import LineWriter
 from outrider.protocol.generation import TokenOrigin, Usage
 
 # Time, level, service and logger of a line of outrider.logs.
@@ -56,7 +57,7 @@ def log_printer(console: Console) -> LineSink:
 
 
 _printing = threading.Lock()
-"""So that what there is room for is not taken by another thread."""
+"""A writer is for one thread at a time, and what there is room for must not be taken by another one."""
 
 
 def print_steadily(console: Console, text: Text | str) -> None:
@@ -65,18 +66,22 @@ def print_steadily(console: Console, text: Text | str) -> None:
 
     Where nobody reads any more, the process is sent SIGHUP, as at the end of a terminal.
     """
-    with _printing:
-        if not is_read(cast(TextIO, console.file)):
-            return
-        try:
-            console.print(text, soft_wrap=True)
-        except OSError:
-            # What is in the way of the next line goes where nothing is written.
-            console.quiet = True
-            console.print()
-            console.quiet = False
-        except SystemExit:  # rich's answer to a broken pipe; it is quiet from then on
-            os.kill(os.getpid(), signal.SIGHUP)
+    with console.capture() as captured:
+        console.print(text, soft_wrap=True, end="")
+    if console.quiet:
+        return
+    try:
+        with _printing:
+            _writer(cast(TextIO, console.file)).write(captured.get())
+    except BrokenPipeError:
+        console.quiet = True
+        os.kill(os.getpid(), signal.SIGHUP)
+    except OSError:
+        return
+
+
+_writer = cache(LineWriter)
+"""Of each stream one, which knows what was left out there."""
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str = "  ") -> str:

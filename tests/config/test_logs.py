@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import re
+import select
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +21,7 @@ from hypothesis import strategies as st
 from outrider import logs
 from outrider.logs import (
     LineFormatter,
+    LineWriter,
     configure_logging,
     describe_exception,
     get_logger,
@@ -196,3 +201,42 @@ def test_a_log_that_nobody_reads_stops_nobody_and_tells_later_what_it_lacks() ->
     num_whole = sum(line.endswith("y" * 1500) for line in kept)
     assert len(first) + num_whole + num_left_out == 2000 and rest[-2:] == [told, rest[-1]]
     assert rest[-1].endswith("x the last")
+
+
+def test_a_terminal_with_room_for_a_part_of_a_line_stops_nobody() -> None:
+    master, slave = os.openpty()
+    script = """
+        from outrider.logs import configure_logging, get_logger
+        configure_logging("verify")
+        for number in range(3000):
+            get_logger("x").info("line %d %s", number, "y" * (number % 100))
+        print("done", flush=True)
+        input()
+        get_logger("x").info("the last")
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=slave
+    )
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"done\n"
+        read = b""
+        while select.select([master], [], [], 0)[0]:
+            read += os.read(master, 65536)
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        while not read.endswith(b"the last\r\n"):
+            read += os.read(master, 65536)
+    lines = read.decode().splitlines()
+    num_whole = sum(bool(re.search(r" x line \d+ y*$", line)) for line in lines)
+    assert 0 < num_whole < 3000 and " lines were left out here" in lines[-2]
+    os.close(master)
+    os.close(slave)
+
+
+def test_a_line_is_written_at_once_so_that_no_other_process_writes_into_it() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with theirs, ours, open(ours.fileno(), "w", closefd=False) as stream:
+        line = "y" * (select.PIPE_BUF - 1)
+        LineWriter(stream).write(line)
+        assert theirs.recv(2 * len(line)) == f"{line}\n".encode()
