@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -85,8 +85,17 @@ class DraftBatch(msgspec.Struct, frozen=True, array_like=True):
 OnLine = LineHello | VerifyBatch | FeatureBatch
 """What verify says on a line."""
 
-_PACKING = hashlib.sha256(repr(msgspec.inspect.multi_type_info((OnLine, DraftBatch))).encode()).hexdigest()[:16]
-"""Names how all that travels on a line is packed: releases that disagree on any field of it have other names."""
+
+def packing(kinds: Sequence[object]) -> str:
+    """Names how messages of these types are packed: other fields, or values of their enumerations, give another name.
+
+    At times other words in what describes the types do, too.
+    """
+    told = msgspec.inspect.multi_type_info(kinds), msgspec.json.schema_components(kinds)
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+_PACKING = packing((OnLine, DraftBatch))
 
 
 def line_host() -> str:

@@ -10,9 +10,11 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from enum import IntEnum
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 from draft_door import HELLO, Stream
 from draft_fakes import open_message
@@ -32,6 +34,7 @@ from outrider.host.line import (
     dial,
     host_id,
     line_host,
+    packing,
     to_draft,
     to_verify,
 )
@@ -287,6 +290,14 @@ def test_a_draft_of_a_release_that_packs_messages_otherwise_is_not_called(short_
         assert dial(host, listener.path, "token") is None
     assert listener.accept() == []
     listener.close()
+
+
+def test_a_value_more_of_an_enumeration_is_another_way_to_pack() -> None:
+    def packed(*names: str) -> str:
+        reason = IntEnum("Reason", names)  # type: ignore[misc]
+        return packing((msgspec.defstruct("Said", [("reason", reason)], array_like=True),))
+
+    assert packed("GAP", "DRAINING") == packed("GAP", "DRAINING") != packed("GAP", "DRAINING", "TIRED")
 
 
 def test_a_hello_without_its_line_is_as_before() -> None:
