@@ -11,7 +11,7 @@ from outrider.cli.child import ServiceFailedError
 from outrider.cli.cluster import ADDRESS_FIELDS, Cluster
 from outrider.cli.flags import service_flags
 from outrider.cli.options import add_service_options, make_cluster
-from outrider.cli.terminal import drafters_text, log_printer, make_console
+from outrider.cli.terminal import drafters_text, log_printer, make_console, print_steadily
 from outrider.errors import ConfigError
 
 
@@ -33,11 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
                 _print_summary(console, cluster)
                 threading.Event().wait()
             except KeyboardInterrupt:
-                console.print("outrider: stopping; Ctrl-C again kills")
+                print_steadily(console, "outrider: stopping; Ctrl-C again kills")
             endings = cluster.close()
     except (ServiceFailedError, ConfigError) as error:
         raise type(error)(error.message + _port_hint(error.message)) from error
-    console.print("outrider: " + ", ".join(f"{name} {ending}" for name, ending in endings.items()))
+    print_steadily(console, "outrider: " + ", ".join(f"{name} {ending}" for name, ending in endings.items()))
     return 0
 
 
@@ -64,4 +64,4 @@ def _print_summary(console: Console, cluster: Cluster) -> None:
     ]
     lines = [f"  {name:<19} {where}" for name, where in rows if where]
     # In one piece: what services say at the same time may lie around it, never in it.
-    console.print("\n".join(["\nOutrider is up. Ctrl-C stops it.", *lines, ""]), soft_wrap=True)
+    print_steadily(console, "\n".join(["\nOutrider is up. Ctrl-C stops it.", *lines, ""]))

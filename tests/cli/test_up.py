@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,22 @@ def test_up_ends_when_nobody_reads_what_it_prints_as_at_the_end_of_a_terminal(tm
         assert up.process.wait(20) == 0
         assert not any(map(is_alive, numbers.values()))
         assert "Traceback" not in up.text
+
+
+def test_up_ends_its_services_also_where_nobody_reads_what_it_prints_any_more(tmp_path: Path, model_path: Path) -> None:
+    reader, writer = os.pipe()
+    with Up(tmp_path, model_path, output=writer) as up, open(reader) as told:
+        for line in told:
+            if line.startswith("  metrics of gateway"):
+                break
+        os.set_blocking(writer, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"." * 4096)
+        os.set_blocking(writer, True)
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(20) == 0
+        os.close(writer)
 
 
 def test_a_service_that_fails_to_start_ends_the_command_with_its_words(tmp_path: Path, model_path: Path) -> None:
