@@ -150,6 +150,20 @@ def test_no_prompt_waits_for_ever_under_a_stream_of_others(
         assert num_chunks <= 2 * (num_tokens + 30 * len(early) * 9)
 
 
+def test_no_prompt_waits_for_ever_under_a_stream_of_higher_priorities() -> None:
+    turns, num_chunks = PromptTurns(), 0
+    low = [request("low", priority) for priority in (7, 3)]
+    for one in low:
+        one.tokens = [0] * 6
+    while any(one.cached_len < 5 for one in low):
+        urgent = request("urgent", 0)
+        urgent.tokens = [0] * 2
+        turns.order([*(one for one in low if one.cached_len < 5), urgent])[0].cached_len += 1
+        num_chunks += 1
+        assert num_chunks <= 10 * (_MAX_PASSES + 1)
+    assert num_chunks == 10 * (_MAX_PASSES + 1)
+
+
 def test_who_had_its_turn_by_age_does_not_give_way_to_those_that_came_later() -> None:
     queue = FairQueue()
     old = request(priority=7)

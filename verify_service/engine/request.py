@@ -255,8 +255,11 @@ class PromptTurns:
 
     Lower priorities first. Of one priority the prompt of which the least is left, so that a short one does not wait for
     all long ones that came before it; but of two chunks one goes to the prompt whose turn it is. It keeps its turn
-    until it is computed, then the next one has it, in the order of a FairQueue. So no prompt waits for ever, and a
-    client that sends a hundred long ones delays the long one of another client by about one of them.
+    until it is computed, then the next one has it, in the order of a FairQueue. So a client that sends a hundred long
+    ones delays the long one of another client by about one of them.
+
+    No prompt waits for ever: when lower priorities have been passed over for `_MAX_PASSES` chunks in a row, the next
+    one goes to the oldest prompt of those.
     """
 
     def __init__(self) -> None:
@@ -264,6 +267,7 @@ class PromptTurns:
         self._queued: dict[Request, None] = {}
         self._passed_over = False
         """Whether the last chunk was not for the prompt whose turn it was."""
+        self._num_passes = 0
 
     def order(self, requests: Sequence[Request]) -> list[Request]:
         """Those requests, which are all that have a prompt to compute, in the order in which they may fill a chunk.
@@ -282,9 +286,13 @@ class PromptTurns:
         has_turn = self._queue.head
         order = sorted(requests, key=lambda one: (one.priority, len(one.tokens) - one.cached_len, one is not has_turn))
         self._passed_over = order[0] is not has_turn and not self._passed_over
-        if not self._passed_over:
-            order.remove(has_turn)
-            order.insert(0, has_turn)
+        first = order[0] if self._passed_over else has_turn
+        self._num_passes = self._num_passes + 1 if order[-1].priority > first.priority else 0
+        if self._num_passes > _MAX_PASSES:
+            first = min((one for one in order if one.priority > first.priority), key=lambda one: one.arrival)
+            self._num_passes = 0
+        order.remove(first)
+        order.insert(0, first)
         return order
 
     def leave(self, request: Request) -> None:
