@@ -187,7 +187,7 @@ async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls 
 
 
 async def _conversation(chat: Chat, model: GatewayModel, field: str) -> str:
-    if chat.size <= _INLINE_CHARACTERS and not chat.tools and not any(message.tool_calls for message in chat.messages):
+    if chat.size <= _INLINE_CHARACTERS and not chat.tools:
         return render_chat(chat, model, field)
     return await asyncio.to_thread(render_chat, chat, model, field)
 

@@ -347,7 +347,9 @@ class Chat(PromptEnd):
     @property
     def size(self) -> int:
         """About how many characters a template makes of the messages."""
-        return sum(64 + len(message.content) + len(message.reasoning_content or "") for message in self.messages)
+        texts = sum(64 + len(message.content) + len(message.reasoning_content or "") for message in self.messages)
+        calls = (call for message in self.messages for call in message.tool_calls or ())
+        return texts + sum(64 + len(call.name) + len(call.arguments) for call in calls)
 
     @property
     def offered(self) -> list[Tool]:

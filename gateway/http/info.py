@@ -31,7 +31,7 @@ from gateway.core.request import (
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
-from gateway.http.responses import DOOR, Body, json_bytes, send_json
+from gateway.http.responses import DOOR, Body, json_bytes, run_while_connected, send_json
 from gateway.openai.chat import Messages
 from gateway.openai.fields import TemplateFields
 from gateway.openai.tools import ToolBody
@@ -290,8 +290,10 @@ class TokenizerRoute:
             async with reading as (size, work):
                 with self._gateway.gate.enter():
                     # A list of a million tokens takes a second to put into JSON, as long as to find them.
-                    answer = work() if size <= _INLINE_SIZE else await model.tokenizer.in_thread(size, work)
-        await send_json(send, answer)
+                    tokenizing = model.tokenizer.in_thread(size, work) if size > _INLINE_SIZE else None
+                    answer = work() if tokenizing is None else await run_while_connected(receive, tokenizing)
+        if answer is not None:
+            await send_json(send, answer)
 
 
 def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknown: bool) -> Prepared:

@@ -153,22 +153,23 @@ class EventStream:
             raise ClientStalled from None
 
 
-async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end, or cancels it as soon as the client has gone. The request's body must have been read."""
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns, or None: it is cancelled as soon as the client has gone. The request's body must have been
+    read."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            await task
-        else:
-            _logger.info("the client went away; its answers are cancelled")
+            return await task
+        _logger.info("the client went away; its answers are cancelled")
     except ClientStalled:
         _logger.info("the client stopped reading; its answers are cancelled")
     finally:
         task.cancel()
         watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+    return None
 
 
 async def _disconnected(receive: Receive) -> None:

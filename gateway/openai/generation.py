@@ -7,7 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -324,26 +324,32 @@ class GenerationRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Raises OutriderError where nothing was sent yet."""
         limit_time(None, self._options.max_request_seconds)
-        with self._gateway.counted(DOOR), ExitStack() as inside:
+        with self._gateway.counted(DOOR):
             # A place is taken once the body is there: a slow sender holds none.
             self._gateway.gate.check()
-            async with self._bodies.open(Request(scope, receive), self._parse) as (user, body, requests):
+            async with AsyncExitStack() as counted:
+                reading = self._bodies.open(Request(scope, receive), self._parse)
+                user, body, requests = await counted.enter_async_context(reading)
                 name_user(user)
-                ticket = inside.enter_context(self._gateway.gate.enter())
-                model = self._gateway.model
-                request_id = f"{self._builder_type.id_prefix}-{uuid.uuid4().hex}"
-                jobs = [
-                    await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names)
-                    for index, (request, names) in enumerate(requests)
-                ]
+                if body.stream:
+                    note_event_stream(scope)
+                await run_while_connected(receive, self._serve(body, requests, counted, send))
+
+    async def _serve(self, body: GenerationBody, requests: NamedRequests, counted: AsyncExitStack, send: Send) -> None:
+        """Answers a request; `counted` is closed once its texts are token ids."""
+        with self._gateway.gate.enter() as ticket:
+            model = self._gateway.model
+            request_id = f"{self._builder_type.id_prefix}-{uuid.uuid4().hex}"
+            jobs = [
+                await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names)
+                for index, (request, names) in enumerate(requests)
+            ]
+            await counted.aclose()
             builder = self._builder_type(model, jobs, body)
             ticket.reserve(sum(job.n for job in jobs))
             with self._quota_of(builder) as quota:
-                deltas = self._gateway.generate(jobs, model)
                 answer = self._send_stream if body.stream else self._send_whole
-                if body.stream:
-                    note_event_stream(scope)
-                await run_while_connected(receive, answer(deltas, builder, quota, send))
+                await answer(self._gateway.generate(jobs, model), builder, quota, send)
 
     def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:
         """The user that a body names, the body, and its requests. Called in a thread if it is long."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
 import httpx
 import pytest
 from examples import examples
+from gateway_world import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_verify import MODEL, ScriptedVerify
@@ -23,6 +25,8 @@ from gateway.core.service import Gateway
 from gateway.core.tokenizer import Tokenizer
 from gateway.http.body import BodyReader
 from gateway.http.info import TokenizerRoute, prepare_tokenize
+from gateway.openai.completions import CompletionBuilder, CompletionRequest
+from gateway.openai.generation import GenerationRoute
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ContextLengthError, InvalidRequestError, OverloadedError
 
@@ -48,6 +52,12 @@ class Known:
 
     def __init__(self, model: GatewayModel) -> None:
         self.model = model
+
+
+class Ready:
+    """A router that knows a verify service."""
+
+    ready = True
 
 
 def tokenize_door(verify: ScriptedVerify, watched: Tokenizer, max_bytes: int = 1 << 22) -> httpx.AsyncClient:
@@ -76,6 +86,40 @@ async def test_large_texts_are_tokenized_one_at_a_time_and_keep_no_other_one_wai
     }
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+async def test_the_text_of_a_client_that_has_gone_waits_for_no_turn(verify: ScriptedVerify, path: str) -> None:
+    watched = Watched.load(verify.folder)
+    model = GatewayModel(MODEL, 40_000, verify.vocab_size, watched, created=0, fingerprint="")
+    gate, options, bodies = Gate(64), GatewayOptions(), BodyReader(max_bytes=1 << 22, seconds=60)
+    gateway = Gateway(Known(model), Ready(), gate, GatewayMetrics(), LogprobQuota(4096))  # type: ignore[arg-type]
+    application = (
+        TokenizerRoute(gateway, options, bodies, prepare_tokenize)
+        if path == "/tokenize"
+        else GenerationRoute(gateway, options, bodies, CompletionRequest, CompletionBuilder)
+    )
+    bodies_to_come = [json.dumps({"prompt": "1" * 250_000}).encode()]
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "state": {}}
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if bodies_to_come:
+            return {"type": "http.request", "body": bodies_to_come.pop()}
+        await until(lambda: gate.num_requests)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    before = asyncio.create_task(watched.in_thread(1 << 20, watched.may_go_on.wait))
+    try:
+        await asyncio.wait_for(application(scope, receive, send), 30)
+        assert not sent and not gate.num_requests
+    finally:
+        watched.may_go_on.set()
+        await before
+    assert not watched.num_large
+
+
 async def test_texts_that_wait_for_their_turn_count_among_the_bodies_in_memory(verify: ScriptedVerify) -> None:
     watched = Watched.load(verify.folder)
     async with tokenize_door(verify, watched, max_bytes=1 << 18) as http:
@@ -99,6 +143,14 @@ async def test_a_text_of_more_tokens_than_can_be_told_is_refused_before_it_is_to
             with pytest.raises(InvalidRequestError, match=f"^{field}: .* limit of 1048576; send the text in parts$"):
                 await http.post("/tokenize", json=body)
     assert 0 < watched.longest <= 1 << 16
+
+
+def test_calls_of_tools_count_where_the_event_loop_takes_short_texts_itself(verify: ScriptedVerify) -> None:
+    model = GatewayModel(MODEL, 256, verify.vocab_size, Tokenizer.load(verify.folder), created=0, fingerprint="")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "1" * 100_000}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    size, _ = prepare_tokenize({"messages": [{"role": "user", "content": "?"}, message]}, model, False)
+    assert size > 100_000
 
 
 async def test_so_is_a_prompt_that_the_context_has_no_room_for(verify: ScriptedVerify) -> None:
