@@ -38,12 +38,16 @@ from gateway.openai.tools import ToolBody
 from outrider import __version__
 from outrider.chat_template import special_tokens
 from outrider.config.gateway import GatewayOptions
-from outrider.errors import InvalidRequestError, NotFoundError, UnavailableError
+from outrider.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
 
 _PROBE_SECONDS = 20.0
 """How long a token may take before /health_generate calls the service ill."""
 _INLINE_SIZE = 4096
 """Characters, or tokens, that the event loop tokenizes itself, in well under a millisecond."""
+_PART_BYTES = 1 << 16
+"""Answers of the tokenizer are sent in parts of this length; those over it are counted until they are sent."""
+_MAX_UNSENT_BYTES = 1 << 28
+"""Of all such answers of a route. One alone may take more."""
 
 
 class ModelBody(Body):
@@ -279,21 +283,40 @@ class TokenizerRoute:
         self._ignores = options.ignore_unknown_fields
         self._bodies = bodies
         self._prepare = prepare
+        self._num_unsent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Raises OutriderError."""
         with self._gateway.counted(DOOR):
             self._gateway.gate.check()
-            model = self._gateway.catalogue.model
-            request = Request(scope, receive)
-            reading = self._bodies.open(request, lambda body: self._prepare(body, model, self._ignores))
-            async with reading as (size, work):
-                with self._gateway.gate.enter():
-                    # A list of a million tokens takes a second to put into JSON, as long as to find them.
-                    tokenizing = model.tokenizer.in_thread(size, work) if size > _INLINE_SIZE else None
-                    answer = work() if tokenizing is None else await run_while_connected(receive, tokenizing)
-        if answer is not None:
-            await send_json(send, answer)
+            answer = await self._answer(scope, receive)
+            if answer is not None:
+                await self._send(answer, send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The answer's body; None once the client has gone."""
+        model = self._gateway.catalogue.model
+        reading = self._bodies.open(Request(scope, receive), lambda body: self._prepare(body, model, self._ignores))
+        async with reading as (size, work):
+            with self._gateway.gate.enter():
+                if size <= _INLINE_SIZE:
+                    return work()
+                # A list of a million tokens takes a second to put into JSON, as long as to find them.
+                return await run_while_connected(receive, model.tokenizer.in_thread(size, work))
+
+    async def _send(self, answer: bytes, send: Send) -> None:
+        # It may be ten times as long as the request, and nobody says how slowly the client takes it.
+        length = len(answer) if len(answer) > _PART_BYTES else 0
+        if length and self._num_unsent and self._num_unsent + length > _MAX_UNSENT_BYTES:
+            raise OverloadedError(
+                f"answers that clients have not read yet hold {self._num_unsent} bytes, the limit is "
+                f"{_MAX_UNSENT_BYTES}; try again later, or send fewer at once"
+            )
+        self._num_unsent += length
+        try:
+            await send_json(send, answer, _PART_BYTES)
+        finally:
+            self._num_unsent -= length
 
 
 def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknown: bool) -> Prepared:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import secrets
+import sys
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -97,11 +98,13 @@ def internal_error(error: Exception, what: str, logger: logging.Logger) -> Inter
     return InternalError(f"internal error, id {error_id}")
 
 
-async def send_json(send: Send, body: bytes) -> None:
-    """Sends a whole answer."""
+async def send_json(send: Send, body: bytes, part_bytes: int = sys.maxsize) -> None:
+    """Sends a whole answer, in parts of that length: the server has about one in memory until the client takes more."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    for at in range(0, max(len(body), 1), part_bytes):
+        part = body[at : at + part_bytes]
+        await send({"type": "http.response.body", "body": part, "more_body": at + part_bytes < len(body)})
 
 
 def event(data: bytes) -> bytes:

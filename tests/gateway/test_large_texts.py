@@ -23,8 +23,9 @@ from gateway.core.metrics import GatewayMetrics
 from gateway.core.request import ClientRequest
 from gateway.core.service import Gateway
 from gateway.core.tokenizer import Tokenizer
+from gateway.http import info
 from gateway.http.body import BodyReader
-from gateway.http.info import TokenizerRoute, prepare_tokenize
+from gateway.http.info import TokenizerRoute, prepare_detokenize, prepare_tokenize
 from gateway.openai.completions import CompletionBuilder, CompletionRequest
 from gateway.openai.generation import GenerationRoute
 from outrider.config.gateway import GatewayOptions
@@ -118,6 +119,44 @@ async def test_the_text_of_a_client_that_has_gone_waits_for_no_turn(verify: Scri
         watched.may_go_on.set()
         await before
     assert not watched.num_large
+
+
+async def test_long_answers_that_nobody_reads_are_bounded_and_keep_no_short_one_out(
+    verify: ScriptedVerify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info, "_MAX_UNSENT_BYTES", 400_000)
+    model = GatewayModel(MODEL, 256, verify.vocab_size, Tokenizer.load(verify.folder), created=0, fingerprint="")
+    gateway = Gateway(Known(model), Ready(), Gate(64), GatewayMetrics(), LogprobQuota(4096))  # type: ignore[arg-type]
+    bodies = BodyReader(max_bytes=1 << 22, seconds=60)
+    application = TokenizerRoute(gateway, GatewayOptions(), bodies, prepare_detokenize)
+    may_read, answers = asyncio.Event(), [bytearray() for _ in range(4)]
+
+    async def ask(index: int, num_tokens: int) -> None:
+        to_come = [json.dumps({"tokens": [40] * num_tokens}).encode()]
+
+        async def receive() -> Any:
+            if not to_come:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": to_come.pop()}
+
+        async def send(message: Any) -> None:
+            if answers[index]:  # a server keeps what it is given first
+                await may_read.wait()
+            answers[index] += message.get("body", b"")
+
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "state": {}}
+        await application(scope, receive, send)
+
+    deaf = [asyncio.create_task(ask(index, 150_000)) for index in range(2)]
+    await until(lambda: all(answers[:2]) or any(task.done() for task in deaf))
+    assert max(map(len, answers)) <= 1 << 16
+    with pytest.raises(OverloadedError, match="clients have not read yet hold"):
+        await ask(2, 150_000)
+    await ask(3, 10)
+    may_read.set()
+    await asyncio.gather(*deaf)
+    await ask(2, 150_000)
+    assert len(json.loads(answers[2])["prompt"]) == 150_000 and answers[0] == answers[1] == answers[2]
 
 
 async def test_texts_that_wait_for_their_turn_count_among_the_bodies_in_memory(verify: ScriptedVerify) -> None:
