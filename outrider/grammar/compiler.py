@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import secrets
 import struct
@@ -127,6 +128,8 @@ _NUM_PROBES = 4
 _MOST_LOOKED_AT = 4096
 _TOO_MUCH = ("too many", "too big", "too large", "too complex", "fuel", "limit", "max is")
 """What the library's messages say where one of `_LIMITS` was reached."""
+_QUOTED = re.compile(r'^ *\d+ \| .*$|"(?:\\.|[^"\\\n])*"', re.MULTILINE)
+"""What such a message quotes of the grammar: its lines, with their numbers, and names or texts in them."""
 _FIXES = {
     GrammarKind.JSON_OBJECT: "report it",
     GrammarKind.JSON_SCHEMA: "leave out what is not supported, or split the schema",
@@ -223,27 +226,28 @@ def _lark_of(grammar: Grammar) -> str:
 def refusal(grammar: Grammar, reason: str) -> InvalidGrammarError:
     """What a client is told of a grammar that the library refuses or gives up on."""
     said, fix = reason.replace("<non-verbose/>", " "), _FIXES[grammar.kind]
-    if "regex parse error" in said:
+    own = _QUOTED.sub("", said)
+    if "regex parse error" in own:
         # The lines before show the place in the library's own form of the grammar.
         said = f"holds a regular expression that is not supported: {said.rpartition('error: ')[2].splitlines()[0]}"
         fix = _FIXES[GrammarKind.REGEX]
-    elif "lookarounds not supported" in said:
+    elif "lookarounds not supported" in own:
         said, fix = "holds a regular expression with look-around or a word boundary", _FIXES[GrammarKind.REGEX]
-    elif "coerce_one_of" in said:
+    elif "coerce_one_of" in own:
         said = "holds a oneOf whose cases cannot be told apart"
         fix = "use anyOf, which allows the same texts and more, or leave strict out, which reads oneOf so"
-    elif "unknown special token" in said:
+    elif "unknown special token" in own:
         said, fix = "names a special token", "name it by its id, as <[1]>, or leave it out"
-    elif "Token range end too large" in said or "number too large" in said:
+    elif "Token range end too large" in own or "number too large" in own:
         said, fix = (
             "holds a number that is too large",
             "name tokens by ids of the vocabulary, and use small repetitions",
         )
-    elif "Failed to generate regex for" in said:
+    elif "Failed to generate regex for" in own:
         said, fix = "holds a limit of numbers that is too far from 0", "use limits of at most 17 digits"
-    elif said.startswith("NoExtension"):
+    elif own.startswith("NoExtension"):
         said, fix = "allows no text at all", "let it match something"
-    elif any(sign in said for sign in _TOO_MUCH):
+    elif any(sign in own for sign in _TOO_MUCH):
         said, fix = f"is too complex ({said})", "use smaller repetitions and fewer alternatives"
     said = " ".join(said.split())[:_MAX_REASON] or "cannot be compiled"
     return InvalidGrammarError(grammar.field, said, fix)

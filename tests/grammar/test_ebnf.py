@@ -54,6 +54,19 @@ def test_a_token_or_a_count_that_is_too_large_is_not_called_complex(vocabulary: 
         compile_grammar(ebnf(source.replace("{}", str(vocabulary.size))), vocabulary)
 
 
+@pytest.mark.parametrize(
+    "source",
+    ['start: "number too large" name', "start: limit name\nlimit: /[0-9]+/", 'start: "regex parse error" name'],
+)
+def test_what_a_message_quotes_of_a_grammar_says_nothing_of_what_is_wrong(
+    vocabulary: GrammarVocabulary, source: str
+) -> None:
+    for name in ("missing", "limit_of_rows"):
+        refused = judge(ebnf(source.replace("name", name)), vocabulary)
+        assert refused.problem.startswith(f'at 1(8): unknown name: "{name}"')
+        assert refused.fix == "send Lark with a rule start, or GBNF with a rule root"
+
+
 def test_strict_schemas_have_no_further_keys_unless_they_say_so() -> None:
     inner = {"type": "object", "properties": {"type": {"enum": [{"properties": {}}]}}}
     schema = {
