@@ -283,7 +283,11 @@ class Tokenizer:
         """
         if size <= _LARGE_SIZE:
             return await asyncio.to_thread(work)
-        return await asyncio.get_running_loop().run_in_executor(self._large_work, work)
+        waiting = [work]
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._large_work, lambda: waiting.pop()())
+        finally:
+            waiting.clear()  # the thread keeps what was cancelled, its text with it, until its turn would have come
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; special tokens are left out or spelled out."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import weakref
+from functools import partial
 from typing import Any
 
 import httpx
@@ -119,6 +122,24 @@ async def test_the_text_of_a_client_that_has_gone_waits_for_no_turn(verify: Scri
         watched.may_go_on.set()
         await before
     assert not watched.num_large
+
+
+async def test_a_large_text_is_let_go_of_at_once_where_nobody_waits_for_it_any_more(verify: ScriptedVerify) -> None:
+    watched = Watched.load(verify.folder)
+    before = asyncio.create_task(watched.in_thread(1 << 20, watched.may_go_on.wait))
+    work = partial(len, "1" * 100_000)
+    is_kept, task = weakref.ref(work), asyncio.create_task(watched.in_thread(1 << 20, work))
+    await asyncio.sleep(0)
+    del work
+    try:
+        task.cancel()
+        await asyncio.wait([task])
+        del task
+        gc.collect()
+        assert is_kept() is None
+    finally:
+        watched.may_go_on.set()
+        await before
 
 
 async def test_long_answers_that_nobody_reads_are_bounded_and_keep_no_short_one_out(
