@@ -97,7 +97,7 @@ class Ledger(StandaloneDraft):
     page_size = 0
 
 
-@pytest.mark.parametrize(("page_size", "num_pages", "width"), [(2, 1024, 3), (4, 95, 4)])
+@pytest.mark.parametrize(("page_size", "num_pages", "width"), [(2, 1024, 3), (4, 86, 4)])
 def test_contexts_are_the_first_tokens_and_the_last(
     model: CausalLM, page_size: int, num_pages: int, width: int
 ) -> None:
@@ -127,7 +127,7 @@ def test_contexts_are_the_first_tokens_and_the_last(
     assert draft.num_wrong == 0
     gaps = [check_seen(seen, texts, page_size) for seen in draft.seen]
     assert max(gaps) > 100 and len(set(gaps)) > 6 and gaps.count(0) > 6
-    if num_pages == 95:
+    if num_pages == 86:
         assert engine.scheduler.num_preemptions > 0
     if page_size == 2:
         # What is left out is not computed, and what is seen is once.
