@@ -112,7 +112,7 @@ async def _watch(process: EngineProcess[TargetProfile], engine: RemoteVerifyEngi
         "no round has ended for %g s (--watchdog-timeout) with %d requests; the engine is killed, the service must be "
         "restarted", seconds, engine.num_running + engine.num_waiting,
     )  # fmt: skip
-    await process.kill()
+    process.kill()
 
 
 async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) -> None:

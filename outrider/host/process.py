@@ -228,11 +228,10 @@ class EngineProcess(Generic[ServedT]):
         for end in ends:
             end.cancel()
 
-    async def kill(self) -> None:
+    def kill(self) -> None:
         """End an engine that may not answer any more."""
         self._engine.alive = False
         self._process.kill()
-        await self._engine.lost()
 
     async def stop(self) -> None:
         """End the engine after what it does now, so that every open stream is told."""
@@ -245,8 +244,7 @@ class EngineProcess(Generic[ServedT]):
     async def close(self) -> None:
         """Make sure that the process is gone; an engine that was not stopped before is killed."""
         if not self._engine.gone:
-            self._engine.alive = False
-            self._process.kill()
+            self.kill()
         ending = await self._ending()
         if self._process.stdin is not None:
             self._process.stdin.close()
