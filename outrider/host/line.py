@@ -17,6 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -95,16 +96,14 @@ def packing(kinds: Sequence[object]) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
-_PACKING = packing((OnLine, DraftBatch))
-
-
+@cache
 def line_host() -> str:
     """Whose lines an engine can take part in: those of this host, since its start, and of releases that pack alike.
 
     Empty where the system does not name the host.
     """
     host = host_id()
-    return f"{host}/{_PACKING}" if host else ""
+    return f"{host}/{packing((OnLine, DraftBatch))}" if host else ""
 
 
 to_draft: msgspec.msgpack.Decoder[OnLine] = decoder(OnLine)
