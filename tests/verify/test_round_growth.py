@@ -280,7 +280,7 @@ class Sleepy:
 
 @pytest.mark.parametrize(
     ("name", "width", "num_pages", "deterministic"),
-    [("standalone", 4, 256, False), ("features", 4, 24, False), ("features", 2, 256, True)],
+    [("standalone", 5, 256, False), ("features", 4, 24, False), ("features", 2, 256, True)],
 )
 def test_a_drafter_that_rested_goes_on_where_it_is(
     model: CausalLM, truth: list[Answer], made: Made, name: str, width: int, num_pages: int, deterministic: bool
@@ -297,7 +297,7 @@ def test_a_drafter_that_rested_goes_on_where_it_is(
     # Half of the rounds did nothing for it, and the others took what grew.
     bare = sum(count for bucket, count in executor._uses.items() if bucket.is_bare)
     assert bare > 0.2 * executor._uses.total()
-    assert policy.num_learned > 7
+    assert policy.num_learned > 10
     assert sum(answer.num_accepted for answer in answers) > 13
 
 
