@@ -338,17 +338,7 @@ def _survey(folder: Path) -> _Survey:
         )
     num_parameters, num_layers = model.num_parameters(), int(config.num_hidden_layers)
     base, notes = _split(model), _Notes()
-    # Beside attention in the same layer, too, they carry a state from token to token that no KV cache has.
-    if any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in base.modules()):
-        raise ConfigError(
-            f"config.json: {name} is not supported: it has convolutions over tokens; state-space, recurrent and hybrid "
-            "models are not run"
-        )
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
-        raise ConfigError(
-            f"config.json: {name} is not supported: it counts positions from behind its padding token; only models "
-            "that count from 0 are run"
-        )
+    _check_modules(name, base)
     logits = _look(name, base, model, notes)
     _check_layers(name, base, notes, num_layers)
     # Of some it is another name for a field of theirs.
@@ -381,6 +371,21 @@ def _survey(folder: Path) -> _Survey:
         calls=[notes.calls[number] for number in range(num_layers)],
         is_whole=key_size == value_size == head_dim,
     )
+
+
+def _check_modules(name: str, base: nn.Module) -> None:
+    """Raise ConfigError for what a forward would not show: a state beside the KV cache, and positions of its own."""
+    # They may stand beside attention in the same layer.
+    if any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in base.modules()):
+        raise ConfigError(
+            f"config.json: {name} is not supported: it has convolutions over tokens; state-space, recurrent and hybrid "
+            "models are not run"
+        )
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
+        raise ConfigError(
+            f"config.json: {name} is not supported: it counts positions from behind its padding token; only models "
+            "that count from 0 are run"
+        )
 
 
 def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) -> None:
