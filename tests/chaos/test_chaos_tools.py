@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from raw_server import raw_server
 
 from benchmarks.chaos.proxy import Proxy, Weather, vanish
 from benchmarks.chaos.relay import CORRUPTIONS, Corruption, Response
@@ -49,11 +50,10 @@ async def test_a_proxy_passes_bytes_on_and_cuts_them_when_told(tmp_path: Path) -
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(4096):
             writer.write(data)
-        writer.close()
 
-    server = await asyncio.start_unix_server(echo, tmp_path / "far")
-    async with server, Proxy(str(tmp_path / "near"), str(tmp_path / "far"), seed=1) as proxy:
-        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+    near = tmp_path / "near"
+    async with raw_server(echo, tmp_path / "far") as far, Proxy(str(near), far, seed=1) as proxy:
+        reader, writer = await asyncio.open_unix_connection(near)
         writer.write(b"a" * 1000)
         assert await reader.readexactly(1000) == b"a" * 1000 and not proxy.num_harmed
         proxy.set(Weather(cut=1.0))

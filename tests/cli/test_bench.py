@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from raw_server import raw_server
 
 from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
@@ -244,14 +245,11 @@ async def test_a_stream_is_complete_with_its_last_event_alone(last: str, error: 
         await reader.readexactly(int(length))
         usage = {"prompt_tokens": 1, "completion_tokens": 2}
         writer.write(f"HTTP/1.1 200 OK\r\n\r\ndata: {json.dumps({'usage': usage})}\n\n{last}".encode())
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    client, record = RestClient(f"http://127.0.0.1:{port}", RequestOptions()), RequestRecord(due=0.0)
-    await client.send(Prompt(4, token_ids=(9,)), record, asyncio.get_running_loop().time)
-    await client.close()
-    server.close()
+    async with raw_server(answer) as address:
+        client, record = RestClient(f"http://{address}", RequestOptions()), RequestRecord(due=0.0)
+        await client.send(Prompt(4, token_ids=(9,)), record, asyncio.get_running_loop().time)
+        await client.close()
     assert (record.tokens, record.error) == (2, error)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from raw_server import raw_server
 
 from outrider.rpc import transport
 from outrider.rpc.channel import open_channel
@@ -114,16 +115,13 @@ async def test_a_server_that_falls_silent_in_mid_stream_is_given_up(monkeypatch:
             await reader.readexactly(int.from_bytes(frame_head[:3], "big"))
         writer.write(answer)
         await reader.read()
-        writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        host, port = server.sockets[0].getsockname()
-        async with asyncio.timeout(20), open_channel(f"{host}:{port}") as channel:
-            call = verify_pb2_grpc.VerifyServiceStub(channel).Generate(verify_pb2.VerifyServiceGenerateRequest())
-            assert (await call.read()).token_ids == [1]
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call.read()
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    async with raw_server(serve) as address, open_channel(address) as channel:
+        call = verify_pb2_grpc.VerifyServiceStub(channel).Generate(verify_pb2.VerifyServiceGenerateRequest())
+        assert (await call.read()).token_ids == [1]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_call_without_a_message_is_the_caller_s_mistake(start: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_server import raw_server
 
 from outrider.cli.client import list_models
 from outrider.cli.health import ask
@@ -202,10 +203,8 @@ async def test_a_port_that_speaks_http_1_is_told_as_no_grpc_door() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
-        writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with raw_server(answer) as address:
         async with open_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await verify_pb2_grpc.VerifyServiceStub(channel).GetLoad(Load(), timeout=20)
