@@ -75,7 +75,7 @@ async def serve(options: DraftOptions, stop: asyncio.Event) -> int:
                     metrics_address=metrics_address,
                     drafters=profile.hello.model,
                 )
-                await process.until_stopped(stop)
+                await process.until_stopped(stop, options.watchdog_timeout)
                 server.set_serving(False)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(engine.drain(), options.drain_seconds)
@@ -102,7 +102,7 @@ async def start_engine(
 
 def watch(metrics: DraftMetrics, engine: RemoteDraftEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:
     """Add the gauges of what is open now; `gauges` are the drafter's."""
-    metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: engine.state.num_requests)
+    metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: engine.num_requests)
     metrics.watch("outrider_draft_sessions", "Sessions with verify replicas.", lambda: servicer.num_sessions)
     metrics.watch("outrider_draft_live_nodes", "Live nodes in all trees.", lambda: engine.state.num_nodes)
     for name in gauges:

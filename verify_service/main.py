@@ -88,9 +88,7 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
                 device=served.device + (f" and {ranks - 1} more" if ranks > 1 else ""),
                 drafters="+".join(served.drafters),
             )
-            watchdog = asyncio.create_task(_watch(process, engine, options.watchdog_timeout))
-            await process.until_stopped(stop)
-            watchdog.cancel()
+            await process.until_stopped(stop, options.watchdog_timeout)
             servicer.draining = True
             await drain(server, engine, options.drain_seconds if engine.alive else 0)
             sessions.cancel()
@@ -103,22 +101,10 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
             await process.close()
 
 
-async def _watch(process: EngineProcess[TargetProfile], engine: RemoteVerifyEngine, seconds: float) -> None:
-    """Kill an engine that stands still for so many seconds; 0 for any number."""
-    if not seconds:
-        return
-    await engine.stands_still(seconds)
-    _logger.error(
-        "no round has ended for %g s (--watchdog-timeout) with %d requests; the engine is killed, the service must be "
-        "restarted", seconds, engine.num_running + engine.num_waiting,
-    )  # fmt: skip
-    process.kill()
-
-
 async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) -> None:
     """Stop the server; answers that are not done after so many seconds are ended, and their callers told why."""
     if seconds:
-        _logger.info("draining %d requests for at most %g s", engine.num_running + engine.num_waiting, seconds)
+        _logger.info("draining %d requests for at most %g s", engine.num_requests, seconds)
     leaving = asyncio.create_task(server.stop(seconds + LAST_WORDS_SECONDS))
     await asyncio.wait([leaving], timeout=seconds)
     reason = "the verify service is shutting down and its time to drain is over; try again"

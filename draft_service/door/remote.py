@@ -211,6 +211,8 @@ class VerifySession:
 class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
     """The door's end of the socket that trees take."""
 
+    SILENCE = "the engine has not answered"
+
     def __init__(self) -> None:
         super().__init__(from_engine)
         self.state = DraftEngineState()
@@ -220,6 +222,16 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         self._numbers = itertools.count(1)
         self._sessions: dict[int, VerifySession] = {}
         self._asked: dict[int, asyncio.Future[None]] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were open a moment ago."""
+        return self.state.num_requests
+
+    def expects_sign(self) -> bool:
+        """See EngineConnection: it tells its state when asked."""
+        self.send(AskState(next(self._numbers)))
+        return True
 
     def attach(self, session: VerifySession, up: SessionUp) -> None:
         """A session began; it gets its number here."""
@@ -287,6 +299,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
                 session.send(answers.messages)
 
     def _take_state(self, state: DraftEngineState) -> None:
+        self.num_signs += 1
         self.state = state
         if self.on_state is not None:
             self.on_state(state)

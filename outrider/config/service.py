@@ -197,6 +197,14 @@ class PeerServiceOptions(ServiceOptions):
     engine_cpus: str = option(
         "", "Cores that the engine's process runs on, such as 4 or 0,8-11; empty leaves that to the system."
     )
+    watchdog_timeout: float = option(
+        300.0,
+        "Seconds without the end of a round, while there are requests, or without an answer of a draft engine, after "
+        "which the engine is killed and the service ends, to be started again: a GPU may have stopped answering. "
+        "0 waits for ever.",
+        minimum=0,
+        maximum=86400,
+    )
 
     def read_auth_tokens(self) -> tuple[str, ...]:
         """The tokens that open the door, none when everybody may come in. Raises ConfigError."""

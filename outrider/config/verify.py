@@ -80,13 +80,6 @@ class VerifyOptions(PeerServiceOptions):
     unread_seconds: float = option(
         120.0, "Seconds that a gateway may leave an answer unread.", minimum=0.1, maximum=3600
     )
-    watchdog_timeout: float = option(
-        300.0,
-        "Seconds without the end of a round, while there are requests, after which the engine is killed and the "
-        "service ends, to be started again: a GPU may have stopped answering. 0 waits for ever.",
-        minimum=0,
-        maximum=86400,
-    )
     chunked_prefill_size: int = option(
         0,
         "Prompt tokens computed in one round; 0 takes 256 on a CPU, 2048 on a GPU (512 if deterministic).",

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
 
@@ -38,6 +38,8 @@ alone each keeps 1024, and a service grows for hours, by up to 0.6 GB.
 STOP_SECONDS = 3.0
 """How long an engine that was told to stop may take; then it is killed."""
 _SWITCH_SECONDS = 0.0001
+_MOST_LOOK_SECONDS = 1.0
+"""Between two looks at whether an engine stands still."""
 
 FrameT = TypeVar("FrameT")
 ServedT = TypeVar("ServedT")
@@ -120,6 +122,9 @@ class FrameConnection(asyncio.Protocol, Generic[FrameT]):
 class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
     """The socket on which an engine is started, says what it serves or why it cannot, and is told to stop."""
 
+    SILENCE: ClassVar[str]
+    """What has not happened where the engine stands still, for the log: "no round has ended"."""
+
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         """`decoder`: of `Ready[ServedT] | Refused | FrameT`."""
         super().__init__(decoder)
@@ -129,6 +134,8 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
         """Whether the engine was told to stop."""
         self.failed = False
         """Whether the engine went while it served."""
+        self.num_signs = 0
+        """How often the engine has shown that it works."""
         self._ready: asyncio.Future[ServedT] = asyncio.get_running_loop().create_future()
         # An error that nobody waits for is no fault of asyncio's to log.
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
@@ -139,6 +146,27 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
 
     def on_ready(self, served: ServedT) -> None:
         """The engine serves."""
+
+    @property
+    @abstractmethod
+    def num_requests(self) -> int:
+        """Requests that it has."""
+
+    @abstractmethod
+    def expects_sign(self) -> bool:
+        """Whether an engine that works would give a sign soon; asks for one where it gives none by itself."""
+
+    async def stands_still(self, seconds: float) -> None:
+        """Return once a sign was expected for so long, and none came.
+
+        Its own time counts, look by look: what came while this process was stopped has not been read yet.
+        """
+        step = min(seconds / 4, _MOST_LOOK_SECONDS)
+        silence = 0.0
+        while silence < seconds:
+            num_signs, is_expected = self.num_signs, self.expects_sign()
+            await asyncio.sleep(step)
+            silence = silence + step if is_expected and num_signs == self.num_signs else 0.0
 
     def stop(self) -> None:
         """Let the engine end after what it does now."""
@@ -221,14 +249,28 @@ class EngineProcess(Generic[ServedT]):
         except InternalError:
             raise InternalError(f"the engine ended at its start ({await self._ending()})") from None
 
-    async def until_stopped(self, stop: asyncio.Event) -> None:
-        """Return when told to stop, or when the engine died: a supervisor then starts the service anew."""
+    async def until_stopped(self, stop: asyncio.Event, watchdog_timeout: float) -> None:
+        """Return when told to stop, or when the engine died: a supervisor then starts the service anew.
+
+        One that stands still for `watchdog_timeout` seconds is killed; 0 for any number.
+        """
+        watchdog = asyncio.create_task(self._kill_when_still(watchdog_timeout))
         ends = [asyncio.create_task(stop.wait()), asyncio.create_task(self._engine.lost())]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
+        for task in (*ends, watchdog):
+            task.cancel()
 
-    def kill(self) -> None:
+    async def _kill_when_still(self, seconds: float) -> None:
+        if not seconds:
+            return
+        await self._engine.stands_still(seconds)
+        log.error(
+            "%s for %g s (--watchdog-timeout) with %d requests; the engine is killed, the service must be restarted",
+            self._engine.SILENCE, seconds, self._engine.num_requests,
+        )  # fmt: skip
+        self._kill()
+
+    def _kill(self) -> None:
         """End an engine that may not answer any more."""
         self._engine.alive = False
         self._process.kill()
@@ -244,7 +286,7 @@ class EngineProcess(Generic[ServedT]):
     async def close(self) -> None:
         """Make sure that the process is gone; an engine that was not stopped before is killed."""
         if not self._engine.gone:
-            self.kill()
+            self._kill()
         ending = await self._ending()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -46,6 +46,10 @@ async def test_an_engine_serves_until_it_is_stopped() -> None:
         assert KERNEL_CACHES.items() <= environment.items(), "kernels of old shapes would gather"
         assert environment["OMP_NUM_THREADS"] == "1"
         assert (await engine.ask()).num_requests == 0
+        num_signs = engine.num_signs
+        assert engine.expects_sign()
+        await engine.ask()
+        assert engine.num_signs == num_signs + 2, "one that has nothing to do answers"
         await process.stop()
         assert engine.gone
     finally:
@@ -101,6 +105,17 @@ async def test_the_streams_of_a_killed_engine_end_and_the_service_exits_with_1(t
         _, words = await asyncio.to_thread(door.communicate, None, 30)
     assert door.returncode == 1 and "ERROR" in words and "killed by signal 9" in words
     assert not Path(options.ready_file).exists()
+
+
+async def test_an_engine_that_stands_still_is_killed_and_the_service_exits_with_1(tmp_path: Path) -> None:
+    options = options_at(tmp_path, watchdog_timeout=0.4)
+    with start_door("draft_service", options) as door:
+        wait_until(Path(options.ready_file).exists)
+        engine_of(door).suspend()
+        _, words = await asyncio.to_thread(door.communicate, None, 30)
+    assert door.returncode == 1
+    (line,) = [line for line in words.splitlines() if "ERROR" in line]
+    assert "the engine has not answered for 0.4 s (--watchdog-timeout) with 0 requests; the engine is killed" in line
 
 
 def test_an_engine_outlives_its_door_in_no_case(tmp_path: Path) -> None:

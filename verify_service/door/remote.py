@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections import Counter
@@ -53,8 +52,6 @@ _END_INTERVAL_LEARN = 0.2
 """Weight of the newest time between the ends of two requests."""
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
-_MOST_LOOK_SECONDS = 1.0
-"""Between two looks at whether the engine stands still."""
 
 Deliver = Callable[[GenerationUpdate], None]
 
@@ -151,6 +148,8 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
     `on_round` is told of every round.
     """
 
+    SILENCE = "no round has ended"
+
     def __init__(self, on_round: Callable[[RoundReport], None]) -> None:
         super().__init__(from_engine)
         self.snapshot = Snapshot()
@@ -160,9 +159,12 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
         self._answers: dict[int, Deliver | None] = {}
         """Requests that the engine has not ended yet; None where nobody listens any more."""
         self.backlog = Backlog()
-        self._num_signs = 0
-        """How often the engine has told of rounds or answers."""
         self._sessions: dict[int, DraftStream] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in rounds, and those that wait for a place."""
+        return len(self._answers)
 
     @property
     def num_running(self) -> int:
@@ -172,7 +174,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a place."""
-        return len(self._answers) - self.num_running
+        return self.num_requests - self.num_running
 
     @property
     def num_healthy(self) -> int:
@@ -206,17 +208,9 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
             deliver(GenerationUpdate(error=reason))
         return len(heard)
 
-    async def stands_still(self, seconds: float) -> None:
-        """Return once there were requests for so long, and the engine told of no round and no answer.
-
-        Its own time counts, look by look: what came while this process was stopped has not been read yet.
-        """
-        step = min(seconds / 4, _MOST_LOOK_SECONDS)
-        silence, num_signs = 0.0, self._num_signs
-        while silence < seconds:
-            await asyncio.sleep(step)
-            is_silent = self._answers and num_signs == self._num_signs
-            silence, num_signs = silence + step if is_silent else 0.0, self._num_signs
+    def expects_sign(self) -> bool:
+        """See EngineConnection: it tells of every round, and of the end of every request."""
+        return bool(self._answers)
 
     def draft_connected(self, stream: DraftStream, terms: Terms | None = None) -> None:
         """A session with a draft service began."""
@@ -286,7 +280,7 @@ class RemoteVerifyEngine(EngineConnection[FromEngine, TargetProfile]):
                 stream.reset()
 
     def _deliver(self, frame: EngineUpdates) -> None:
-        self._num_signs += bool(frame.updates or frame.ended or frame.rounds)
+        self.num_signs += bool(frame.updates or frame.ended or frame.rounds)
         for number, update in frame.updates:
             deliver = self._answers.get(number)
             if update.token_ids:
