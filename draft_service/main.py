@@ -102,7 +102,7 @@ async def start_engine(
 
 def watch(metrics: DraftMetrics, engine: RemoteDraftEngine, servicer: DraftServicer, gauges: Iterable[str]) -> None:
     """Add the gauges of what is open now; `gauges` are the drafter's."""
-    metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: engine.num_requests)
+    metrics.watch("outrider_draft_open_requests", "Open requests.", lambda: engine.state.num_requests)
     metrics.watch("outrider_draft_sessions", "Sessions with verify replicas.", lambda: servicer.num_sessions)
     metrics.watch("outrider_draft_live_nodes", "Live nodes in all trees.", lambda: engine.state.num_nodes)
     for name in gauges:
