@@ -41,15 +41,20 @@ class Elements:
 
 
 def target_elements(config: ModelShape, folder: Path) -> Elements:
-    """Elements of a target; those of a model that transformers runs are counted in its files."""
+    """Elements of a target; those of a model that transformers runs are counted in its files.
+
+    Of a model of images or sound the language model counts. Embeddings of each layer are read as rows, as any.
+    """
     if isinstance(config, ModelConfig):
         return model_elements(config)
     embedding = config.vocab_size * config.hidden_size
     output = 0 if config.tie_embeddings else embedding
     # By name: a tensor may be in two shards, of which one counts.
     shapes = {name: shape for path in shard_paths(folder) for name, shape in tensor_shapes(path).items()}
-    stored = sum(map(prod, shapes.values()))
-    return Elements(embedding, stored - embedding - output, output)
+    parts = [name for name in shapes if "language_model." in name] or list(shapes)
+    counts = {name: prod(shapes[name]) for name in {*parts, "lm_head.weight"} & shapes.keys()}
+    rows = sum(count for name, count in counts.items() if name.endswith("embed_tokens_per_layer.weight"))
+    return Elements(embedding, sum(counts.values()) - embedding - output, output, rows, 1.0)
 
 
 def model_elements(config: ModelConfig) -> Elements:

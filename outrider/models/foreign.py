@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.models.config import ModelConfig, ModelShape, eos_token_ids, padded_head_dim, stated_dtype
+from outrider.models.config import ModelConfig, ModelShape, eos_token_ids, padded_head_dim, stated_dtype, text_fields
 from outrider.models.families import FAMILIES
 from outrider.models.fields import MAX_LAYERS, get_bool, get_int, get_strings, read_configs
+
+TEXT_PARTS = frozenset(
+    ["Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"]
+)
+"""Models of images or sound whose language model transformers loads by itself, with the same logits for text.
+
+Of others it has no such model, or one under other names, or one that scales logits otherwise.
+"""
 
 
 def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
@@ -35,16 +43,17 @@ def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
 
 def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
     """Raise ConfigError for what is no decoder that attends in every layer, as far as config.json tells."""
-    kind = ""
+    kind, is_part = "", name in TEXT_PARTS
+    layers = {str(layer) for layer in text_fields(fields).get("layer_types") or []}
     if fields.get("is_encoder_decoder") is True:
         kind = "an encoder-decoder model"
-    elif any(part in fields for part in ("vision_config", "audio_config", "text_config")):
+    elif not is_part and any(part in fields for part in ("vision_config", "audio_config", "text_config")):
         kind = "a model of images or sound beside text"
     elif name.lower().startswith(("mamba", "falconmamba", "rwkv", "xlstm")):
         kind = "a state-space or recurrent model"
-    elif {str(layer) for layer in fields.get("layer_types") or []} - {"full_attention", "sliding_attention"}:
+    elif layers - {"full_attention", "sliding_attention"}:
         kind = "a model with layers that do not attend"
-    elif not name.endswith(("ForCausalLM", "LMHeadModel")):
+    elif not is_part and not name.endswith(("ForCausalLM", "LMHeadModel")):
         kind = "no causal language model"
     if kind:
         raise ConfigError(f"config.json: {name} is {kind}, which is not supported; only causal decoders are")
@@ -61,6 +70,7 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
         "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions",
     }
+    name, fields = str(fields["architectures"][0]), text_fields(fields)
     fields = {**{name: fields.get(alias) for name, alias in other.items() if name not in fields}, **fields}
     num_heads = get_int(fields, "num_attention_heads", minimum=1)
     hidden_size = get_int(fields, "hidden_size", minimum=1)
@@ -69,14 +79,16 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     if "qk_nope_head_dim" in fields:  # latent attention, whose heads transformers makes whole
         parts = (get_int(fields, name, 0) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
         head_dim = max(sum(parts), get_int(fields, "v_head_dim", 1, minimum=1))
+    # Some have other heads in layers that see everything; the KV cache has the largest of all for each.
+    num_kv_heads = get_int(fields, "num_key_value_heads", num_heads, minimum=1)
     return ModelShape(
-        architecture=str(fields["architectures"][0]),
+        architecture=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_layers=get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=get_int(fields, "num_key_value_heads", num_heads, minimum=1),
-        head_dim=padded_head_dim(head_dim),
+        num_kv_heads=max(num_kv_heads, get_int(fields, "num_global_key_value_heads", 1, minimum=1)),
+        head_dim=padded_head_dim(max(head_dim, get_int(fields, "global_head_dim", 1, minimum=1))),
         max_positions=get_int(fields, "max_position_embeddings", minimum=1),
         eos_token_ids=eos_token_ids(fields, generation, vocab_size),
         tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
@@ -91,4 +103,4 @@ def check_config(folder: Path, wanted: str = "auto") -> int:
     fields, generation = read_configs(folder)
     if choose_impl(fields, wanted) == "outrider":
         return ModelConfig.from_fields(fields, generation).max_positions
-    return get_int(fields, "max_position_embeddings", 0)
+    return get_int(text_fields(fields), "max_position_embeddings", 0)

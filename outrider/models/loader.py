@@ -17,7 +17,8 @@ from outrider.models.decoder import CausalLM
 from outrider.models.families import FAMILIES
 from outrider.models.fields import read_configs
 from outrider.models.foreign import choose_impl
-from outrider.models.transformers_model import TransformersConfig, describe_transformers, load_transformers
+from outrider.models.transformers_model import load_transformers
+from outrider.models.transformers_survey import TransformersConfig, describe_transformers
 from outrider.models.weights import EMBEDDING, HEAD, Progress, StoredTensor, check_tensors, fill, stored_tensors
 
 

@@ -1,15 +1,12 @@
 """Language models that transformers has: its modules and its loading, our attention, KV, products and norms.
 
-transformers looks up attention by name; ours hands q, k and v to the plan of the forward under way. What a model is
-like is seen from a forward on the meta device, before any weight is read. transformers is imported when a model needs
-it.
+transformers looks up attention by name; ours hands q, k and v to the plan of the forward under way. transformers is
+imported when a model needs it.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,39 +20,25 @@ from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
-from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, stated_dtype
-from outrider.models.fields import get_int, read_configs
 from outrider.models.transformers_modules import (
     ATTENTION,
-    NOTED_ATTENTION,
-    Attends,
-    LayerCall,
     PlannedForward,
     attending,
-    attention,
     replace_attention,
     replace_modules,
     under_way,
 )
+from outrider.models.transformers_survey import META, TransformersConfig, first_line, split_model, survey_model
 from outrider.models.weights import Progress
 
 log = get_logger(__name__)
 
-_META = torch.device("meta")
-_DYNAMIC_ROPE = ("dynamic", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class TransformersConfig(ModelShape):
-    """A model of transformers from outside. `head_dim` is a power of two, behind which heads are zeros."""
-
-    num_parameters: int
-    calls_are_plain: bool
-
-    @property
-    def has_plain_attention(self) -> bool:
-        """See ModelShape."""
-        return self.calls_are_plain
+_PART_KEYS = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""Where the tensors of a text part are in the whole model, now and before transformers 5, and where alone."""
 
 
 class TransformersLM(LanguageModel):
@@ -71,7 +54,7 @@ class TransformersLM(LanguageModel):
         rotary: Rotary | None = None,
         rules: Sequence[LayerRules] = (),
     ) -> None:
-        """`base` and `rest` are a PreTrainedModel without head and without decoder, see `_split`.
+        """`base` and `rest` are a PreTrainedModel without head and without decoder, see `split_model`.
 
         `rotary` and `rules`, by layer, are for layers whose attention is ours, see `replace_attention`.
         """
@@ -93,7 +76,9 @@ class TransformersLM(LanguageModel):
     ) -> tuple[Tensor, list[Tensor]]:
         """See LanguageModel."""
         plan = attention.plan(batch, kv, self.config.num_heads, self._rotary)
-        forward = PlannedForward(plan, self.config.head_dim, self._still, self._rules, frozenset(feature_layers))
+        forward = PlannedForward(
+            plan, self.config.num_kv_heads, self.config.head_dim, self._still, self._rules, frozenset(feature_layers)
+        )
         with attending(forward):
             output = self._base(
                 input_ids=batch.token_ids.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False
@@ -126,47 +111,12 @@ def _watch(layer: nn.Module, number: int, count: int) -> None:
     layer.forward = forward
 
 
-class _Decoded:
-    """What a decoder returns, with its hidden states alone."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-class _Given(nn.Module):
-    """Stands for the decoder when hidden states are there already: what it is given as embeddings is its output."""
-
-    @property
-    def decoder(self) -> _Given:
-        """Families that were once half of an encoder-decoder ask for it."""
-        return self
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Decoded:
-        """[1, R, hidden] as the last hidden state."""
-        return _Decoded(inputs_embeds)
-
-
-def _split(model: Any) -> nn.Module:
-    """Take the decoder out of a PreTrainedModel, which then turns hidden states to logits: scales and caps are its own.
-
-    In its base class a model of transformers names its decoder.
-    """
-    base: nn.Module = model.base_model
-    # It would look at token ids on the host.
-    model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
-    setattr(model, model.base_model_prefix, _Given())
-    return base
-
-
-def describe_transformers(folder: Path) -> TransformersConfig:
-    """What transformers makes of a folder's config.json. Raises ConfigError: names what cannot run."""
-    return _survey(folder).config
+def _decoder_layers(base: nn.Module, count: int) -> Sequence[nn.Module]:
+    """The list of `count` layers in a decoder."""
+    for module in base.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ConfigError(f"{type(base).__name__} of transformers has no list of its {count} layers")
 
 
 def load_transformers(
@@ -176,13 +126,13 @@ def load_transformers(
 
     On the meta device no weight is read.
     """
-    survey = _survey(folder)
+    survey = survey_model(folder)
     config = survey.config
-    if device == _META:
+    if device == META:
         return TransformersLM(survey.base, survey.rest, config, dtype, device, rules=survey.rules)
     if device.type == "cuda" and any(weight.dim() == 3 for weight in survey.base.parameters()):
         _check_experts(config.architecture, dtype, device)
-    rest = _load(folder, survey.rest.config, dtype, device)
+    rest = _load(folder, survey.rest.config, dtype, device, survey.is_part)
     if progress is not None:
         size = config.num_parameters * dtype.itemsize
         progress(size, size)
@@ -191,7 +141,7 @@ def load_transformers(
         if survey.is_whole:
             rotary = replace_attention(base, survey.attentions, config.num_heads, survey.calls, config.head_dim)
         replace_modules(rest)
-    _split(rest)
+    split_model(rest)
     return TransformersLM(base, rest, config, dtype, device, rotary, survey.rules)
 
 
@@ -204,87 +154,7 @@ def _check_experts(name: str, dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Survey:
-    """A model on the meta device, split, and what a forward there shows of it."""
-
-    base: nn.Module
-    rest: Any
-    config: TransformersConfig
-    attentions: list[str]
-    """Names of the modules in `base` that attend, by layer."""
-    calls: list[LayerCall]
-    """What each asks for."""
-    is_whole: bool
-    """Whether heads have the size that they have in the KV cache."""
-
-    @property
-    def rules(self) -> list[LayerRules]:
-        """What each asks for, of heads of the size that they have in the KV cache."""
-        return [call.rules(self.config.head_dim) for call in self.calls]
-
-
-class _Notes(Attends):
-    """Takes note of how layers call attention; what it returns has no values."""
-
-    def __init__(self, max_positions: int = 0) -> None:
-        self.modules: dict[Any, nn.Module] = {}
-        self.calls: dict[Any, LayerCall] = {}
-        self.sizes: dict[Any, tuple[int, ...]] = {}
-        """Numbers of query and kv heads, sizes of keys and values."""
-        self.count = 0
-        self.is_causal = True
-        self.has_own_mask = False
-        """Whether a layer masks by something else than a window."""
-        self._max_positions = max_positions
-        self._masks: list[tuple[Tensor, int | None]] = []
-        """Each that was made, and its window."""
-
-    def mask(self, mask_function: Callable[..., Tensor], q_length: int, kv_length: int) -> Tensor:
-        """bool [1, 1, q_length, kv_length], without values: stands for a mask among those that layers get."""
-        mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device=_META)
-        self._masks.append((mask, _window(mask_function, self._max_positions)))
-        return mask
-
-    def window_of(self, mask: Tensor) -> int | None:
-        """See Attends."""
-        window = next((window for made, window in self._masks if made is mask), None)
-        self.has_own_mask = self.has_own_mask or window is None
-        return window or None
-
-    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        number = getattr(layer, "layer_idx", None)
-        self.modules[number], self.calls[number] = layer, call
-        self.sizes[number] = (q.shape[1], k.shape[1], k.shape[3], v.shape[3])
-        self.count += 1
-        self.is_causal = self.is_causal and getattr(layer, "is_causal", True) is not False
-        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
-
-
-def _window(mask_function: Callable[..., Tensor], max_positions: int) -> int | None:
-    """How many positions, itself the last, a query sees by a mask function of transformers: 0 for all before it.
-
-    None: it is no window.
-    """
-    keys, zero = torch.arange(max_positions), torch.tensor(0)
-    size = 0
-    for query in (max_positions - 1, max(max_positions - 2, 0), max_positions // 2, 0):
-        seen = mask_function(zero, zero, torch.tensor(query), keys)
-        size = size or int(seen.sum())
-        if not torch.equal(seen, (keys <= query) & (keys > query - size)):
-            return None
-    return 0 if size == max_positions else size
-
-
-def _noted_mask(*, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **_: Any) -> Tensor:
-    """What transformers calls for a mask of `NOTED_ATTENTION`."""
-    notes = under_way()
-    if not isinstance(notes, _Notes):
-        raise TypeError("masks are made for a model that is looked at alone")
-    return notes.mask(mask_function, q_length, kv_length)
-
-
-def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, is_part: bool) -> Any:
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
@@ -301,183 +171,19 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            key_mapping=_PART_KEYS if is_part else None,
             # Refused below, by name.
             ignore_mismatched_sizes=True,
         )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # transformers raises whatever its parts do
-        raise ConfigError(f"{folder}: transformers cannot load it: {_first_line(error)}") from error
+        raise ConfigError(f"{folder}: transformers cannot load it: {first_line(error)}") from error
     for tensor, stored, wanted in sorted(told["mismatched_keys"]):
         raise ConfigError(f"{folder}: tensor {tensor} has shape {list(stored)}, config.json calls for {list(wanted)}")
     for tensor in sorted(told["missing_keys"]):
         raise ConfigError(f"{folder}: tensor {tensor} missing from the checkpoint")
     unread = sorted(told["unexpected_keys"])
-    if unread:
+    if unread and not is_part:
         log.warning("%s: config.json does not call for %s and %d more tensors", folder, unread[0], len(unread) - 1)
     return model.to(device).requires_grad_(False)
-
-
-_POSITIONS = "max_position_embeddings"
-
-
-def _survey(folder: Path) -> _Survey:
-    """Look at a model without reading weights. Raises ConfigError: names what cannot run."""
-    fields, generation = read_configs(folder)
-    name = (fields.get("architectures") or ["?"])[0]
-    if fields.get("quantization_config"):
-        raise ConfigError(f"config.json: {name} through transformers must be unquantized; it has a quantization_config")
-    model = _empty(folder, name)
-    config = model.config
-    rope = config.to_dict().get("rope_parameters") or {}
-    kinds = {str(part.get("rope_type", "")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if kinds & set(_DYNAMIC_ROPE):
-        raise ConfigError(
-            f"config.json: rope_type {', '.join(kinds & set(_DYNAMIC_ROPE))} of {name} is not supported through "
-            "transformers: it depends on how long the longest request is"
-        )
-    num_parameters, num_layers = model.num_parameters(), int(config.num_hidden_layers)
-    base, notes = _split(model), _Notes()
-    _check_modules(name, base)
-    logits = _look(name, base, model, notes)
-    _check_layers(name, base, notes, num_layers)
-    # Of some it is another name for a field of theirs.
-    positions = {_POSITIONS: getattr(config, _POSITIONS, None)}
-    max_positions = get_int(positions, _POSITIONS, minimum=1)
-    notes = _look_at_masks(name, base, model, max_positions)
-    num_heads, num_kv_heads, key_size, value_size = notes.sizes[0]
-    head_dim = padded_head_dim(max(key_size, value_size))
-    shape = TransformersConfig(
-        architecture=str(name),
-        vocab_size=logits.shape[-1],
-        hidden_size=int(config.hidden_size),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_positions=max_positions,
-        eos_token_ids=eos_token_ids(fields, generation, logits.shape[-1]),
-        tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        dtype=stated_dtype(fields),
-        num_parameters=num_parameters,
-        calls_are_plain=all(call.sinks is None and call.rules(head_dim).is_plain for call in notes.calls.values()),
-    )
-    names = {module: name for name, module in base.named_modules()}
-    return _Survey(
-        base,
-        model,
-        shape,
-        attentions=[names[notes.modules[number]] for number in range(num_layers)],
-        calls=[notes.calls[number] for number in range(num_layers)],
-        is_whole=key_size == value_size == head_dim,
-    )
-
-
-def _check_modules(name: str, base: nn.Module) -> None:
-    """Raise ConfigError for what a forward would not show: a state beside the KV cache, and positions of its own."""
-    # They may stand beside attention in the same layer.
-    if any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in base.modules()):
-        raise ConfigError(
-            f"config.json: {name} is not supported: it has convolutions over tokens; state-space, recurrent and hybrid "
-            "models are not run"
-        )
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
-        raise ConfigError(
-            f"config.json: {name} is not supported: it counts positions from behind its padding token; only models "
-            "that count from 0 are run"
-        )
-
-
-def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) -> None:
-    """Raise ConfigError for layers that attend otherwise than here, and for a model that is told no positions."""
-    if notes.count != num_layers or set(notes.calls) != set(range(num_layers)):
-        raise ConfigError(
-            f"config.json: {name} is not supported: of its {num_layers} layers {notes.count} attend through the "
-            "attention interface of transformers; state-space, recurrent and hybrid models are not run"
-        )
-    if len(set(notes.sizes.values())) > 1 or not notes.is_causal:
-        raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways or differ in their heads")
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise ConfigError(
-            f"config.json: {name} is not supported: it takes no positions, and counts what transformers' "
-            "own cache holds"
-        )
-
-
-def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool = False) -> Tensor:
-    """Logits without values of a forward that `notes` are taken of; `is_masked`: told that all tokens are one text,
-    which a mask could not do without from positions without values. Raises ConfigError.
-    """
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=_META)
-    mask = {"attention_mask": torch.ones_like(ids)} if is_masked else {}
-    try:
-        with attending(notes), torch.inference_mode():
-            hidden = base(input_ids=ids, position_ids=ids, use_cache=False, **mask)[0]
-            logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
-    except Exception as error:  # as above
-        raise ConfigError(
-            f"config.json: {name} does not run through transformers, whose forward would need values on the host or "
-            f"fails: {_first_line(error)}"
-        ) from error
-    return logits
-
-
-def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -> _Notes:
-    """Notes of a forward where transformers makes masks, which tell windows. Raises ConfigError for other masks."""
-    notes = _Notes(max_positions)
-    model.set_attn_implementation(NOTED_ATTENTION)
-    _look(name, base, model, notes, is_masked=True)
-    model.set_attn_implementation(ATTENTION)
-    if notes.has_own_mask:
-        raise ConfigError(
-            f"config.json: {name} is not supported: its layers mask scores by a rule of their own; only causal "
-            "attention and sliding windows are run"
-        )
-    return notes
-
-
-def _empty(folder: Path, name: str) -> Any:
-    """The model without weights, in a format for which every product has a shape rule. Raises ConfigError."""
-    import transformers
-
-    logging, auto = (getattr(transformers, name) for name in ("logging", "AutoModelForCausalLM"))
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    for name_of_ours in (ATTENTION, NOTED_ATTENTION):
-        transformers.AttentionInterface.register(name_of_ours, attention)
-    transformers.AttentionMaskInterface.register(NOTED_ATTENTION, _noted_mask)
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    except Exception as error:  # as above
-        raise ConfigError(
-            f"config.json: architecture {name!r} is not known to transformers {transformers.__version__}: "
-            f"{_first_line(error)}"
-        ) from error
-    if not known:
-        raise ConfigError(f"config.json: {name} is no causal language model of transformers {transformers.__version__}")
-    try:
-        with _META:
-            model = auto.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=ATTENTION, trust_remote_code=False
-            )
-    except Exception as error:  # as above
-        if isinstance(error, KeyError) and error.args == (ATTENTION,):
-            raise ConfigError(
-                f"config.json: {name} is not supported: transformers makes it with attention of its own alone"
-            ) from error
-        raise ConfigError(f"config.json: transformers cannot make {name} of it: {_first_line(error)}") from error
-    return model.eval()
-
-
-def _decoder_layers(base: nn.Module, count: int) -> Sequence[nn.Module]:
-    """The list of `count` layers in a decoder."""
-    for module in base.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ConfigError(f"{type(base).__name__} of transformers has no list of its {count} layers")
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

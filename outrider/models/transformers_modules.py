@@ -111,6 +111,7 @@ class PlannedForward(Attends):
     def __init__(
         self,
         plan: AttentionPlan,
+        num_kv_heads: int,
         head_dim: int,
         still: Rotary | None,
         rules: Sequence[LayerRules],
@@ -123,13 +124,14 @@ class PlannedForward(Attends):
         self.wanted = wanted
         self.seen: dict[int, Tensor] = {}
         self._plan = plan
+        self._num_kv_heads = num_kv_heads
         self._size = head_dim
         self._still = still
         self._rules = rules
         self._told: dict[LayerCall, LayerRules] = {}
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
-        """See Attends."""
+        """See Attends. A layer with fewer kv heads than others has each of them several times in the KV cache."""
         # Made once a forward for all layers that ask for the same. Here there are no masks to tell windows.
         call = replace(call, window=self._rules[layer.layer_idx].scores.window)
         rules = self._told.get(call)
@@ -140,6 +142,8 @@ class PlannedForward(Attends):
         parts = [
             part if part.shape[-1] == self._size else pad(part, (0, self._size - part.shape[-1])) for part in (q, k, v)
         ]
+        if (copies := self._num_kv_heads // k.shape[1]) > 1:
+            parts[1:] = (part.repeat_interleave(copies, 1) for part in parts[1:])
         heads = torch.cat([part.squeeze(0).transpose(0, 1) for part in parts], 1)
         attended = self._plan.attend(layer.layer_idx, heads, None, rules).view(1, q.shape[2], q.shape[1], self._size)
         # Some families ask for a view of it.

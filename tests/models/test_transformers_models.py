@@ -23,8 +23,9 @@ from outrider.models.elements import target_elements
 from outrider.models.fields import read_configs
 from outrider.models.foreign import check_config, foreign_shape
 from outrider.models.loader import describe_model, load_model
-from outrider.models.transformers_model import TransformersLM, describe_transformers
+from outrider.models.transformers_model import TransformersLM
 from outrider.models.transformers_modules import replace_modules
+from outrider.models.transformers_survey import describe_transformers
 from verify_service.engine.build import attention_backend
 
 WINDOW = "sliding_attention"
@@ -75,6 +76,24 @@ FAMILIES |= {
     ),
     "gpt2, a token for padding": ("GPT2", {"n_embd": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 2}),
     "olmo, clipped": ("Olmo", {"clip_qkv": 0.3}),
+}
+GEMMA_4: dict[str, Any] = {
+    **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_hidden_layers": 4},
+    **{"layer_types": [WINDOW, "full_attention"] * 2, "final_logit_softcapping": 5.0, "pad_token_id": 0},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
+}
+FAMILIES |= {
+    "gemma4, heads of two sizes": ("Gemma4Text", GEMMA_4),
+    "gemma4, layers with the keys of others": ("Gemma4Text", {**GEMMA_4, "num_kv_shared_layers": 2}),
+    "gemma4, fewer kv heads in some layers, values that are keys": (
+        "Gemma4Text",
+        {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 24},
+    ),
+    "gemma4, experts": (
+        "Gemma4Text",
+        {**GEMMA_4, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 24},
+    ),
 }
 
 
@@ -130,6 +149,51 @@ def test_llama_through_transformers_equals_ours(changes: dict[str, Any], tmp_pat
     found = [run_one(model, model.new_kv(12), ids, slots) for model in (ours, theirs)]
     assert relative_error(found[1], found[0]) < 1e-5
     check_chunks_and_tree(theirs, reference)
+
+
+def save_whole(folder: Path, kind: str) -> Any:
+    """Save a random model of images and text of the kind `kind`; returns transformers' own."""
+    import transformers
+
+    torch.manual_seed(7)
+    pictures = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**SIZES, **GEMMA_4, "num_kv_shared_layers": 2}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=pictures, audio_config=None)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["Gemma4", "Gemma4Unified"])
+def test_of_a_model_of_images_the_text_part_is_loaded(kind: str, tmp_path: Path) -> None:
+    reference = save_whole(tmp_path, kind)
+    check_config(tmp_path)
+    model = load_model(tmp_path)
+    assert isinstance(model, TransformersLM)
+    check_chunks_and_tree(model, reference)
+    told = foreign_shape(*read_configs(tmp_path))
+    assert told == ModelShape(**{name: getattr(model.config, name) for name in ModelShape.__slots__})
+    elements = target_elements(told, tmp_path)
+    num_scalars, rows = 4, 97 * 4 * 8 if kind == "Gemma4" else 0
+    assert elements.total == model.config.num_parameters + num_scalars
+    assert elements.read == elements.total - rows, "of embeddings a row is read"
+
+
+def test_the_text_of_gemma_3n_is_found_within_the_whole_model(tmp_path: Path) -> None:
+    """transformers makes the whole one with another library alone, timm; so the part is put where it lies there."""
+    text = {"head_dim": 16, "sliding_window": 6, "layer_types": [WINDOW, "full_attention", WINDOW], "laurel_rank": 8}
+    text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0}
+    text |= {"activation_sparsity_pattern": [0.0] * 3, "pad_token_id": 0, "intermediate_size": [48] * 3}
+    reference = save_tiny(tmp_path, "Gemma3nText", **text)
+    tensors = load_file(tmp_path / "model.safetensors")
+    whole = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(whole | {"model.vision_tower.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    fields = {"text_config": read_configs(tmp_path)[0], "vision_config": {}, "model_type": "gemma3n"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"architectures": ["Gemma3nForConditionalGeneration"]}))
+    check_chunks_and_tree(load_model(tmp_path), reference)
 
 
 def parts(model: Any) -> set[str]:

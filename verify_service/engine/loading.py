@@ -32,7 +32,7 @@ from outrider.models.progress import ConsoleProgress
 from outrider.models.shipped import can_do_without_model, drafters_of_service, without_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import TOKENIZER_FILE
-from outrider.models.transformers_model import TransformersConfig
+from outrider.models.transformers_survey import TransformersConfig
 from verify_service.executors.round_drafts import DraftingOptions
 
 log = get_logger(__name__)

@@ -17,7 +17,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.errors import ConfigError
-from outrider.models import store, transformers_model
+from outrider.models import store, transformers_model, transformers_survey
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.loader import load_draft_model, read_token_map
 
@@ -58,13 +58,14 @@ def test_logits_are_those_of_transformers(tied: bool, tmp_path: Path) -> None:
 def test_its_target_is_not_fetched_and_it_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, family="StableLm")
     folders: list[Path] = []
-    survey = transformers_model._survey
+    survey = transformers_survey.survey_model
 
     def note(folder: Path) -> Any:
         folders.append(folder)
         return survey(folder)
 
-    monkeypatch.setattr(transformers_model, "_survey", note)
+    for module in (transformers_model, transformers_survey):
+        monkeypatch.setattr(module, "survey_model", note)
     monkeypatch.setattr(store, "fetch_from_hub", lambda name, *_: pytest.fail(f"{name} was fetched"))
     load("STANDALONE", speculative_draft_model_path=str(tmp_path), target_model_path="owner/target")
     assert folders == [tmp_path]

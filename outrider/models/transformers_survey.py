@@ -1,0 +1,356 @@
+"""What models of transformers are like: seen from forwards on the meta device, before any weight is read.
+
+A model is made without weights and split into its decoder and what turns hidden states to logits; a forward shows how
+its layers attend, another one, where transformers makes masks, which windows they have. What cannot run is refused by
+name. transformers is imported when a model needs it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.attention.base import LayerRules
+from outrider.errors import ConfigError
+from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, stated_dtype, text_fields
+from outrider.models.fields import get_int, read_configs
+from outrider.models.transformers_modules import (
+    ATTENTION,
+    NOTED_ATTENTION,
+    Attends,
+    LayerCall,
+    attending,
+    attention,
+    under_way,
+)
+
+META = torch.device("meta")
+_DYNAMIC_ROPE = ("dynamic", "longrope")
+_POSITIONS = "max_position_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersConfig(ModelShape):
+    """A model of transformers from outside. `head_dim` is a power of two, behind which heads are zeros."""
+
+    num_parameters: int
+    calls_are_plain: bool
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """See ModelShape."""
+        return self.calls_are_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A model on the meta device, split, and what a forward there shows of it."""
+
+    base: nn.Module
+    rest: Any
+    config: TransformersConfig
+    attentions: list[str]
+    """Names of the modules in `base` that attend, by layer."""
+    calls: list[LayerCall]
+    """What each asks for."""
+    is_whole: bool
+    """Whether heads are as many and as large as in the KV cache."""
+    is_part: bool
+    """Whether it is the text part of a model of images or sound."""
+
+    @property
+    def rules(self) -> list[LayerRules]:
+        """What each asks for, of heads of the size that they have in the KV cache."""
+        return [call.rules(self.config.head_dim) for call in self.calls]
+
+
+def describe_transformers(folder: Path) -> TransformersConfig:
+    """What transformers makes of a folder's config.json. Raises ConfigError: names what cannot run."""
+    return survey_model(folder).config
+
+
+def survey_model(folder: Path) -> Survey:
+    """Look at a model without reading weights. Raises ConfigError: names what cannot run."""
+    fields, generation = read_configs(folder)
+    name = (fields.get("architectures") or ["?"])[0]
+    if fields.get("quantization_config"):
+        raise ConfigError(f"config.json: {name} through transformers must be unquantized; it has a quantization_config")
+    model = _empty(folder, name, is_part := text_fields(fields) is not fields)
+    config = model.config
+    rope = config.to_dict().get("rope_parameters") or {}
+    kinds = {str(part.get("rope_type", "")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    if kinds & set(_DYNAMIC_ROPE):
+        raise ConfigError(
+            f"config.json: rope_type {', '.join(kinds & set(_DYNAMIC_ROPE))} of {name} is not supported through "
+            "transformers: it depends on how long the longest request is"
+        )
+    num_parameters, num_layers = model.num_parameters(), int(config.num_hidden_layers)
+    base, notes = split_model(model), _Notes()
+    _check_modules(name, base)
+    logits = _look(name, base, model, notes)
+    _check_layers(name, base, notes, num_layers)
+    # Of some it is another name for a field of theirs.
+    positions = {_POSITIONS: getattr(config, _POSITIONS, None)}
+    max_positions = get_int(positions, _POSITIONS, minimum=1)
+    notes = _look_at_masks(name, base, model, max_positions)
+    num_heads, kv_heads, key_sizes, value_sizes = zip(*notes.sizes.values(), strict=True)
+    head_dim = padded_head_dim(max(*key_sizes, *value_sizes))
+    shape = TransformersConfig(
+        architecture=str(name),
+        vocab_size=logits.shape[-1],
+        hidden_size=int(config.hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads[0],
+        num_kv_heads=max(kv_heads),
+        head_dim=head_dim,
+        max_positions=max_positions,
+        eos_token_ids=eos_token_ids(text_fields(fields), generation, logits.shape[-1]),
+        tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        dtype=stated_dtype(text_fields(fields)),
+        num_parameters=num_parameters,
+        calls_are_plain=all(call.sinks is None and call.rules(head_dim).is_plain for call in notes.calls.values()),
+    )
+    names = {module: name for name, module in base.named_modules()}
+    return Survey(
+        base,
+        model,
+        shape,
+        attentions=[names[notes.modules[number]] for number in range(num_layers)],
+        calls=[notes.calls[number] for number in range(num_layers)],
+        is_whole=len(set(kv_heads)) == 1 and {*key_sizes, *value_sizes} == {head_dim},
+        is_part=is_part,
+    )
+
+
+class _Decoded:
+    """What a decoder returns, with its hidden states alone."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Given(nn.Module):
+    """Stands for the decoder when hidden states are there already: what it is given as embeddings is its output."""
+
+    @property
+    def decoder(self) -> _Given:
+        """Families that were once half of an encoder-decoder ask for it."""
+        return self
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Decoded:
+        """[1, R, hidden] as the last hidden state."""
+        return _Decoded(inputs_embeds)
+
+
+def split_model(model: Any) -> nn.Module:
+    """Take the decoder out of a PreTrainedModel, which then turns hidden states to logits: scales and caps are its own.
+
+    In its base class a model of transformers names its decoder.
+    """
+    base: nn.Module = model.base_model
+    # It would look at token ids on the host.
+    model.base_model.warn_if_padding_and_no_attention_mask = lambda *_: None
+    setattr(model, model.base_model_prefix, _Given())
+    return base
+
+
+def _empty(folder: Path, name: str, is_part: bool) -> Any:
+    """The model, or its text part, without weights, in a format for which every product has a shape rule.
+
+    Raises ConfigError.
+    """
+    import transformers
+
+    logging, auto = (getattr(transformers, name) for name in ("logging", "AutoModelForCausalLM"))
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for name_of_ours in (ATTENTION, NOTED_ATTENTION):
+        transformers.AttentionInterface.register(name_of_ours, attention)
+    transformers.AttentionMaskInterface.register(NOTED_ATTENTION, _noted_mask)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if is_part:
+            config = _text_part(config)
+        known = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    except Exception as error:  # as above
+        raise ConfigError(
+            f"config.json: architecture {name!r} is not known to transformers {transformers.__version__}: "
+            f"{first_line(error)}"
+        ) from error
+    if not known:
+        raise ConfigError(f"config.json: {name} is no causal language model of transformers {transformers.__version__}")
+    try:
+        with META:
+            model = auto.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=ATTENTION, trust_remote_code=False
+            )
+    except Exception as error:  # as above
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            raise ConfigError(
+                f"config.json: {name} is not supported: transformers makes it with attention of its own alone"
+            ) from error
+        raise ConfigError(f"config.json: transformers cannot make {name} of it: {first_line(error)}") from error
+    return model.eval()
+
+
+def _text_part(config: Any) -> Any:
+    """The configuration of the language model in that of a larger one, which says whether its head is its embedding."""
+    text = config.get_text_config()
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
+    return text
+
+
+def _check_modules(name: str, base: nn.Module) -> None:
+    """Raise ConfigError for what a forward would not show: a state beside the KV cache, and positions of its own."""
+    # They may stand beside attention in the same layer.
+    if any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in base.modules()):
+        raise ConfigError(
+            f"config.json: {name} is not supported: it has convolutions over tokens; state-space, recurrent and hybrid "
+            "models are not run"
+        )
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
+        raise ConfigError(
+            f"config.json: {name} is not supported: it counts positions from behind its padding token; only models "
+            "that count from 0 are run"
+        )
+
+
+def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool = False) -> Tensor:
+    """Logits without values of a forward that `notes` are taken of; `is_masked`: told that all tokens are one text,
+    which a mask could not do without from positions without values. Raises ConfigError.
+    """
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=META)
+    mask = {"attention_mask": torch.ones_like(ids)} if is_masked else {}
+    try:
+        with attending(notes), torch.inference_mode():
+            hidden = base(input_ids=ids, position_ids=ids, use_cache=False, **mask)[0]
+            logits: Tensor = model(inputs_embeds=hidden, use_cache=False).logits
+    except Exception as error:  # as above
+        raise ConfigError(
+            f"config.json: {name} does not run through transformers, whose forward would need values on the host or "
+            f"fails: {first_line(error)}"
+        ) from error
+    return logits
+
+
+def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) -> None:
+    """Raise ConfigError for layers that attend otherwise than here, and for a model that is told no positions."""
+    if notes.count != num_layers or set(notes.calls) != set(range(num_layers)):
+        raise ConfigError(
+            f"config.json: {name} is not supported: of its {num_layers} layers {notes.count} attend through the "
+            "attention interface of transformers; state-space, recurrent and hybrid models are not run"
+        )
+    if not notes.is_causal:
+        raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways")
+    query_heads, kv_heads = (set(numbers) for numbers in list(zip(*notes.sizes.values(), strict=True))[:2])
+    if len(query_heads) > 1 or any(max(kv_heads) % number for number in kv_heads):
+        raise ConfigError(
+            f"config.json: {name} is not supported: its layers have {_in_words(query_heads)} query and "
+            f"{_in_words(kv_heads)} kv heads; those of all must be as many, or kv heads a whole part of the most"
+        )
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise ConfigError(
+            f"config.json: {name} is not supported: it takes no positions, and counts what transformers' "
+            "own cache holds"
+        )
+
+
+def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -> _Notes:
+    """Notes of a forward where transformers makes masks, which tell windows. Raises ConfigError for other masks."""
+    notes = _Notes(max_positions)
+    model.set_attn_implementation(NOTED_ATTENTION)
+    _look(name, base, model, notes, is_masked=True)
+    model.set_attn_implementation(ATTENTION)
+    if notes.has_own_mask:
+        raise ConfigError(
+            f"config.json: {name} is not supported: its layers mask scores by a rule of their own; only causal "
+            "attention and sliding windows are run"
+        )
+    return notes
+
+
+class _Notes(Attends):
+    """Takes note of how layers call attention; what it returns has no values."""
+
+    def __init__(self, max_positions: int = 0) -> None:
+        self.modules: dict[Any, nn.Module] = {}
+        self.calls: dict[Any, LayerCall] = {}
+        self.sizes: dict[Any, tuple[int, ...]] = {}
+        """Numbers of query and kv heads, sizes of keys and values."""
+        self.count = 0
+        self.is_causal = True
+        self.has_own_mask = False
+        """Whether a layer masks by something else than a window."""
+        self._max_positions = max_positions
+        self._masks: list[tuple[Tensor, int | None]] = []
+        """Each that was made, and its window."""
+
+    def mask(self, mask_function: Callable[..., Tensor], q_length: int, kv_length: int) -> Tensor:
+        """bool [1, 1, q_length, kv_length], without values: stands for a mask among those that layers get."""
+        mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device=META)
+        self._masks.append((mask, _window(mask_function, self._max_positions)))
+        return mask
+
+    def window_of(self, mask: Tensor) -> int | None:
+        """See Attends."""
+        window = next((window for made, window in self._masks if _is_same(mask, made)), None)
+        self.has_own_mask = self.has_own_mask or window is None
+        return window or None
+
+    def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
+        number = getattr(layer, "layer_idx", None)
+        self.modules[number], self.calls[number] = layer, call
+        self.sizes[number] = (q.shape[1], k.shape[1], k.shape[3], v.shape[3])
+        self.count += 1
+        self.is_causal = self.is_causal and getattr(layer, "is_causal", True) is not False
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+def _is_same(mask: Tensor, made: Tensor) -> bool:
+    """Whether one is the other, or a view of all of it: some families leave rows out, here none."""
+    return mask.shape == made.shape and mask.untyped_storage() is made.untyped_storage()
+
+
+def _window(mask_function: Callable[..., Tensor], max_positions: int) -> int | None:
+    """How many positions, itself the last, a query sees by a mask function of transformers: 0 for all before it.
+
+    None: it is no window.
+    """
+    keys, zero = torch.arange(max_positions), torch.tensor(0)
+    size = 0
+    for query in (max_positions - 1, max(max_positions - 2, 0), max_positions // 2, 0):
+        seen = mask_function(zero, zero, torch.tensor(query), keys)
+        size = size or int(seen.sum())
+        if not torch.equal(seen, (keys <= query) & (keys > query - size)):
+            return None
+    return 0 if size == max_positions else size
+
+
+def _noted_mask(*, mask_function: Callable[..., Tensor], q_length: int, kv_length: int, **_: Any) -> Tensor:
+    """What transformers calls for a mask of `NOTED_ATTENTION`."""
+    notes = under_way()
+    if not isinstance(notes, _Notes):
+        raise TypeError("masks are made for a model that is looked at alone")
+    return notes.mask(mask_function, q_length, kv_length)
+
+
+def _in_words(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
+
+
+def first_line(error: Exception) -> str:
+    """What an error says in one line, without the list of all that could be wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
