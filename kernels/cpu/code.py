@@ -16,6 +16,7 @@ from llvmlite import ir
 
 from kernels.cpu.isa import Isa
 from kernels.cpu.layout import LANES, LINE
+from kernels.cpu.objects import kept_objects
 
 I8, I16, I32, I64, F32, PTR = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType(), ir.PointerType())
 VECTOR = ir.VectorType(F32, LANES)
@@ -409,12 +410,16 @@ def made(module: Module, is_straight: bool = False) -> Any:
     return found
 
 
-def compiled(isa: Isa, *modules: Any) -> Any:
-    """An engine that holds the memory of all functions of modules that call each other."""
-    first, *others = modules
-    engine = llvm.create_mcjit_compiler(first, machine(isa))
-    for module in others:
-        engine.add_module(module)
+def compiled(isa: Isa, name: str, write: Callable[[], Sequence[Any]]) -> Any:
+    """An engine that holds the memory of all functions of modules that call each other.
+
+    `write` makes the modules, of nothing but what `name` tells and this package's code: see kernels.cpu.objects.
+    """
+    target = machine(isa)
+    objects = kept_objects(isa, name, lambda: [target.emit_object(module) for module in write()])
+    engine = llvm.create_mcjit_compiler(parsed(""), target)
+    for part in objects:
+        engine.add_object_file(llvm.ObjectFileRef.from_data(part))
     engine.finalize_object()
     return engine
 
@@ -427,7 +432,11 @@ def function(engine: Any, name: str, count: int) -> Any:
 
 
 def single(isa: Isa, name: str, names: Sequence[str], write: Callable[[Code], None]) -> Any:
-    """A function of these arguments that calls no other of ours, compiled."""
-    module = Module(isa)
-    write(Code(module, name, names))
-    return function(compiled(isa, made(module)), name, len(names))
+    """A function of these arguments that calls no other of ours, compiled. No other one has its name."""
+
+    def modules() -> list[Any]:
+        module = Module(isa)
+        write(Code(module, name, names))
+        return [made(module)]
+
+    return function(compiled(isa, name, modules), name, len(names))

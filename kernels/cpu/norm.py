@@ -40,18 +40,21 @@ def float_bits(value: float) -> int:
 @cache
 def compiled_norm(isa: Isa) -> Any:
     """`norm` of _NORM."""
-    from kernels.cpu import code
+    from kernels.cpu.code import single
 
-    module = code.Module(isa)
-    write_norm(module)
-    return code.function(code.compiled(isa, code.made(module)), "norm", len(_NORM))
+    return single(isa, "norm", _NORM, _write)
 
 
 def write_norm(module: Module) -> None:
     """`norm` of _NORM."""
-    from kernels.cpu.code import F32, I32, Code
+    from kernels.cpu.code import Code
 
-    code = Code(module, "norm", _NORM)
+    _write(Code(module, "norm", _NORM))
+
+
+def _write(code: Code) -> None:
+    from kernels.cpu.code import F32, I32
+
     args, build = code.args, code.build
     eps = build.bitcast(build.trunc(args["eps"], I32), F32)
     with code.loop(0, args["count"]) as row:

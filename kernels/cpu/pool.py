@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from kernels.cpu.code import I64, Code, Module, compiled, function, made
+from kernels.cpu.code import I64, Code, Module, single
 from kernels.cpu.isa import needed_isa
 
 # Of the memory that all share, in bytes: jobs so far, the one that may be joined, threads within it, and whether a
@@ -31,9 +31,7 @@ class HelperThreads:
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(_SIZE + 64)
         self.address = ctypes.addressof(self._memory) + -ctypes.addressof(self._memory) % 64
-        module = Module(needed_isa())
-        _write_helper(module)
-        self._help = function(compiled(module.isa, made(module)), "help", 2)
+        self._help = single(needed_isa(), "help", ["pool", "me"], _write_helper)
         self._lock, self._started = threading.Lock(), 1
         # The threads are in this code and look at this memory for as long as the process lives, and a little longer.
         for kept in (self._memory, self._help):
@@ -89,9 +87,8 @@ def _futex(code: Code, address: Any, operation: int, value: Any) -> None:
     code.call("syscall", I64, I64(_FUTEX), address, I64(operation), value, I64(0), I64(0), I64(0))
 
 
-def _write_helper(module: Module) -> None:
+def _write_helper(code: Code) -> None:
     """`help` of the pool and a thread's number, which never returns."""
-    code = Code(module, "help", ["pool", "me"])
     build, pool = code.build, code.args["pool"]
     seen = code.variable(I64(0))
     head, asleep, awake = (build.append_basic_block() for _ in range(3))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -200,7 +200,8 @@ def _compiled(isa: Isa, kind: str, wide: bool) -> Any:
     """What multiplies."""
     from kernels.cpu import code
 
-    return code.function(code.compiled(isa, *modules(isa, kind, wide)), "product", len(_PRODUCT) + 2)
+    engine = code.compiled(isa, f"products {kind} {wide}", partial(modules, isa, kind, wide))
+    return code.function(engine, "product", len(_PRODUCT) + 2)
 
 
 def is_prepared(kind: str, isa: Isa) -> bool:

@@ -308,5 +308,7 @@ def _compiled(isa: Isa, shape: StackShape, threads: int) -> Any:
     from kernels.cpu import code
     from kernels.cpu.layer_code import layers_module
 
-    engine = code.compiled(isa, *products.modules(isa, shape.kind), code.made(layers_module(isa, shape, threads)))
-    return code.function(engine, "run", len(RUN) + 2)
+    def modules() -> list[Any]:
+        return [*products.modules(isa, shape.kind), code.made(layers_module(isa, shape, threads))]
+
+    return code.function(code.compiled(isa, f"layers {shape} {threads}", modules), "run", len(RUN) + 2)

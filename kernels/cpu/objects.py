@@ -1,0 +1,88 @@
+"""Object code of functions of kernels.cpu, kept on disk: those of a model take seconds to compile.
+
+A file is found by all that its code follows from: the sources of this package, LLVM, the instruction set and the
+function's name with what it was written for. It lies in $OUTRIDER_HOME/code, or else in ~/.cache/outrider/code; where
+that cannot be written, functions are compiled at each start.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import llvmlite
+from llvmlite import binding as llvm
+
+from kernels.cpu.isa import Isa
+
+_SUM, _LENGTH = 32, 8
+"""Bytes in front of a file, a SHA-256 of the rest, and in front of each object in it."""
+
+
+def kept_objects(isa: Isa, name: str, compile_all: Callable[[], Sequence[bytes]]) -> list[bytes]:
+    """What `compile_all` returns, or has returned to an earlier process for the same name."""
+    path = _path(isa, name)
+    if path is not None and (found := _read(path)) is not None:
+        return found
+    objects = list(compile_all())
+    if path is not None:
+        _write(path, objects)
+    return objects
+
+
+def _path(isa: Isa, name: str) -> Path | None:
+    """Where they are kept; None where they cannot be, or not be told from those of other versions."""
+    home = os.environ.get("OUTRIDER_HOME", "")
+    try:
+        folder = Path(home).expanduser() if home else Path.home() / ".cache" / "outrider"
+    except RuntimeError:  # there is no home
+        return None
+    if not _versions():
+        return None
+    return folder / "code" / f"{sha256(repr((_versions(), isa.value, name)).encode()).hexdigest()}.o"
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """What code follows from, beside what it is written for; empty without sources."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    if not sources:
+        return ()
+    digest = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    return (digest, llvmlite.__version__, *map(str, llvm.llvm_version_info))
+
+
+def _read(path: Path) -> list[bytes] | None:
+    """The objects in a file; None where there is none, or not as it was written."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    objects, rest = [], data[_SUM:]
+    if sha256(rest).digest() != data[:_SUM]:
+        return None
+    while rest:
+        end = _LENGTH + int.from_bytes(rest[:_LENGTH], "little")
+        objects.append(rest[_LENGTH:end])
+        rest = rest[end:]
+    return objects
+
+
+def _write(path: Path, objects: Sequence[bytes]) -> None:
+    """Keep them if that can be; who reads meanwhile never sees half a file."""
+    rest = b"".join(len(part).to_bytes(_LENGTH, "little") + part for part in objects)
+    with suppress(OSError):
+        # It is run by whoever reads it.
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(sha256(rest).digest() + rest)
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)

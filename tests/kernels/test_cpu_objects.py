@@ -1,0 +1,91 @@
+"""Object code that is kept is what was compiled, or it is compiled again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_cpu_products import KINDS, made
+
+from kernels.cpu import norm, objects, products
+from kernels.cpu.isa import Isa, best_isa
+from kernels.cpu.objects import kept_objects
+
+pytestmark = pytest.mark.skipif(best_isa() is None, reason="needs a CPU that functions are compiled for")
+PARTS = [b"one", b"", b"three"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    return tmp_path
+
+
+def fail() -> list[bytes]:
+    pytest.fail("compiled again")
+
+
+def test_what_was_compiled_once_is_read_again(home: Path) -> None:
+    assert kept_objects(Isa.AVX2, "name", lambda: PARTS) == PARTS
+    assert kept_objects(Isa.AVX2, "name", fail) == PARTS
+    (file,) = (home / "code").iterdir()
+    assert file.stat().st_mode & 0o077 == 0, "whoever could write it could have it run"
+
+
+def test_another_name_instruction_set_or_version_has_code_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept_objects(Isa.AVX2, "name", lambda: [b"0"]) == [b"0"]
+    assert kept_objects(Isa.AVX2, "other", lambda: [b"1"]) == [b"1"]
+    assert kept_objects(Isa.AVX512, "name", lambda: [b"2"]) == [b"2"]
+    monkeypatch.setattr(objects, "_versions", lambda: ("newer",))
+    assert kept_objects(Isa.AVX2, "name", lambda: [b"3"]) == [b"3"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0), bit=st.integers(0, 7), length=st.none() | st.integers(0))
+def test_a_file_that_is_not_as_it_was_written_is_written_again(
+    home: Path, place: int, bit: int, length: int | None
+) -> None:
+    kept_objects(Isa.AVX2, "name", lambda: PARTS)
+    (file,) = (home / "code").iterdir()
+    whole = file.read_bytes()
+    harmed = bytearray(whole if length is None else whole[: length % len(whole)])
+    if length is None:
+        harmed[place % len(whole)] ^= 1 << bit
+    file.write_bytes(harmed)
+    assert kept_objects(Isa.AVX2, "name", lambda: PARTS) == PARTS
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "no home", "no sources"])
+def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("no home directory")
+
+    if obstacle == "a file":
+        (home / "code").write_text("")
+    elif obstacle == "no home":
+        monkeypatch.delenv("OUTRIDER_HOME")
+        monkeypatch.setattr(Path, "home", homeless)
+    else:
+        monkeypatch.setattr(objects, "_versions", lambda: ())
+    counts = [kept_objects(Isa.AVX2, "name", lambda number=number: [bytes([number])]) for number in range(2)]
+    assert counts == [[b"\0"], [b"\1"]]
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_code_computes_the_same_bits(kind: str, home: Path) -> None:
+    weight, _ = made(kind, 64, 128)
+    rows = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found, kept = [], []
+    for _ in range(2):
+        norm.compiled_norm.cache_clear()
+        products._compiled.cache_clear()
+        normed = norm.rms_norm(rows, torch.ones(128), 1e-5)
+        found.append((normed, products.tile_product(normed, weight)))
+        kept.append({path.name: path.stat().st_mtime_ns for path in (home / "code").iterdir()})
+    assert kept[0] == kept[1] and len(kept[0]) >= 2
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
