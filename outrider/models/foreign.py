@@ -51,7 +51,7 @@ def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
         kind = "a model of images or sound beside text"
     elif name.lower().startswith(("mamba", "falconmamba", "rwkv", "xlstm")):
         kind = "a state-space or recurrent model"
-    elif layers - {"full_attention", "sliding_attention"}:
+    elif layers - {"full_attention", "sliding_attention", "attention"}:
         kind = "a model with layers that do not attend"
     elif not is_part and not name.endswith(("ForCausalLM", "LMHeadModel")):
         kind = "no causal language model"

@@ -232,7 +232,8 @@ def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool
     which a mask could not do without from positions without values. Raises ConfigError.
     """
     ids = torch.zeros(1, 2, dtype=torch.int64, device=META)
-    mask = {"attention_mask": torch.ones_like(ids)} if is_masked else {}
+    # With values, which some look at.
+    mask = {"attention_mask": torch.ones(1, 2, dtype=torch.int64)} if is_masked else {}
     try:
         with attending(notes), torch.inference_mode():
             hidden = base(input_ids=ids, position_ids=ids, use_cache=False, **mask)[0]

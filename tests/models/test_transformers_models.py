@@ -97,6 +97,19 @@ FAMILIES |= {
 }
 
 
+GRANITE_4 = {"num_local_experts": 0, "shared_intermediate_size": 48, "position_embedding_type": "rope"} | {
+    **{"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.2},
+    **{"layer_types": ["full_attention"] * 3, "mamba_n_heads": 4, "mamba_d_head": 16},
+}
+FAMILIES |= {
+    "granite 4 without state layers": ("GraniteMoeHybrid", GRANITE_4),
+    "granite 4 without state layers, experts": (
+        "GraniteMoeHybrid",
+        {**GRANITE_4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_chunks_and_trees_equal_transformers(name: str, tmp_path: Path) -> None:
     family, changes = FAMILIES[name]
@@ -149,6 +162,18 @@ def test_llama_through_transformers_equals_ours(changes: dict[str, Any], tmp_pat
     found = [run_one(model, model.new_kv(12), ids, slots) for model in (ours, theirs)]
     assert relative_error(found[1], found[0]) < 1e-5
     check_chunks_and_tree(theirs, reference)
+
+
+@pytest.mark.parametrize(("word", "is_refused"), [("attention", False), ("mamba", True)])
+def test_the_hubs_words_for_the_layers_of_granite_4(word: str, is_refused: bool, tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "GraniteMoeHybrid", **GRANITE_4)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"layer_types": ["attention", word, "attention"]}))
+    if is_refused:
+        assert "GraniteMoeHybridForCausalLM is a model with layers that do not attend" in refusal(tmp_path)
+    else:
+        check_config(tmp_path)
+        check_chunks_and_tree(load_model(tmp_path), reference)
 
 
 def save_whole(folder: Path, kind: str) -> Any:
