@@ -28,7 +28,14 @@ from outrider.models.transformers_modules import (
     replace_modules,
     under_way,
 )
-from outrider.models.transformers_survey import META, TransformersConfig, first_line, split_model, survey_model
+from outrider.models.transformers_survey import (
+    META,
+    TransformersConfig,
+    first_line,
+    hold_rotary,
+    split_model,
+    survey_model,
+)
 from outrider.models.weights import Progress
 
 log = get_logger(__name__)
@@ -186,4 +193,5 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, i
     unread = sorted(told["unexpected_keys"])
     if unread and not is_part:
         log.warning("%s: config.json does not call for %s and %d more tensors", folder, unread[0], len(unread) - 1)
+    hold_rotary(model)
     return model.to(device).requires_grad_(False)

@@ -31,7 +31,6 @@ from outrider.models.transformers_modules import (
 )
 
 META = torch.device("meta")
-_DYNAMIC_ROPE = ("dynamic", "longrope")
 _POSITIONS = "max_position_embeddings"
 
 
@@ -85,10 +84,10 @@ def survey_model(folder: Path) -> Survey:
     config = model.config
     rope = config.to_dict().get("rope_parameters") or {}
     kinds = {str(part.get("rope_type", "")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if kinds & set(_DYNAMIC_ROPE):
+    if "longrope" in kinds:
         raise ConfigError(
-            f"config.json: rope_type {', '.join(kinds & set(_DYNAMIC_ROPE))} of {name} is not supported through "
-            "transformers: it depends on how long the longest request is"
+            f"config.json: rope_type longrope of {name} is not supported through transformers: it depends on how long "
+            "the longest request is"
         )
     num_parameters, num_layers = model.num_parameters(), int(config.num_hidden_layers)
     base, notes = split_model(model), _Notes()
@@ -202,7 +201,19 @@ def _empty(folder: Path, name: str, is_part: bool) -> Any:
                 f"config.json: {name} is not supported: transformers makes it with attention of its own alone"
             ) from error
         raise ConfigError(f"config.json: transformers cannot make {name} of it: {first_line(error)}") from error
+    hold_rotary(model)
     return model.eval()
+
+
+def hold_rotary(model: Any) -> None:
+    """Leave rotary embeddings of the kind `dynamic` as they were made: those are plain up to max_position_embeddings,
+    and no more is served. They would look at the positions of each forward."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {layers: "default" if of == "dynamic" else of for layers, of in kind.items()}
+        elif kind == "dynamic":
+            module.rope_type = "default"
 
 
 def _text_part(config: Any) -> Any:
