@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,16 @@ from outrider.models.transformers_model import TransformersLM
 from outrider.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-FAMILIES = ["Cohere", "StableLm"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Cohere": {"pad_token_id": None},
+    "StableLm": {"pad_token_id": None},
+    # Heads of two sizes, and layers with the keys of others.
+    "Gemma4Text": {
+        **{"global_head_dim": 32, "sliding_window": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 0},
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB},
+    },
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -28,7 +38,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LanguageModel:
     """Of a family that our decoder does not know."""
-    found = small_model(folder, folder.name.split("-")[0], pad_token_id=None)
+    family = folder.name.split("-")[0]
+    found = small_model(folder, family, **FAMILIES[family])
     assert isinstance(found, TransformersLM)
     return found
 
