@@ -12,7 +12,8 @@ from outrider.cli.cluster import LINKS, OPTION_TYPES, SERVICES
 from outrider.config.base import Option, describe_options
 from outrider.config.verify import VerifyOptions
 
-SHARED = ("log_level", "drain_seconds", "lockstep")
+SHARED = ("log_level", "drain_seconds", "lockstep", "watchdog_timeout")
+"""Options that every service that has them gets alike; they take no service's name."""
 TARGETS = ("device", "dtype", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
 """Options of a model that verify and draft have; without a service's name they are verify's."""
 DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cli.cluster import is_default, num_cores
-from outrider.cli.flags import DRAFTING, service_flags
+from outrider.cli.flags import DRAFTING, SHARED, service_flags
 from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions, check_drafters
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
@@ -22,9 +22,7 @@ NGRAM = ("NGRAM",)
 ROUND_MODELS = ("EAGLE3", "EAGLE", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE", NAIVE_EAGLE)
 """What drafts inside rounds; the last one there alone."""
 _OTHERS = tuple(
-    field.name
-    for field in fields(DraftOptions)
-    if field.name not in (*DRAFTING, "target_model_path", "log_level", "drain_seconds", "lockstep")
+    field.name for field in fields(DraftOptions) if field.name not in (*DRAFTING, *SHARED, "target_model_path")
 )
 """Options that a draft service alone has, and what it may be called by."""
 _MAX_STEPS = 16

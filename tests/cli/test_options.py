@@ -481,6 +481,9 @@ def test_the_environment_sets_only_what_is_meant_for_one_service_or_for_all(
     options = parse_service_options(parse(), env=env)
     assert options["draft"] == DraftOptions(match_type="PROB", log_level="ERROR")
     assert options["gateway"] == GatewayOptions(log_level="ERROR")
+    alike = parse_service_options(parse("--watchdog-timeout=60"), env={})
+    assert alike == parse_service_options(parse(), env={"OUTRIDER_WATCHDOG_TIMEOUT": "60"})
+    assert (alike["verify"], alike["draft"]) == (VerifyOptions(watchdog_timeout=60), DraftOptions(watchdog_timeout=60))
     warnings = capsys.readouterr().err.splitlines()
     flags = "--draft-address or --verify-address or --gateway-address"
     assert warnings == [f"outrider: warning: OUTRIDER_ADDRESS changes nothing here; set {flags}"]

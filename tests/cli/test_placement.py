@@ -100,6 +100,7 @@ def test_auto_takes_verify_s_process_on_a_cpu_of_few_cores(head: Path, monkeypat
     # What a draft service is asked for, and what has no model, keeps its service; so does a draft that gets a GPU.
     for draft in (HEAD, NGRAMS, replace(CPU_HEAD, address="127.0.0.1:7000"), replace(CPU_HEAD, device="cpu")):
         assert placed(draft, gpus=0).draft == draft
+    assert placed(replace(CPU_HEAD, watchdog_timeout=60), gpus=0).draft is None, "verify has it, too"
     assert placed(CPU_HEAD, device="cpu").draft == CPU_HEAD
     for options in ({"lockstep": True}, {"no_speculation": True}):
         assert placed(CPU_HEAD, gpus=0, **options).draft == CPU_HEAD
