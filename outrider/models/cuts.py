@@ -12,7 +12,7 @@ from pathlib import Path
 
 from outrider.config.verify import MAX_RANKS, VerifyOptions
 from outrider.errors import ConfigError, under
-from outrider.models.config import ModelConfig, ModelShape
+from outrider.models.config import ModelConfig, ModelShape, text_fields
 from outrider.models.experts import EXPERT_MODULES, ExpertsConfig
 from outrider.models.fields import get_int, read_configs
 from outrider.models.foreign import choose_impl
@@ -59,7 +59,8 @@ def check_target(folder: Path, options: VerifyOptions) -> None:
         fields, generation = read_configs(folder)
         ours = choose_impl(fields, options.model_impl) == "outrider"
         config = ModelConfig.from_fields(fields, generation) if ours else None
-        positions = get_int(fields, "max_position_embeddings", 0) if config is None else config.max_positions
+        told = get_int(text_fields(fields), "max_position_embeddings", 0)
+        positions = told if config is None else config.max_positions
     options.check_lengths(positions)
     if config is None:
         if ranks > 1:

@@ -79,7 +79,12 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     if "qk_nope_head_dim" in fields:  # latent attention, whose heads transformers makes whole
         parts = (get_int(fields, name, 0) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
         head_dim = max(sum(parts), get_int(fields, "v_head_dim", 1, minimum=1))
-    # Some have other heads in layers that see everything; the KV cache has the largest of all for each.
+    # Some have other heads in layers that see everything; the KV cache has the largest of all for each. transformers
+    # writes what differs by layer, under the layer's number.
+    layers = fields.get("per_layer_config")
+    others = [layer for layer in layers.values() if isinstance(layer, Mapping)] if isinstance(layers, Mapping) else []
+    head_dims = [get_int(layer, "head_dim", 1, minimum=1) for layer in others]
+    head_dims += [head_dim, get_int(fields, "global_head_dim", 1, minimum=1)]
     num_kv_heads = get_int(fields, "num_key_value_heads", num_heads, minimum=1)
     return ModelShape(
         architecture=name,
@@ -88,7 +93,7 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
         num_layers=get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=max(num_kv_heads, get_int(fields, "num_global_key_value_heads", 1, minimum=1)),
-        head_dim=padded_head_dim(max(head_dim, get_int(fields, "global_head_dim", 1, minimum=1))),
+        head_dim=padded_head_dim(max(head_dims)),
         max_positions=get_int(fields, "max_position_embeddings", minimum=1),
         eos_token_ids=eos_token_ids(fields, generation, vocab_size),
         tie_embeddings=get_bool(fields, "tie_word_embeddings", False),

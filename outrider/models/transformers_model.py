@@ -20,6 +20,7 @@ from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
+from outrider.models.config import check_heads
 from outrider.models.transformers_modules import (
     ATTENTION,
     PlannedForward,
@@ -137,8 +138,10 @@ def load_transformers(
     config = survey.config
     if device == META:
         return TransformersLM(survey.base, survey.rest, config, dtype, device, rules=survey.rules)
-    if device.type == "cuda" and any(weight.dim() == 3 for weight in survey.base.parameters()):
-        _check_experts(config.architecture, dtype, device)
+    if device.type == "cuda":
+        check_heads(config)
+        if any(weight.dim() == 3 for weight in survey.base.parameters()):
+            _check_experts(config.architecture, dtype, device)
     rest = _load(folder, survey.rest.config, dtype, device, survey.is_part)
     if progress is not None:
         size = config.num_parameters * dtype.itemsize

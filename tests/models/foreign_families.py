@@ -54,7 +54,7 @@ FAMILIES |= {
     "olmo, clipped": ("Olmo", {"clip_qkv": 0.3}),
 }
 GEMMA_4: dict[str, Any] = {
-    **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_hidden_layers": 4},
+    **{"head_dim": 8, "global_head_dim": 32, "sliding_window": 6, "num_hidden_layers": 4},
     **{"layer_types": [WINDOW, "full_attention"] * 2, "final_logit_softcapping": 5.0, "pad_token_id": 0},
     **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97},
 }

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
+from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models import foreign
 from outrider.models.config import ModelShape
+from outrider.models.cuts import check_target
 from outrider.models.decoder import CausalLM
 from outrider.models.elements import target_elements
 from outrider.models.fields import read_configs
@@ -119,6 +121,8 @@ def test_of_a_model_of_images_the_text_part_is_loaded(kind: str, tmp_path: Path)
     model = load_model(tmp_path)
     assert isinstance(model, TransformersLM)
     check_chunks_and_tree(model, reference)
+    with pytest.raises(ConfigError, match="--context-length: 65 is over the 64 positions"):
+        check_target(tmp_path, VerifyOptions(context_length=65))
     told = foreign_shape(*read_configs(tmp_path))
     assert told == ModelShape(**{name: getattr(model.config, name) for name in ModelShape.__slots__})
     elements = target_elements(told, tmp_path)
@@ -325,6 +329,12 @@ def test_the_heads_of_latent_attention_are_told_as_they_are_cached(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(SIZES | sizes | experts | groups | kind))
     made, told = describe_transformers(tmp_path), foreign_shape(*read_configs(tmp_path))
     assert (told.head_dim, told.num_kv_heads) == (made.head_dim, made.num_kv_heads)
+
+
+def test_heads_too_large_for_a_gpu_are_refused_there_before_weights_are_read(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Gemma4Text", **{**GEMMA_4, "global_head_dim": 512})
+    with pytest.raises(ConfigError, match=r"512.* use --device cpu"):
+        load_model(tmp_path, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("fault", ["missing", "of another shape"])
