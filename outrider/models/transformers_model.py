@@ -110,13 +110,18 @@ def _watch(layer: nn.Module, number: int, count: int) -> None:
         if not isinstance(current, PlannedForward) or not current.wanted:
             return run(*args, **kwargs)
         if number in current.wanted:
-            current.seen[number] = (args[0] if args else kwargs["hidden_states"]).squeeze(0)
+            current.seen[number] = _rows(args[0] if args else kwargs["hidden_states"])
         output = run(*args, **kwargs)
         if number == count - 1 and count in current.wanted:
-            current.seen[count] = (output if isinstance(output, Tensor) else output[0]).squeeze(0)
+            current.seen[count] = _rows(output if isinstance(output, Tensor) else output[0])
         return output
 
     layer.forward = forward
+
+
+def _rows(stream: Tensor) -> Tensor:
+    """[M, hidden] of a residual stream [1, M, hidden]; of several, as Gemma 3n has, the first is the active one."""
+    return stream.flatten(0, -3)[0]
 
 
 def _decoder_layers(base: nn.Module, count: int) -> Sequence[nn.Module]:

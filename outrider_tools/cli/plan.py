@@ -203,7 +203,7 @@ def _lines(
     lines = [
         ("weights", _size(plan.weights), f"{plan.elements.total / 1e6:.1f} M parameters in {words}"),
         *(
-            [("  read for a token", _size(plan.elements.read * plan.item_bytes), "the experts that it wakes")]
+            [("  read for a token", _size(plan.elements.read * plan.item_bytes), "experts and rows it takes")]
             if plan.elements.idle
             else []
         ),

@@ -142,7 +142,14 @@ def test_the_text_of_gemma_3n_is_found_within_the_whole_model(tmp_path: Path) ->
     save_file(whole | {"model.vision_tower.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors", {"format": "pt"})
     fields = {"text_config": read_configs(tmp_path)[0], "vision_config": {}, "model_type": "gemma3n"}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"architectures": ["Gemma3nForConditionalGeneration"]}))
-    check_chunks_and_tree(load_model(tmp_path), reference)
+    model = load_model(tmp_path)
+    check_chunks_and_tree(model, reference)
+    ids = token_ids(5)
+    batch = ForwardBatch(ids, torch.arange(5), [Segment(5, torch.arange(5))])
+    _, (feature,) = model.forward_with_features(batch, model.new_kv(5), TorchAttention(), (1,))
+    with torch.inference_mode():
+        streams = reference.model(ids[None], output_hidden_states=True).hidden_states[1]
+    assert relative_error(feature, streams[0, 0]) < 1e-4, "of several residual streams the active one is the feature"
 
 
 def parts(model: Any) -> set[str]:
