@@ -13,6 +13,8 @@ class ReasoningMarkers:
 
     begin: str
     end: str
+    label: str = ""
+    """A word behind the beginning that is no part of the reasoning."""
 
 
 _MARKERS = {
@@ -20,6 +22,7 @@ _MARKERS = {
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
     "kimi": ReasoningMarkers("◁think▷", "◁/think▷"),
     "seed": ReasoningMarkers("<seed:think>", "</seed:think>"),
+    "gemma4": ReasoningMarkers("<|channel>", "<channel|>", "thought"),
 }
 """By what --reasoning-parser calls them."""
 
@@ -45,7 +48,7 @@ class ReasoningStart:
         prompt = prompt[-256:].rstrip()
         if markers is None or prompt.endswith(markers.end):
             return None
-        return cls(markers, prompt.endswith(markers.begin))
+        return cls(markers, prompt.endswith(markers.begin + markers.label))
 
 
 class ReasoningSplitter:
@@ -58,7 +61,8 @@ class ReasoningSplitter:
         """White space behind the last reasoning, which more may follow."""
         self._reasoning: list[str] = []
         self._text: list[str] = []
-        self._begin, self._end = ("", "") if start is None else (start.markers.begin, start.markers.end)
+        self._begin = "" if start is None else start.markers.begin + start.markers.label
+        self._end = "" if start is None else start.markers.end
         self._step = self._take_text if start is None else self._inside if start.begun else self._before
         self._has_reasoned = False
         self.num_tokens = 0

@@ -55,8 +55,9 @@ class GatewayOptions(ServiceOptions):
     reasoning_parser: str = option(
         "auto",
         "Markers by which what a model thinks is told apart from its answer: think for <think>, mistral for [THINK], "
-        "kimi for ◁think▷, seed for <seed:think>; auto takes those that the chat template names.",
-        choices=("auto", "none", "think", "mistral", "kimi", "seed"),
+        "kimi for ◁think▷, seed for <seed:think>, gemma4 for <|channel>thought; auto takes those that the chat "
+        "template names.",
+        choices=("auto", "none", "think", "mistral", "kimi", "seed", "gemma4"),
     )
     tool_call_parser: str = option(
         "auto",

@@ -66,6 +66,17 @@ def test_the_template_names_the_markers_and_the_prompt_where_the_answer_begins()
     assert ReasoningStart.of(None, "<think>") is None
 
 
+def test_of_gemma_4_the_channel_s_name_is_no_part_of_the_reasoning() -> None:
+    markers = find_markers("auto", "{%- set parts = text.split('<channel|>') -%}")
+    assert markers == find_markers("gemma4", None) is not None
+    assert ReasoningStart.of(markers, "<|turn>model\n<|channel>thought\n<channel|>") is None
+    assert ReasoningStart.of(markers, "<|turn>model\n<|channel>thought\n") == ReasoningStart(markers, True)
+    splitter = ReasoningSplitter(ReasoningStart.of(markers, "<|turn>model\n"))
+    for piece in ("<|channel>", "thou", "ght", "\n", "Why", " not?", "<channel|>", "Yes."):
+        splitter.push(piece)
+    assert splitter.take(final=True) == ("Why not?", "Yes.")
+
+
 def test_white_space_without_an_end_is_read_on() -> None:
     pieces = ["a", *[" " * 64] * 30_000, "b"]
     assert split(pieces, begun=True) == ("".join(pieces), "")
