@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -30,7 +29,8 @@ def kept_objects(isa: Isa, name: str, compile_all: Callable[[], Sequence[bytes]]
     if path is not None and (found := _read(path)) is not None:
         return found
     objects = list(compile_all())
-    if path is not None:
+    # Sources that were changed meanwhile may be those that it was compiled from, or not.
+    if path is not None and _versions() == _VERSIONS:
         _write(path, objects)
     return objects
 
@@ -42,12 +42,11 @@ def _path(isa: Isa, name: str) -> Path | None:
         folder = Path(home).expanduser() if home else Path.home() / ".cache" / "outrider"
     except RuntimeError:  # there is no home
         return None
-    if not _versions():
+    if not _VERSIONS:
         return None
-    return folder / "code" / f"{sha256(repr((_versions(), isa.value, name)).encode()).hexdigest()}.o"
+    return folder / "code" / f"{sha256(repr((_VERSIONS, isa.value, name)).encode()).hexdigest()}.o"
 
 
-@cache
 def _versions() -> tuple[str, ...]:
     """What code follows from, beside what it is written for; empty without sources."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
@@ -55,6 +54,10 @@ def _versions() -> tuple[str, ...]:
         return ()
     digest = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     return (digest, llvmlite.__version__, *map(str, llvm.llvm_version_info))
+
+
+_VERSIONS = _versions()
+"""As this process has them."""
 
 
 def _read(path: Path) -> list[bytes] | None:

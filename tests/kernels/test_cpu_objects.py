@@ -28,6 +28,11 @@ def fail() -> list[bytes]:
     pytest.fail("compiled again")
 
 
+def set_versions(monkeypatch: pytest.MonkeyPatch, *versions: str) -> None:
+    monkeypatch.setattr(objects, "_versions", lambda: versions)
+    monkeypatch.setattr(objects, "_VERSIONS", versions)
+
+
 def test_what_was_compiled_once_is_read_again(home: Path) -> None:
     assert kept_objects(Isa.AVX2, "name", lambda: PARTS) == PARTS
     assert kept_objects(Isa.AVX2, "name", fail) == PARTS
@@ -39,8 +44,14 @@ def test_another_name_instruction_set_or_version_has_code_of_its_own(monkeypatch
     assert kept_objects(Isa.AVX2, "name", lambda: [b"0"]) == [b"0"]
     assert kept_objects(Isa.AVX2, "other", lambda: [b"1"]) == [b"1"]
     assert kept_objects(Isa.AVX512, "name", lambda: [b"2"]) == [b"2"]
-    monkeypatch.setattr(objects, "_versions", lambda: ("newer",))
+    set_versions(monkeypatch, "newer")
     assert kept_objects(Isa.AVX2, "name", lambda: [b"3"]) == [b"3"]
+
+
+def test_what_was_compiled_while_sources_changed_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_versions", lambda: ("edited",))
+    assert kept_objects(Isa.AVX2, "name", lambda: PARTS) == PARTS
+    assert not (home / "code").exists()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -70,7 +81,7 @@ def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, mon
         monkeypatch.delenv("OUTRIDER_HOME")
         monkeypatch.setattr(Path, "home", homeless)
     else:
-        monkeypatch.setattr(objects, "_versions", lambda: ())
+        set_versions(monkeypatch)
     counts = [kept_objects(Isa.AVX2, "name", lambda number=number: [bytes([number])]) for number in range(2)]
     assert counts == [[b"\0"], [b"\1"]]
 
