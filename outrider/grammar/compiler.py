@@ -216,11 +216,17 @@ def _lark_of(grammar: Grammar) -> str:
     rules, below, form = grammar.source.partition(f"\n{FORM_BELOW}\n")
     try:
         if not below:
-            return any_to_lark(rules)
+            return _as_lark(rules)
         # What was GBNF begins with an order to the library, which has no place within other rules.
-        return f"{rules}\nform: %lark {{ {any_to_lark(form).removeprefix('%llguidance {}')}\n}}"
+        return f"{rules}\nform: %lark {{ {_as_lark(form).removeprefix('%llguidance {}')}\n}}"
     except Exception as error:  # of no class of its own where a rule is missing, or stands there twice
         raise refusal(grammar, str(error)) from None
+
+
+def _as_lark(rules: str) -> str:
+    """Rules in Lark as they are, those in GBNF put into Lark."""
+    # The library takes a grammar for GBNF unless a line begins with "start:", which in Lark may be "?start:", too.
+    return any_to_lark(rules) if "::=" in rules else rules
 
 
 def refusal(grammar: Grammar, reason: str) -> InvalidGrammarError:

@@ -10,7 +10,8 @@ from outrider.errors import InvalidRequestError
 from outrider.grammar.compiler import GrammarVocabulary, compile_grammar, judge
 from outrider.grammar.spec import Grammar, GrammarKind, check_grammar, without_further_keys
 
-SOURCES = ['start: greeting ", " NAME\ngreeting: "hi" | "ho"\nNAME: /[a-c]+/', 'root ::= ("hi" | "ho") ", " [a-c]+']
+LARK = 'start: greeting ", " NAME\ngreeting: "hi" | "ho"\nNAME: /[a-c]+/'
+SOURCES = [LARK, f"?{LARK}", 'root ::= ("hi" | "ho") ", " [a-c]+']
 
 
 def ebnf(source: str) -> Grammar:
