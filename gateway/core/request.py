@@ -1,7 +1,7 @@
 """A request: its fields and their limits, written down once for both doors, and what it becomes for the served model.
 
-Values are strict: a string is never taken for a number, nor a boolean for an integer. Unknown fields are refused.
-`None` means the default everywhere.
+Values are strict: a string is never taken for a number, nor a boolean for an integer. Unknown fields are refused
+unless they are null. `None` means the default everywhere.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class StrictModel(BaseModel):
         # A finding for each of a million unknown fields would hold the event loop for seconds; one is enough to refuse.
         if not isinstance(data, dict):
             return data
-        names = {field.alias or name: None for name, field in cls.model_fields.items()}
-        unknown = next((name for name in data if name not in names), None)
-        if unknown is None:
-            return data
-        return {name: data[name] for name in names if name in data} | {unknown: None}
+        names = [field.alias or name for name, field in cls.model_fields.items()]
+        known = {name: data[name] for name in names if name in data}
+        # Clients send parts of an answer back with all fields that their release knows: null asks for nothing.
+        unknown = next((name for name, value in data.items() if value is not None and name not in known), None)
+        return known if unknown is None else known | {unknown: None}
 
 
 def _encodable(text: str) -> str:

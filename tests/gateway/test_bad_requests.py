@@ -318,8 +318,8 @@ async def test_a_full_verify_service_is_429_with_retry_after(world: World) -> No
 @pytest.mark.parametrize(
     ("model", "body"),
     [
-        (CompletionRequest, {"prompt": "x"} | dict.fromkeys(map(str, range(5000)))),
-        (ChatCompletionRequest, {"messages": [HELLO[0] | dict.fromkeys(map(str, range(5000)))]}),
+        (CompletionRequest, {"prompt": "x"} | dict.fromkeys(map(str, range(5000)), 1)),
+        (ChatCompletionRequest, {"messages": [HELLO[0] | dict.fromkeys(map(str, range(5000)), 1)]}),
         (CompletionRequest, {"prompt": "x", "logit_bias": {f"a{i}": "x" for i in range(5000)}}),
         (CompletionRequest, {"prompt": [[]] * 5000}),
         (ChatCompletionRequest, {"messages": [{}] * 5000}),

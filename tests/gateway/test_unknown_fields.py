@@ -23,6 +23,22 @@ async def test_they_are_refused_with_the_nearest_name(world: World) -> None:
     assert error["param"] == "max_token" and "did you mean max_tokens?" in error["message"]
 
 
+async def test_null_is_taken_as_parts_of_an_answer_come_back_with_what_a_newer_client_knows(world: World) -> None:
+    call = {"id": "fc_1", "type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    items = [{"role": "user", "content": "x"}, {**call, "status": None, "caller": None, "namespace": None}, output]
+    assistant = {"role": "assistant", "content": "x", "reasoning": None, "reasoning_details": None}
+    messages = [{"role": "user", "content": "x"}, assistant, {"role": "user", "content": "x"}]
+    for path, body in (
+        ("/v1/responses", {"input": items}),
+        ("/v1/chat/completions", {"messages": messages, "mm_processor_kwargs": None}),
+        ("/generate", {"text": "x", "sampling_params": {"custom_params": None}, "bootstrap_host": None}),
+    ):
+        world.verify.say("ok")
+        answer = await world.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+
+
 async def test_they_may_be_left_out_at_any_depth(verify: ScriptedVerify, tmp_path: Path) -> None:
     async with open_world(verify, tmp_path, ignore_unknown_fields=True) as world:
         world.verify.say("ok")
