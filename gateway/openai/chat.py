@@ -123,6 +123,7 @@ class TextPart(StrictModel):
     type: Literal["text"]
     text: Text
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
+    cache_control: dict[str, Any] | None = Field(None, description="Taken and not used.")
 
 
 Content = ContentOf[TextPart]

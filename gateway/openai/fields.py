@@ -133,7 +133,7 @@ P = TypeVar("P", bound=StrictModel)
 _Part = Annotated[Annotated[P, Tag("@part")] | Annotated[RefusalPart, Tag("@refusal")], Discriminator(_part_kind)]
 ContentOf = Annotated[
     Annotated[Text, Tag("@text")]
-    | Annotated[list[_Part[P]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
+    | Annotated[list[_Part[P]], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
     Discriminator(text_or_list),
 ]
 """A message's text, or its parts: those of a class with a `text`, and refusals."""

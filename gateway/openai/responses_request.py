@@ -52,6 +52,7 @@ class InputPart(StrictModel):
     type: Literal["input_text", "output_text", "text"]
     text: Text
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
+    cache_control: dict[str, Any] | None = Field(None, description="Taken and not used.")
     annotations: Annotated[Any, Only([], why="annotations are not supported")] = None
     logprobs: list[Any] | None = Field(None, description="Taken and not used.")
 

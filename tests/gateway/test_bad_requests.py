@@ -218,9 +218,9 @@ async def test_http_mistakes_have_the_same_shape(world: World, verify: ScriptedV
 
 
 async def test_no_field_of_the_body_is_suggested_for_one_within(world: World) -> None:
-    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "x", "prompt_cache": {"type": "ephemeral"}}
     response = await world.http.post(CHAT, json={"messages": [{"role": "user", "content": [part]}]})
-    field = "messages[0].content[0].cache_control"
+    field = "messages[0].content[0].prompt_cache"
     assert response.json()["error"]["message"] == f"{field}: unknown field; remove it"
 
 
@@ -276,6 +276,7 @@ async def test_a_slow_body_gets_408(verify: ScriptedVerify, tmp_path: Any) -> No
 async def test_harmless_fields_are_taken(world: World) -> None:
     world.verify.say("ok")
     part = {"type": "text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    part["cache_control"] = {"type": "ephemeral"}
     body = {
         "messages": [{"role": "user", "content": [part]}],
         "reasoning_effort": "max",

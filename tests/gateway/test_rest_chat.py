@@ -197,6 +197,21 @@ async def test_refusals_of_earlier_answers_are_text_for_the_template(world: Worl
     assert "No, I may not." in prompts[0] and "Never." in prompts[0] and "I may not." in prompts[1]
 
 
+async def test_content_without_parts_is_an_empty_text(world: World) -> None:
+    # What LangChain sends of a tool that found nothing, and of an answer that was calls alone.
+    call = {"type": "function", "id": "1", "function": {"name": "look", "arguments": "{}"}}
+    made = {"role": "assistant", "content": None, "tool_calls": [call]}
+    found = {"role": "tool", "content": [], "tool_call_id": "1"}
+    for content in ([], ""):
+        world.verify.say("ok")
+        said = {"role": "assistant", "content": content}
+        messages = [*HELLO, made, found | {"content": content}, said, *HELLO]
+        answer = await world.http.post("/v1/chat/completions", json={"messages": messages})
+        assert answer.status_code == 200, answer.text
+    with_list, with_text = world.verify.requests
+    assert with_list.prompt_token_ids == with_text.prompt_token_ids
+
+
 async def test_a_message_of_an_answer_may_be_sent_back(world: World) -> None:
     world.verify.say("first")
     client = world.openai()
