@@ -124,6 +124,10 @@ class TextPart(StrictModel):
     text: Text
     prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Taken and not used.")
     cache_control: dict[str, Any] | None = Field(None, description="Taken and not used.")
+    # OpenAI's agents for JavaScript repeat in the part of an answer what the rest of its message was.
+    role: Literal["assistant"] | None = Field(None, description="Taken and not used.")
+    reasoning_content: Text | None = Field(None, description="Taken and not used.")
+    tool_calls: list[Any] | None = Field(None, description="Taken and not used.")
 
 
 Content = ContentOf[TextPart]

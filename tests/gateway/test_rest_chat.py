@@ -221,6 +221,21 @@ async def test_a_message_of_an_answer_may_be_sent_back(world: World) -> None:
     assert again.choices[0].message.content == "first"
 
 
+async def test_a_part_of_an_answer_may_repeat_its_message(world: World) -> None:
+    # As OpenAI's agents for JavaScript send an answer back.
+    call = {"type": "function", "id": "1", "function": {"name": "look", "arguments": "{}"}}
+    rest = {"role": "assistant", "refusal": None, "reasoning_content": "Let me see.", "tool_calls": [call]}
+    content = [{"type": "text", "text": "I look.", **rest}]
+    found = {"role": "tool", "content": "x", "tool_call_id": "1"}
+    for said in ({"content": content}, {"content": "I look."}):
+        world.verify.say("ok")
+        messages = [*HELLO, {"role": "assistant", "tool_calls": [call], **said}, found]
+        answer = await world.http.post("/v1/chat/completions", json={"messages": messages})
+        assert answer.status_code == 200, answer.text
+    repeated, plain = world.verify.requests
+    assert repeated.prompt_token_ids == plain.prompt_token_ids
+
+
 async def test_a_failed_request_is_an_error_of_the_client_library(world: World) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await world.openai().chat.completions.create(model=MODEL, messages=HELLO, temperature=-1)
