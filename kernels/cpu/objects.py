@@ -2,12 +2,14 @@
 
 A file is found by all that its code follows from: the sources of this package, LLVM, the instruction set and the
 function's name with what it was written for. It lies in $OUTRIDER_HOME/code, or else in ~/.cache/outrider/code; where
-that cannot be written, functions are compiled at each start.
+that cannot be written, functions are compiled at each start. What is read there is run, so a file counts only if this
+user wrote it, for this name: a home may be shared with others.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +22,7 @@ from llvmlite import binding as llvm
 from kernels.cpu.isa import Isa
 
 _SUM, _LENGTH = 32, 8
-"""Bytes in front of a file, a SHA-256 of the rest, and in front of each object in it."""
+"""Bytes in front of a file, see `_sum`, and in front of each object in it."""
 
 
 def kept_objects(isa: Isa, name: str, compile_all: Callable[[], Sequence[bytes]]) -> list[bytes]:
@@ -48,11 +50,14 @@ def _path(isa: Isa, name: str) -> Path | None:
 
 
 def _versions() -> tuple[str, ...]:
-    """What code follows from, beside what it is written for; empty without sources."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    """What code follows from, beside what it is written for; empty without sources, or where one cannot be read."""
+    try:
+        sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    except OSError:  # such as an editor's lock, or one that another release has just taken away
+        return ()
     if not sources:
         return ()
-    digest = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    digest = sha256(b"".join(sources)).hexdigest()
     return (digest, llvmlite.__version__, *map(str, llvm.llvm_version_info))
 
 
@@ -61,13 +66,17 @@ _VERSIONS = _versions()
 
 
 def _read(path: Path) -> list[bytes] | None:
-    """The objects in a file; None where there is none, or not as it was written."""
+    """The objects in a file; None where there is none, or not as this user wrote it."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
+                return None
+            data = file.read()
     except OSError:
         return None
     objects, rest = [], data[_SUM:]
-    if sha256(rest).digest() != data[:_SUM]:
+    if _sum(path, rest) != data[:_SUM]:
         return None
     while rest:
         end = _LENGTH + int.from_bytes(rest[:_LENGTH], "little")
@@ -76,16 +85,20 @@ def _read(path: Path) -> list[bytes] | None:
     return objects
 
 
+def _sum(path: Path, rest: bytes) -> bytes:
+    """Of what a file holds and its name, under which nobody can have put another one of this user's."""
+    return sha256(path.name.encode() + rest).digest()
+
+
 def _write(path: Path, objects: Sequence[bytes]) -> None:
     """Keep them if that can be; who reads meanwhile never sees half a file."""
     rest = b"".join(len(part).to_bytes(_LENGTH, "little") + part for part in objects)
     with suppress(OSError):
-        # It is run by whoever reads it.
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(sha256(rest).digest() + rest)
+                file.write(_sum(path, rest) + rest)
             os.replace(name, path)
         except OSError:
             os.unlink(name)

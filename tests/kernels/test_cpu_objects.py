@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,32 @@ def test_a_file_that_is_not_as_it_was_written_is_written_again(
     file.write_bytes(harmed)
     assert kept_objects(Isa.AVX2, "name", lambda: PARTS) == PARTS
     assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("change", ["another's", "anybody can write it", "kept for another name"])
+def test_a_file_that_another_user_may_have_put_there_is_not_run(change: str, home: Path) -> None:
+    kept_objects(Isa.AVX2, "name", lambda: PARTS)
+    (file,) = (home / "code").iterdir()
+    if change == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("needs the right to give files away")
+        os.chown(file, 65534, 65534)
+    elif change == "anybody can write it":
+        file.chmod(0o666)
+    else:
+        kept_objects(Isa.AVX2, "other", lambda: [b"other"])
+        (other,) = set((home / "code").iterdir()) - {file}
+        other.replace(file)
+    assert kept_objects(Isa.AVX2, "name", lambda: [b"own"]) == [b"own"]
+    assert kept_objects(Isa.AVX2, "name", fail) == [b"own"]
+
+
+def test_sources_that_cannot_be_read_keep_nothing_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".#code.py").symlink_to("user@host.1234")  # as editors lock a file
+    monkeypatch.setattr(objects, "__file__", str(tmp_path / "objects.py"))
+    assert objects._versions() == ()
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "no home", "no sources"])
