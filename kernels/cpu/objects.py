@@ -19,6 +19,7 @@ from pathlib import Path
 import llvmlite
 from llvmlite import binding as llvm
 
+from kernels.cpu import SOURCES, sources
 from kernels.cpu.isa import Isa
 
 _SUM, _LENGTH = 32, 8
@@ -32,7 +33,7 @@ def kept_objects(isa: Isa, name: str, compile_all: Callable[[], Sequence[bytes]]
         return found
     objects = list(compile_all())
     # Sources that were changed meanwhile may be those that it was compiled from, or not.
-    if path is not None and _versions() == _VERSIONS:
+    if path is not None and sources() == SOURCES:
         _write(path, objects)
     return objects
 
@@ -44,25 +45,10 @@ def _path(isa: Isa, name: str) -> Path | None:
         folder = Path(home).expanduser() if home else Path.home() / ".cache" / "outrider"
     except RuntimeError:  # there is no home
         return None
-    if not _VERSIONS:
+    if not SOURCES:
         return None
-    return folder / "code" / f"{sha256(repr((_VERSIONS, isa.value, name)).encode()).hexdigest()}.o"
-
-
-def _versions() -> tuple[str, ...]:
-    """What code follows from, beside what it is written for; empty without sources, or where one cannot be read."""
-    try:
-        sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
-    except OSError:  # such as an editor's lock, or one that another release has just taken away
-        return ()
-    if not sources:
-        return ()
-    digest = sha256(b"".join(sources)).hexdigest()
-    return (digest, llvmlite.__version__, *map(str, llvm.llvm_version_info))
-
-
-_VERSIONS = _versions()
-"""As this process has them."""
+    key = (SOURCES, llvmlite.__version__, llvm.llvm_version_info, isa.value, name)
+    return folder / "code" / f"{sha256(repr(key).encode()).hexdigest()}.o"
 
 
 def _read(path: Path) -> list[bytes] | None:

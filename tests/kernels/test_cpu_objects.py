@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_cpu_products import KINDS, made
 
+import kernels
+from kernels import cpu
 from kernels.cpu import norm, objects, products
 from kernels.cpu.isa import Isa, best_isa
 from kernels.cpu.objects import kept_objects
@@ -29,9 +34,9 @@ def fail() -> list[bytes]:
     pytest.fail("compiled again")
 
 
-def set_versions(monkeypatch: pytest.MonkeyPatch, *versions: str) -> None:
-    monkeypatch.setattr(objects, "_versions", lambda: versions)
-    monkeypatch.setattr(objects, "_VERSIONS", versions)
+def set_sources(monkeypatch: pytest.MonkeyPatch, digest: str) -> None:
+    monkeypatch.setattr(objects, "sources", lambda: digest)
+    monkeypatch.setattr(objects, "SOURCES", digest)
 
 
 def test_what_was_compiled_once_is_read_again(home: Path) -> None:
@@ -45,14 +50,24 @@ def test_another_name_instruction_set_or_version_has_code_of_its_own(monkeypatch
     assert kept_objects(Isa.AVX2, "name", lambda: [b"0"]) == [b"0"]
     assert kept_objects(Isa.AVX2, "other", lambda: [b"1"]) == [b"1"]
     assert kept_objects(Isa.AVX512, "name", lambda: [b"2"]) == [b"2"]
-    set_versions(monkeypatch, "newer")
+    set_sources(monkeypatch, "newer")
     assert kept_objects(Isa.AVX2, "name", lambda: [b"3"]) == [b"3"]
 
 
-def test_what_was_compiled_while_sources_changed_is_not_kept(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_versions", lambda: ("edited",))
-    assert kept_objects(Isa.AVX2, "name", lambda: PARTS) == PARTS
-    assert not (home / "code").exists()
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_what_may_be_compiled_from_sources_of_two_releases_is_not_kept(
+    is_changed: bool, home: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "release" / "kernels"
+    shutil.copytree(Path(kernels.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    lines = ["from kernels.cpu import isa, norm"]
+    if is_changed:
+        # A service imports this long before it compiles: a model may have to be fetched between.
+        lines.append(f"open({str(copy / 'cpu' / 'layout.py')!r}, 'a').write('# newer')")
+    lines.append("norm.compiled_norm(isa.needed_isa())")
+    env = {**os.environ, "PYTHONPATH": str(copy.parent)}
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=copy.parent, env=env, check=True)
+    assert (home / "code").exists() is not is_changed
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -93,8 +108,8 @@ def test_sources_that_cannot_be_read_keep_nothing_from_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".#code.py").symlink_to("user@host.1234")  # as editors lock a file
-    monkeypatch.setattr(objects, "__file__", str(tmp_path / "objects.py"))
-    assert objects._versions() == ()
+    monkeypatch.setattr(cpu, "__file__", str(tmp_path / "__init__.py"))
+    assert cpu.sources() == ""
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "no home", "no sources"])
@@ -108,7 +123,7 @@ def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, mon
         monkeypatch.delenv("OUTRIDER_HOME")
         monkeypatch.setattr(Path, "home", homeless)
     else:
-        set_versions(monkeypatch)
+        set_sources(monkeypatch, "")
     counts = [kept_objects(Isa.AVX2, "name", lambda number=number: [bytes([number])]) for number in range(2)]
     assert counts == [[b"\0"], [b"\1"]]
 
