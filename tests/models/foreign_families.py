@@ -76,6 +76,11 @@ FAMILIES |= {
 DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 FAMILIES |= {
     "glm, dynamic rope": ("Glm", {"head_dim": 16, "rope_parameters": DYNAMIC_ROPE}),
+    "gemma3, dynamic rope of some layers": (
+        "Gemma3Text",
+        {"head_dim": 16, "sliding_window": 6, "layer_types": [WINDOW, "full_attention", WINDOW]}
+        | {"rope_parameters": {WINDOW: PLAIN_ROPE["rope_parameters"], "full_attention": {**DYNAMIC_ROPE}}},
+    ),
     "hunyuan, a fixed alpha that is called dynamic": (
         "HunYuanDenseV1",
         {"head_dim": 16, "rope_parameters": {**DYNAMIC_ROPE, "factor": 1.0, "alpha": 50.0}},
