@@ -20,8 +20,8 @@ _AMX = _VNNI | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
 class Isa(Enum):
     """Best first. The value is what LLVM calls it: a processor, and what it has besides."""
 
-    AMX = "sapphirerapids", ""
-    """Products by tiles; AVX-512 with instructions for bfloat16 besides."""
+    AMX = "sapphirerapids", "-avx512fp16"
+    """Products by tiles; AVX-512 with bfloat16 besides. A virtual machine may hide instructions for float16."""
     VNNI = "x86-64-v4", "+avx512vnni"
     """AVX-512 with dot products of bytes."""
     AVX512 = "x86-64-v4", ""
