@@ -13,7 +13,13 @@ from outrider import logs
 from outrider.config.service import check_token
 from outrider.rpc.call import AUTHORIZATION_KEY, CLIENT_KEY, REQUEST_ID_KEY, client, seconds_left
 from outrider.rpc.tls import TlsSource, channel_credentials
-from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES, channel_options, check_peer_address, unix_path
+from outrider.rpc.transport import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    channel_options,
+    check_peer_address,
+    grpc_target,
+    unix_path,
+)
 
 
 def open_channel(
@@ -34,7 +40,7 @@ def open_channel(
         check_peer_address(address, option)
     check_token(auth_token, "auth token")
     logs.hide_secret(auth_token)
-    options = channel_options(max_message_bytes)
+    options, target = channel_options(max_message_bytes), grpc_target(address)
     # A certificate cannot name a socket's path, which gRPC would look for in it.
     name = "" if tls is None else tls.files.name or ("localhost" if unix_path(address) is not None else "")
     if name:
@@ -42,8 +48,8 @@ def open_channel(
 
     def dial() -> grpc.aio.Channel:
         if tls is None:
-            return grpc.aio.insecure_channel(address, options=options)
-        return grpc.aio.secure_channel(address, channel_credentials(tls.current()[1]), options=options)
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, channel_credentials(tls.current()[1]), options=options)
 
     return _TaggedChannel(dial, tls, auth_token)
 

@@ -23,6 +23,7 @@ from outrider.rpc.transport import (
     DEFAULT_MAX_MESSAGE_BYTES,
     ChannelOptions,
     check_address,
+    grpc_target,
     is_local,
     server_options,
     split_host_port,
@@ -143,9 +144,9 @@ class GrpcServer:
         check_free(self.address)
         try:
             if self._tls is None:
-                port = self.grpc.add_insecure_port(self.address)
+                port = self.grpc.add_insecure_port(grpc_target(self.address))
             else:
-                port = self.grpc.add_secure_port(self.address, server_credentials(self._tls))
+                port = self.grpc.add_secure_port(grpc_target(self.address), server_credentials(self._tls))
         except RuntimeError:
             port = 0
         if port == 0:

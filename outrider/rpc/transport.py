@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from outrider.errors import ConfigError
 
@@ -68,6 +68,12 @@ def channel_options(max_message_bytes: int) -> ChannelOptions:
 def unix_path(address: str) -> Path | None:
     """Return the path of a "unix:/path" address, or None for any other."""
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+
+
+def grpc_target(address: str) -> str:
+    """What gRPC calls an address: a socket's path is part of a URI there, in which `#`, `?` and `%` mean something."""
+    path = address.removeprefix("unix:")
+    return address if path == address else f"unix:{quote(os.fsencode(path))}"
 
 
 def check_address(address: str, option: str) -> None:

@@ -64,6 +64,18 @@ os.kill(os.getpid(), signal.SIGKILL)"
     assert not path.exists()
 
 
+@pytest.mark.parametrize("name", ["h#sh", "qu?y", "per%cent", "a%20b", "new\nline", "\u00fc b"])
+async def test_a_sockets_path_may_hold_what_means_something_in_a_uri(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    server = make_server(f"unix:{path}")
+    assert await server.start() == f"unix:{path}"
+    assert path.is_socket()
+    async with open_channel(f"unix:{path}") as channel:
+        await asyncio.wait_for(channel.channel_ready(), 20)
+    await server.stop(0)
+    assert not path.exists()
+
+
 async def test_the_socket_of_a_running_process_is_left_alone(start: Any) -> None:
     running = await start()
     with pytest.raises(ConfigError, match="in use by a running process"):
