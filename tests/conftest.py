@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,23 @@ def model_path() -> Path:
     from outrider.models.store import resolve_model
 
     return resolve_model("SmolLM2-135M-Instruct")
+
+
+@pytest.fixture
+def other_user() -> Callable[[], AbstractContextManager[None]]:
+    """A function that makes the test another user for a while where it is root, who may read everything."""
+
+    @contextmanager
+    def become() -> Iterator[None]:
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(user)
+
+    return become
 
 
 def _is_late(record: logging.LogRecord) -> bool:

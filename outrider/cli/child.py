@@ -79,8 +79,14 @@ class Child:
             start_new_session=True,
         )
         self.started_at = time.monotonic()
-        self._reader = threading.Thread(target=self._read, args=(self._process,), name=f"{self.name}-log", daemon=True)
-        self._reader.start()
+        reader = threading.Thread(target=self._read, args=(self._process,), name=f"{self.name}-log", daemon=True)
+        try:
+            reader.start()
+        except RuntimeError:  # no thread is left
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            raise
+        self._reader = reader
 
     def wait_ready(self, timeout: float, cancelled: threading.Event) -> None:
         """Wait until the service has written its ready file; sets `told`, what it holds. `timeout` is in seconds.

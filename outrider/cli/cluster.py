@@ -31,6 +31,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.cores import usable_cores
+from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import exit_text
 from outrider.rpc.transport import check_address
 
@@ -198,12 +199,16 @@ class Cluster:
     def __enter__(self) -> Cluster:
         """Start all services and wait until they serve.
 
-        Raises ServiceFailedError, after ending what had begun, or ConfigError for a TMPDIR too long for sockets.
+        Raises ServiceFailedError, after ending what had begun, or ConfigError for a TMPDIR that cannot hold sockets.
         """
         try:
             self._start()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError) or (isinstance(error, RuntimeError) and "thread" in str(error)):
+                raise ServiceFailedError(
+                    f"the services cannot be started: {error}; see what this user may have: ulimit -u, ulimit -n"
+                ) from error
             raise
         return self
 
@@ -302,7 +307,8 @@ class Cluster:
         try:
             for watcher in self._watchers:
                 watcher.join()
-            self._spawner.submit(lambda: None).result()
+            with suppress(RuntimeError):  # no thread can be started, so nothing is being started either
+                self._spawner.submit(lambda: None).result()
             for name in ("gateway", "verify", "draft"):
                 if name in self.children:
                     self._end(self.children[name])
@@ -321,7 +327,12 @@ class Cluster:
 
     def _start(self) -> None:
         # Short, because a socket's path may hold about 100 bytes; private, because mkdtemp makes it 0700.
-        self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+        except OSError as error:
+            raise ConfigError(
+                f"TMPDIR: the services' sockets have no place: {error.strerror}; set it to a folder that can be written"
+            ) from error
         check_address(f"unix:{self._folder}/verify.sock", "TMPDIR")
         placed = {name: place(name, options, self._folder, self._fixed_ports) for name, options in self._given.items()}
         self._options = link(placed)

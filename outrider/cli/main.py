@@ -101,6 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("outrider: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}; let this user have it, or name another place"
+            print(f"outrider: error: {text}", file=sys.stderr)
+            return EXIT_CONFIG
         if sys.stdout is None or not _is_of_output(error):
             raise
         # What was not written yet would fail once more at the end.

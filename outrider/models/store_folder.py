@@ -62,7 +62,8 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; a local model is a folder in the Hugging Face layout")
     read_json(folder / CONFIG_FILE)
-    shard_paths(folder)
+    for shard in shard_paths(folder):
+        _check_readable(shard)
     if not needs_tokenizer:
         return
     path = folder / TOKENIZER_FILE
@@ -72,6 +73,14 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
     if not path.stat().st_size:
         raise ConfigError(f"{path} is empty; save the tokenizer again {with_transformers}")
     read_json(path)
+
+
+def _check_readable(path: Path) -> None:
+    """Raise ConfigError for a file that this user may not read: of such a one safetensors says that it is not there."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def shard_paths(folder: Path) -> list[Path]:

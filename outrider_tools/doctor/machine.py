@@ -106,7 +106,7 @@ def check_neighbours() -> Iterator[Finding]:
 def check_disk() -> Iterator[Finding]:
     """Room where models are kept."""
     folder = default_cache_dir()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
         yield problem("disk", f"{folder} cannot be written", "set OUTRIDER_HOME to a folder of your own")
         return

@@ -78,7 +78,7 @@ def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> di
 def _is_here(name: str) -> bool:
     """Whether looking at a model fetches nothing; of a name that no model can have the probe tells more."""
     is_fetched = name.lower() in DEFAULT_ALIASES or (is_hub_id(name) and not expand(name).is_dir())
-    return not is_fetched or (local_folder(name) / CONFIG_FILE).is_file()
+    return not is_fetched or os.path.isfile(local_folder(name) / CONFIG_FILE)
 
 
 def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,3 +216,29 @@ def test_a_folder_too_long_for_sockets_is_told_by_its_variable(tmp_path: Path, m
     with pytest.raises(ConfigError, match=r"^TMPDIR: the path .*; use a shorter one$"), FakeCluster():
         pass
     assert not list(folder.iterdir())
+
+
+def test_a_temporary_folder_that_takes_no_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"^TMPDIR: .*No such file or directory; set it to"), FakeCluster():
+        pass
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_a_machine_that_has_no_thread_left_is_told_and_nothing_stays(num_threads: int) -> None:
+    cluster = FakeCluster()
+    for _ in range(num_threads):  # that which starts services
+        cluster._spawner.submit(int).result()
+    former = threading.stack_size(1 << 47)  # for which no machine has room
+    try:
+        with pytest.raises(ServiceFailedError, match=r"cannot be started: can't start new thread; see .*ulimit -u"):
+            cluster.__enter__()
+    finally:
+        threading.stack_size(former)
+    assert not any(pid and is_alive(pid) for pid in pids(cluster))
+
+
+def test_an_interpreter_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ServiceFailedError, match=r"cannot be started: .*No such file or directory: .*python"):
+        FakeCluster().__enter__()

@@ -63,3 +63,23 @@ def test_a_hub_cache_that_is_a_file_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and "error: HF_HUB_CACHE: the hub's cache cannot be read" in line
+
+
+@pytest.mark.parametrize("command", ["up --ephemeral", "plan"])
+def test_a_home_that_this_user_may_not_look_into_is_one_line(command: str, tmp_path: Path) -> None:
+    # `su` and `sudo` leave the HOME of whoever calls them. Root may look everywhere, and other users perhaps not into
+    # the folders of its code: that is imported before.
+    program = """
+import encodings.idna, os, sys, outrider.cli.up, outrider_tools.cli.plan
+from outrider.cli.main import main
+if os.geteuid() == 0:
+    os.seteuid(65534)
+sys.exit(main(sys.argv[1:]))
+"""
+    home = tmp_path / "home"
+    home.mkdir(mode=0)
+    env = {**os.environ, "HOME": str(home), "OUTRIDER_HOME": ""}
+    run = [sys.executable, "-c", program, *command.split()]
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=60, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and str(home) in line and "Permission denied" in line

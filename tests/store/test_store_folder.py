@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from outrider.errors import ConfigError
+from outrider.models.store import given_folder
 from outrider.models.store_folder import Manifest, check_model_folder, matches_manifest, write_manifest
 
 
@@ -29,6 +33,21 @@ def test_a_complete_folder_passes(tmp_path: Path) -> None:
 def test_the_missing_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         check_model_folder(make_folder(tmp_path, without=name))
+
+
+def test_what_this_user_may_not_read_is_told_from_what_is_missing(
+    other_user: Callable[[], AbstractContextManager[None]],
+) -> None:
+    with tempfile.TemporaryDirectory() as name:  # which, unlike pytest's, another user can be let into
+        folder = make_folder(Path(name))
+        folder.chmod(0o755)
+        (folder / "model.safetensors").chmod(0)
+        with other_user(), pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read: Permission denied"):
+            check_model_folder(folder)
+        folder.chmod(0)
+        with other_user(), pytest.raises(ConfigError, match=rf"^{folder}/model: Permission denied"):
+            given_folder(f"{folder}/model")
+        folder.chmod(0o700)
 
 
 def test_an_empty_tokenizer_is_told_from_a_missing_one(tmp_path: Path) -> None:

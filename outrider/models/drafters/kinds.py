@@ -5,6 +5,7 @@ What does not fit is refused here before any model is loaded, by `outrider up` b
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -247,7 +248,7 @@ def draft_folder(options: DraftOptions, algorithm: str) -> Path:
     if not name:
         raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
     # Of a local folder its kind is told first: that a head has no tokenizer is no mistake of the head.
-    is_local = expand(name).is_dir()
+    is_local = os.path.isdir(expand(name))
     folder = resolve_model(name, needs_tokenizer=algorithm == "STANDALONE" and not is_local)
     check_kind(algorithm, folder)
     if algorithm == "STANDALONE":
