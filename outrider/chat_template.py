@@ -79,9 +79,12 @@ class ChatTemplate:
         """The template of a model folder, by its name where it has several; None without one. Raises ConfigError."""
         config = read_config(folder / "tokenizer_config.json")
         path = folder / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        try:
+            source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
         if isinstance(source, list):  # several by name
-            source = next((t.get("template") for t in source if t.get("name") == name), None)
+            source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == name), None)
         if not isinstance(source, str):
             return None
         return cls(source, special_tokens(config))

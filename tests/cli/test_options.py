@@ -589,3 +589,28 @@ def test_help_shows_what_people_need_and_help_all_shows_everything(capsys: pytes
 def test_host_and_port_are_answered_with_the_address_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--host", "0.0.0.0"]) == 2
     assert "--rest-address HOST:PORT for HTTP, --gateway-address HOST:PORT for gRPC" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("tokenizer_config.json", b"[", r"--model: .*tokenizer_config\.json cannot be read"),
+        ("chat_template.jinja", b"{% if", r"--model: the chat template is not valid"),
+        ("chat_template.jinja", b"\xff{{", r"--model: .*chat_template\.jinja cannot be read"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_told_before_anything_starts(
+    name: str, content: bytes, told: str, tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The gateway would wait for a better one, and `outrider up` for the gateway.
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in model_path.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).write_bytes(content)
+    assert main(["up", "--ephemeral", "--device=gpu", f"--model={folder}"]) == 2
+    assert re.search(told, capsys.readouterr().err)
+    other = ["--tokenizer", str(model_path)]
+    assert main(["up", "--ephemeral", "--device=gpu", f"--model={folder}", *other]) == 2
+    assert not re.search(told, capsys.readouterr().err)
