@@ -7,6 +7,7 @@ Line breaks inside a message are escaped, so a client cannot forge a line. Impor
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -184,6 +185,18 @@ def escape_controls(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def mend_streams() -> None:
+    """Give a closed input an empty file and closed outputs one that drops all; `?` is for what an encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # At its own number, as a rule: else the next socket would get that, here or in a child.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process's life)
+            os.set_inheritable(getattr(sys, name).fileno(), True)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def configure_logging(service: str, level: str = "INFO", *, stream: TextIO | None = None) -> None:

@@ -29,7 +29,7 @@ from outrider.cli.options import (
     number,
     whole_number,
 )
-from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, mend_streams, show_answer
+from outrider.cli.terminal import FinishedAnswer, StartDisplay, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_INTERRUPTED
@@ -61,7 +61,6 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the user has had enough; 1 where an answer failed, unless a person at a terminal was told so."""
-    mend_streams()
     _leave_on_signals()
     in_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -25,7 +25,6 @@ from outrider.cli.terminal import (
     drafters_text,
     legend,
     make_console,
-    mend_streams,
     show_answer,
 )
 from outrider.config.service import TlsFiles, peer_tls
@@ -53,7 +52,6 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demonstration; 0 when all services ended cleanly."""
-    mend_streams()
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)

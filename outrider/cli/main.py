@@ -16,6 +16,7 @@ from typing import NoReturn
 from outrider import __version__
 from outrider.config.base import check_text
 from outrider.errors import ConfigError, OutriderError
+from outrider.logs import mend_streams
 
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
@@ -86,10 +87,10 @@ def make_parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    mend_streams()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except ConfigError as error:
         print(f"outrider: error: {error.message}", file=sys.stderr)
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"{error.filename}: {error.strerror}; let this user have it, or name another place"
             print(f"outrider: error: {text}", file=sys.stderr)
             return EXIT_CONFIG
-        if sys.stdout is None or not _is_of_output(error):
+        if not _is_of_output(error):
             raise
         # What was not written yet would fail once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

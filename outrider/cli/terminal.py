@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -33,17 +31,6 @@ SERVICE_STYLES = {"draft": "green", "verify": "yellow", "gateway": "cyan"}
 def make_console(*, color: bool = True, stderr: bool = False) -> Console:
     """A console that knows NO_COLOR and writes no escape codes into files and pipes."""
     return Console(highlight=False, markup=False, emoji=False, no_color=None if color else True, stderr=stderr)
-
-
-def mend_streams() -> None:
-    """Give a closed input an empty file and closed outputs one that drops all; `?` is for what an encoding lacks."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            # At its own number, as a rule: else the next socket would get that.
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (for the process's life)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def log_printer(console: Console) -> LineSink:

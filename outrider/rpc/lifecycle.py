@@ -23,7 +23,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.logs import configure_logging, get_logger, redact
+from outrider.logs import configure_logging, get_logger, mend_streams, redact
 
 if sys.platform == "win32":
     from asyncio import new_event_loop
@@ -67,6 +67,7 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
     the service: "draft" for DraftOptions.
     """
     name = type(options).__name__.removesuffix("Options").lower()
+    mend_streams()
     configure_logging(name, options.log_level)
     for variable, meant in misspelt_variables(os.environ):
         _logger.warning("%s in the environment is no option of any service; was %s meant?", variable, meant)

@@ -16,7 +16,9 @@ from service_process import wait_until
 class Up:
     """`outrider up` with fake services, as its own process in a session of its own, as from a terminal."""
 
-    def __init__(self, folder: Path, model: Path, *, output: int | None = None, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, model: Path, *, output: int | None = None, closed: str = "", **environment: str
+    ) -> None:
         for module in ("draft_service", "verify_service", "gateway"):
             (folder / f"{module}.py").write_text("import sys, fake_service\nsys.exit(fake_service.main())\n")
         self.log = folder / "log"
@@ -24,6 +26,7 @@ class Up:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [
+                    *("sh", "-c", f'exec "$@" {closed}', "sh"),
                     sys.executable,
                     "-m",
                     "outrider.cli",
@@ -137,3 +140,9 @@ def test_a_taken_port_ends_the_command_with_the_options_that_choose_others(tmp_p
     with Up(tmp_path, model_path, FAKE_DRAFT="taken") as up:
         assert up.process.wait(20) == 1
         assert "add --ephemeral" in up.text and "--draft-metrics-address" in up.text and "--rest-address" in up.text
+
+
+def test_up_without_an_output_says_where_it_can_what_failed(tmp_path: Path, model_path: Path) -> None:
+    with Up(tmp_path, model_path, closed="1>&-", FAKE_VERIFY="broken") as up:
+        assert up.process.wait(20) == 1
+        assert "    the flux is not compensated" in up.text and "Traceback" not in up.text

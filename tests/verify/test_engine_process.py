@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from harness import tiny_model
 from service_process import engine_of, is_gone, start_door, wait_until
 from tokenizers import Tokenizer, models
 
+from outrider.config.base import options_to_argv
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.host.process import KERNEL_CACHES
@@ -180,3 +183,18 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(folder: Path, tmp
         _, words = door.communicate(timeout=60)
     assert door.returncode == 2
     assert words.count("\n") == 1 and words.startswith("verify: error: ") and "nowhere" in words
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
+async def test_a_service_whose_input_and_outputs_are_closed_serves(folder: Path, tmp_path: Path, closed: str) -> None:
+    ready = tmp_path / "ready"
+    options = options_for(folder, address=f"unix:{tmp_path}/s", ready_file=str(ready))
+    door = subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "verify_service", *options_to_argv(options)]
+    )
+    try:
+        wait_until(lambda: ready.exists() or door.poll() is not None)
+        assert ready.exists()
+    finally:
+        door.terminate()
+    assert door.wait(20) == 0
