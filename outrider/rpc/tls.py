@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import stat
 import threading
+from base64 import b64decode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,18 @@ _logger = get_logger(__name__)
 
 _MAX_FILE_BYTES = 1 << 20
 _MODE_OF_OTHERS = 0o077
+
+_FIRST_CERTIFICATE = re.compile(rb"-----BEGIN [A-Z0-9 ]*CERTIFICATE-----([A-Za-z0-9+/=\s]+)-----END")
+_KEY_KINDS = tuple(
+    bytes.fromhex(text)
+    for text in (
+        "300d06092a864886f70d0101010500",  # RSA
+        "301306072a8648ce3d020106082a8648ce3d030107",  # P-256
+        "301006072a8648ce3d020106052b81040022",  # P-384
+    )
+)
+"""What a certificate calls the kinds of key that gRPC takes. Others, such as Ed25519, OpenSSL alone would take: REST
+would work, and no call of gRPC."""
 
 _OTHER_NAMES = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
@@ -225,6 +239,12 @@ def load_material(files: TlsFiles) -> TlsMaterial:
             "and its unencrypted private key, both as PEM",
             lambda: context.load_cert_chain(_path(files.cert), _path(files.key), _no_password),
         )
+        first = _FIRST_CERTIFICATE.search(content["cert"])
+        if first is None or not any(kind in b64decode(first[1]) for kind in _KEY_KINDS):
+            raise ConfigError(
+                f"{files.flag('key')}: {files.key} is a key of a kind that gRPC does not take; "
+                "make one of RSA, P-256 or P-384 and a certificate for it"
+            )
     if files.ca:
         _attempt(
             f"{files.flag('ca')}: {files.ca} holds no certificates as PEM",

@@ -188,6 +188,26 @@ def test_an_encrypted_key_is_refused_and_nobody_is_asked_for_its_password(tmp_pa
         TlsSource(files)
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+@pytest.mark.parametrize("kind", ["rsa:2048", "ec:P-256", "ec:P-384", "ec:P-521", "ec:secp256k1", "ed25519", "ed448"])
+async def test_a_key_that_opens_no_door_of_grpc_is_refused_by_its_kind(kind: str, tmp_path: Path) -> None:
+    files = Authority(tmp_path / "ours").files("server")
+    source = TlsSource(files)
+    name, _, curve = kind.partition(":")
+    made = ["-newkey", "ec", "-pkeyopt", f"ec_paramgen_curve:{curve}"] if name == "ec" else ["-newkey", kind]
+    own = ["-subj", "/CN=server", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-nodes", *made, *own, "-keyout", files.key, "-out", files.cert]
+    subprocess.run(command, check=True, capture_output=True)
+    replace(files.ca, Path(files.cert).read_bytes())
+    if kind in ("rsa:2048", "ec:P-256", "ec:P-384"):
+        async with run_server(ANY, tls=TlsSource(files)) as running:
+            assert await ask(running.address, TlsSource(files)) == 7
+        return
+    with pytest.raises(ConfigError, match=r"--tls-key: .* RSA, P-256 or P-384"):
+        TlsSource(files)
+    assert source.current()[0] == 1, "while it runs the former files stay in use"
+
+
 def test_a_key_that_others_may_read_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = Authority(tmp_path / "ours").files("server")
     with caplog.at_level(logging.WARNING):
