@@ -108,11 +108,13 @@ def fake_engine(
     )
 
 
-def submit(engine: ThreadedEngine, prompt_len: int = 3, max_tokens: int = 8, answer: Answer | None = None) -> Answer:
-    """Ask for an answer of exactly `max_tokens`."""
+def submit(
+    engine: ThreadedEngine, prompt_len: int = 3, max_tokens: int = 8, answer: Answer | None = None, **fields: object
+) -> Answer:
+    """Ask for an answer of exactly `max_tokens`; `fields` of GenerationRequest."""
     answer = answer or Answer()
     prompt = [count_up(position) for position in range(prompt_len)]
-    request = make_request(answer, prompt, SamplingParams(temperature=0.0), VOCAB, max_tokens)
+    request = make_request(answer, prompt, SamplingParams(temperature=0.0), VOCAB, max_tokens, **fields)
     engine.submit(request)
     answer.request = request
     return answer

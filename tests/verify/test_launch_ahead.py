@@ -133,6 +133,23 @@ def test_what_follows_in_the_pages_of_one_that_ended_late_is_right(truth: list[A
     assert engine.scheduler.num_preemptions > 0
 
 
+def test_a_client_of_another_key_has_a_round_laid_out_anew(truth: list[Answer], begin: Start) -> None:
+    engine, rounds = begin(max_running=2)
+    came: list[Answer] = []
+
+    def come() -> None:
+        if not came and rounds.num_ahead > 5:
+            came.append(submit(engine, jobs()[1][0], params=jobs()[1][1], client="one/0"))
+
+    rounds.during = come
+    flood = [submit(engine, jobs()[2][0], max_tokens=150, speculate=False, client="flood/0") for _ in range(2)]
+    assert all(answer.done.wait(60) for answer in flood) and came[0].done.wait(60)
+    assert came[0].token_ids == truth[1].token_ids
+    assert flood[0].token_ids == flood[1].token_ids
+    first = next(at for at, entries in enumerate(rounds) if any(e.request is came[0].request for e in entries))
+    assert first < 75, "long before either long answer ends"
+
+
 def test_cancelled_while_two_rounds_are_under_way(truth: list[Answer], begin: Start) -> None:
     engine, rounds = begin()
     stays = submit(engine, jobs()[1][0], params=jobs()[1][1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -74,7 +74,11 @@ class Request:
     num_scored: int = 0
     """First positions of the prompt that log-probabilities of the token after them were told for, if asked for."""
     arrival: int = 0
-    """Order of admission; of equal priority the youngest is preempted first."""
+    """Order of admission."""
+    place: int = 0
+    """How many requests of its API key run and come before it."""
+    let_in: bool = False
+    """Whether one that ran has made way for it; that happens once."""
     arrived_at: float = 0.0
     """Seconds on the monotonic clock."""
     queue_seconds: float = 0.0
@@ -103,9 +107,17 @@ class Request:
         return cls(params, tokens, len(tokens), sampler, sink, params.priority, bad_words=bad_words)
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Its place among running requests: the last one gives way first."""
-        return self.priority, self.arrival
+    def key(self) -> str:
+        """Which API key it came with."""
+        return self.params.client.partition("/")[0]
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Its place among running requests: the last one gives way first.
+
+        Of equal priority that is one of the API key that has the most, the youngest: who floods gives way to others.
+        """
+        return self.priority, self.place, self.arrival
 
     @property
     def is_masked(self) -> bool:
@@ -196,6 +208,17 @@ class FairQueue:
         if self._num_passes >= _MAX_PASSES:
             return min(self, key=lambda one: one.arrival)
         return next(iter(self))
+
+    def newcomer(self, keys: Collection[str]) -> Request | None:
+        """The first request of the best priority whose API key is none of these; None if there is none."""
+        for priority in self._priorities()[:1]:
+            for request in self._preempted.get(priority, ()):
+                if request.key not in keys:
+                    return request
+            for key, users in self._turns.get(priority, {}).items():
+                if key not in keys:
+                    return next(iter(users.values()))[0]
+        return None
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -312,5 +335,4 @@ def _move_on(turns: dict[str, WaitingT], name: str, had_turn: bool) -> None:
 
 def _names(request: Request) -> tuple[str, str]:
     """The API key, and the user that it names."""
-    key, _, user = request.params.client.partition("/")
-    return key, user
+    return request.key, request.params.client.partition("/")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -127,6 +128,7 @@ class Scheduler:
         self.waiting = FairQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        """For lack of pages."""
         self._memory = memory
         self._drafts = drafts
         self._budget = budget
@@ -135,7 +137,7 @@ class Scheduler:
         self._grammars = grammars
         self._prompt_turns = PromptTurns()
         self._ended: list[Request] = []
-        self._first_rank: tuple[float, int] = (-math.inf, 0)
+        self._first_rank: tuple[float, int, int] = (-math.inf, 0, 0)
         """Rank of the request that comes first in the next round, where not all fit."""
 
     @property
@@ -166,25 +168,63 @@ class Scheduler:
     def admit(self) -> None:
         """Let waiting requests run, as many as fit, and see to it that the next round finds free pages."""
         self._refill()
-        while self.waiting and len(self.running) < self._limits.max_running:
-            request = self.waiting.head
-            # One page more than it has tokens, lest it be preempted by its first round.
-            if self.running and not self._memory.fits(request.committed_len + self._memory.page_size):
-                return
-            self.waiting.pop()
-            self._memory.attach(request)
-            if request.num_cached_prompt_tokens is None:
-                request.num_cached_prompt_tokens = request.cached_len
-                request.queue_seconds = time.monotonic() - request.arrived_at
-            self.running.append(request)
-            self.running.sort(key=attrgetter("rank"))
-            if self._drafts.spec(request) is None:
-                self._drafts.admit(request)
-            else:
-                self._drafts.resume(request)
+        while self.waiting and self._has_room(self.waiting.head):
+            self._run(self.waiting.pop())
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether a waiting request may run."""
+        if len(self.running) >= self._limits.max_running:
+            return False
+        # One page more than it has tokens, lest it be preempted by its first round.
+        return not self.running or self._memory.fits(request.committed_len + self._memory.page_size)
+
+    def _run(self, request: Request) -> None:
+        """Have a request that has left the queue run."""
+        self._memory.attach(request)
+        if request.num_cached_prompt_tokens is None:
+            request.num_cached_prompt_tokens = request.cached_len
+            request.queue_seconds = time.monotonic() - request.arrived_at
+        self.running.append(request)
+        self._sort_running()
+        if self._drafts.spec(request) is None:
+            self._drafts.admit(request)
+        else:
+            self._drafts.resume(request)
+
+    def _sort_running(self) -> None:
+        places = Counter[str]()
+        for request in sorted(self.running, key=attrgetter("priority", "arrival")):
+            request.place = places[request.key]
+            places[request.key] += 1
+        self.running.sort(key=attrgetter("rank"))
+
+    def _newcomer(self) -> Request | None:
+        """The waiting request, if any, for which one that runs makes way: its API key has none that runs, and another
+        key has several."""
+        if not self.waiting:
+            return None
+        request = self.waiting.newcomer({one.key for one in self.running})
+        if request is None or request.let_in or not self.running:
+            return None
+        self._sort_running()
+        last = self.running[-1]
+        return request if last.place and last.priority >= request.priority else None
+
+    def _let_newcomer_in(self) -> None:
+        """Have a newcomer run in the next round, lest one key's long answers keep all others waiting for their ends."""
+        request = self._newcomer()
+        if request is None:
+            return
+        if not self._has_room(request):
+            request.let_in = True
+            self._preempt(self.running[-1])
+        if self._has_room(request):
+            self.waiting.remove(request)
+            self._run(request)
 
     def plan(self) -> list[Entry]:
         """Lay out the next round, without tree nodes. Pages cover every token of it."""
+        self._let_newcomer_in()
         return self._plain_round() or self._any_round()
 
     def _plain_round(self) -> list[Entry]:
@@ -211,6 +251,8 @@ class Scheduler:
         ahead: list[Entry] = []
         if any(entry.max_grown for entry in entries):
             # What the round under way is told of its trees would be overwritten, its requests cancelled or not.
+            return ahead
+        if self._newcomer() is not None:
             return ahead
         planned = {entry.request for entry in entries if entry.num_tokens == 1 and entry.samples}
         for request in self.running:
@@ -372,13 +414,13 @@ class Scheduler:
         self.release_ended()
         while not self._memory.reserve(request, length):
             last = self.running[-1]
+            self.num_preemptions += 1
             self._preempt(last)
             if last is request:
                 return False
         return True
 
     def _preempt(self, request: Request) -> None:
-        self.num_preemptions += 1
         self.running.remove(request)
         self._release(request)
         self._drafts.pause(request)
