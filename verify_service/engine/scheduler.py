@@ -215,6 +215,7 @@ class Scheduler:
         request = self._newcomer()
         if request is None:
             return
+        self.release_ended()
         if not self._has_room(request):
             request.let_in = True
             self._preempt(self.running[-1])
