@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from outrider.rpc.transport import is_local
 _logger = logs.get_logger(__name__)
 
 _OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
+_STRANGER_LOG_SECONDS = 10.0
 
 
 class RestApp:
@@ -47,6 +48,8 @@ class RestApp:
         """With `api_keys`, each with its tenant, all paths but pages and `_OPEN_PATHS` need one of them."""
         self._gateway = gateway
         self._api_keys = {key.encode(): tenant for key, tenant in (api_keys or {}).items()}
+        self._strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
+        """Of requests that are not let in: whoever likes can send them, and must not fill the log."""
         guarded = bool(api_keys or options.tls_cert)
         self._hosts = HostRule(options.rest_address, options.allowed_hosts, guarded=guarded)
         bodies = BodyReader(max_bytes=options.max_body_bytes, seconds=options.body_seconds)
@@ -84,7 +87,7 @@ class RestApp:
         headers = Headers(scope=scope)
         request_id = clean_request_id(headers.get("x-request-id"))
         logs.request_id.set(request_id)
-        begun = False
+        begun = let_in = False
 
         async def send_tagged(message: Message) -> None:
             nonlocal begun
@@ -100,6 +103,7 @@ class RestApp:
                 if scope["path"] not in _OPEN_PATHS:
                     self._hosts.check(headers)
                 self._authorize(scope["path"], headers)
+            let_in = True
             await self._router(scope, receive, send_tagged)
         except Exception as error:
             if begun:
@@ -107,7 +111,8 @@ class RestApp:
             if scope["method"] == "OPTIONS" and (allowed := _allowed(error, scope["path"])):
                 await Response(status_code=204, headers={"allow": f"{allowed}, OPTIONS"})(scope, receive, send_tagged)
                 return
-            await error_response(_client_error(error, scope))(scope, receive, send_tagged)
+            tell = _logger.info if let_in else self._strangers.warn
+            await error_response(_client_error(error, scope, tell))(scope, receive, send_tagged)
 
     def _authorize(self, path: str, headers: Headers) -> None:
         """Names the client whose key it is. Raises HttpError without a right one."""
@@ -150,13 +155,13 @@ def _allowed(error: Exception, path: str) -> str:
     return "GET, HEAD, POST" if path == "*" else (error.headers or {}).get("Allow", "")
 
 
-def _client_error(error: Exception, scope: Scope) -> OutriderError:
-    """The error that the client gets; the rest goes to the log."""
+def _client_error(error: Exception, scope: Scope, tell: Callable[..., None]) -> OutriderError:
+    """The error that the client gets; the rest goes to the log, what is no fault of ours by `tell`."""
     place = f"{scope['method']} {scope['path'][:200]}"
     if isinstance(error, HTTPException):
         error = _route_error(error, place)
     if isinstance(error, OutriderError) and error.http_status != InternalError.http_status:
-        _logger.info("%s refused: %s: %s", place, error.code, error.message)
+        tell("%s refused: %s: %s", place, error.code, error.message)
         return error
     return internal_error(error, place, _logger)
 

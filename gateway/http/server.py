@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gateway.http.responses import KEEP_ALIVE, HttpError, error_json, is_event_stream
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, OutriderError
-from outrider.logs import get_logger
+from outrider.logs import ThrottledWarnings, get_logger
 from outrider.rpc.tls import TlsSource, http_context
 from outrider.rpc.transport import split_host_port
 
@@ -57,6 +57,8 @@ class Connections:
         self.num_open = 0
         self.on_refused: Callable[[OutriderError], None] | None = None
         """Called with the error of each connection that is refused."""
+        self.refusals = ThrottledWarnings(_logger, _REPEAT_LOG_SECONDS)
+        """Of what is no HTTP: whoever likes can send it."""
         self._max_open = options.max_connections
         self._max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
         self._proxies = [ip_network(proxy) for proxy in options.proxies]
@@ -222,7 +224,7 @@ class HttpConnection(H11Protocol):
             error = HttpError(431, text, "head_too_large")
         else:
             error = HttpError(400, "this is no valid HTTP request", "invalid_http")
-        _logger.info("refused: %s: %s", error.code, error.message)
+        self._connections.refusals.warn("refused: %s: %s", error.code, error.message)
         if self._connections.on_refused is not None and not self._in_request:  # which counts its end itself
             self._connections.on_refused(error)
         self._refuse(error, {})

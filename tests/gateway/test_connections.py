@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -299,6 +300,15 @@ async def test_what_is_no_http_is_counted_and_told_so_in_the_shape_of_other_erro
         assert (status, json.loads(body)["error"]["code"]) == expected
         assert await odd.ended()
     assert counted == [expected[1]]
+
+
+async def test_what_is_no_http_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        async with serving(Application()) as server:
+            for _ in range(5):
+                async with client(server) as odd:
+                    assert (await odd.ask(b"no http\r\n\r\n"))[0] == 400
+    assert caplog.text.count("refused: invalid_http") == 1
 
 
 async def test_a_damaged_body_in_the_middle_of_an_answer_harms_no_one(caplog: pytest.LogCaptureFixture) -> None:

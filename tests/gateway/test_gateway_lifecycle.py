@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 
 import grpc
@@ -247,6 +248,19 @@ async def test_every_door_but_health_and_ready_wants_the_key(verify: ScriptedVer
         # A page of its own lets scrapers in without the key.
         metrics_address = json.loads((tmp_path / "ready.json").read_text())["metrics_address"]
         assert (await world.http.get(f"http://{metrics_address}/metrics")).status_code == 200
+
+
+async def test_strangers_do_not_fill_the_log_and_are_all_counted(
+    verify: ScriptedVerify, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_world(verify, tmp_path, api_key="right") as world:
+        with caplog.at_level(logging.INFO):
+            for _ in range(20):
+                wrong = await world.http.get("/v1/models", headers={"authorization": "Bearer wrong"})
+                assert wrong.status_code == 401
+        page = (await world.http.get("/metrics", headers={"authorization": "Bearer right"})).text
+    assert caplog.text.count("refused: invalid_api_key") == 1
+    assert 'outrider_gateway_errors_total{code="invalid_api_key",door="rest"} 20.0' in page
 
 
 @pytest.mark.parametrize(("options", "told"), [({}, True), ({"api_key": "correct-horse-battery"}, False)])
