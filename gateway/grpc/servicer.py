@@ -217,6 +217,8 @@ class GatewayServicer(GatewayServiceServicer):
         try:
             async with asyncio.timeout(self._stall_seconds):
                 await context.write(message)
+        except grpc.aio.InternalError as lost:  # the client has gone, and nobody has told the call yet
+            raise asyncio.CancelledError from lost
         except TimeoutError:
             raise OverloadedError(
                 f"the stream was left unread for {self._stall_seconds:g} s; read it faster", code="slow_reader"

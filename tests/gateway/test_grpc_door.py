@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from gateway_world import World, open_world, until
+from raw_http2 import DATA, END_HEADERS, END_STREAM, HEADERS, HTTP2, RST_STREAM, SETTINGS, call_head, frame
 from scripted_verify import MODEL, ScriptedVerify
 
 from gateway.grpc.servicer import decode_request
@@ -160,3 +162,25 @@ async def test_a_client_that_reads_nothing_loses_its_place(verify: ScriptedVerif
         await until(lambda: verify.num_open == 0)
         call.cancel()
     assert verify.num_cancelled == 1
+
+
+async def test_streams_that_are_reset_with_no_room_for_an_answer_are_no_failures_of_ours(world: World) -> None:
+    world.verify.say("word " * 400)
+    message = Request(prompt="x").SerializeToString()
+    head, body = call_head(b"/outrider.v1.GatewayService/Generate"), struct.pack("!BI", 0, len(message)) + message
+    _, writer = await asyncio.open_connection(*world.address.split(":"))
+    try:
+        # Of SETTINGS the fourth is the room that each stream has at first.
+        writer.write(HTTP2 + frame(SETTINGS, 0, 0, struct.pack("!HI", 4, 0)))
+        for stream in range(1, 41, 2):
+            writer.write(frame(HEADERS, END_HEADERS, stream, head) + frame(DATA, END_STREAM, stream, body))
+        page = ""
+        while "outrider_gateway_requests_in_flight 20.0" not in page:
+            page = (await world.http.get("/metrics")).text
+        for stream in range(1, 41, 2):
+            writer.write(frame(RST_STREAM, 0, stream, struct.pack("!I", 8)))
+        while "outrider_gateway_requests_in_flight 0.0" not in page:
+            page = (await world.http.get("/metrics")).text
+    finally:
+        writer.close()
+    assert "internal_error" not in page

@@ -10,32 +10,13 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from raw_http2 import ACK, DATA, END_HEADERS, GOAWAY, HEADERS, HTTP2, PING, SETTINGS, call_head, field, frame
 from raw_server import raw_server
 
 from outrider.rpc import transport
 from outrider.rpc.channel import open_channel
 from outrider.rpc.server import GrpcServer
 from outrider.v1 import verify_pb2, verify_pb2_grpc
-
-HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEADERS, SETTINGS, DATA, PING, GOAWAY, RST_STREAM = 1, 4, 0, 6, 7, 3
-END_HEADERS, ACK = 4, 1
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Of HTTP/2."""
-    return struct.pack("!I", len(payload))[1:] + bytes([kind, flags]) + struct.pack("!I", stream) + payload
-
-
-def field(name: bytes, value: bytes) -> bytes:
-    """A header that HPACK's tables do not hold, in its plainest form."""
-    return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
-
-
-def call_head(path: bytes) -> bytes:
-    head = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"localhost"}
-    head |= {b"content-type": b"application/grpc", b"te": b"trailers"}
-    return b"".join(field(name, value) for name, value in head.items())
 
 
 async def check(channel: grpc.aio.Channel, *, wait: bool = False) -> grpc.StatusCode:
