@@ -51,7 +51,7 @@ def read_secrets(value: str, file: str | Path | None, flag: str) -> tuple[str, .
         raise ConfigError(f"{flag}-file: {flag} is set too; use one of them")
     try:
         # Not by Path, which has RuntimeError for a home that is not there.
-        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"{flag}-file: {file} cannot be read: {reason}") from None
@@ -77,7 +77,7 @@ def read_api_keys(value: str, file: str | Path | None) -> dict[str, str]:
         key, *names = line.split()
         if len(names) > 1:
             raise ConfigError(f"--api-key-file: a line of {file} has {len(names) + 1} words; write KEY or KEY TENANT")
-        check_token(key, "--api-key")
+        check_token(key, f"--api-key-file: {file}")
         if keys.setdefault(key, tenant := "".join(names)) != tenant:
             raise ConfigError(f"--api-key-file: {file} gives one key two tenants; write each key once")
     return keys
@@ -128,7 +128,7 @@ def peer_token(options: object, peer: str) -> str:
     """The bearer token that is sent to `peer`, "verify" or "draft"; empty without one. Raises ConfigError."""
     value, file = (str(getattr(options, f"{peer}_auth_token{end}")) for end in ("", "_file"))
     token = read_secret(value, file, f"--{peer}-auth-token")
-    check_token(token, f"--{peer}-auth-token")
+    check_token(token, f"--{peer}-auth-token{f'-file: {file}' if file else ''}")
     return token
 
 
@@ -210,5 +210,5 @@ class PeerServiceOptions(ServiceOptions):
         """The tokens that open the door, none when everybody may come in. Raises ConfigError."""
         tokens = read_secrets(self.auth_token, self.auth_token_file, "--auth-token")
         for token in tokens:
-            check_token(token, "--auth-token")
+            check_token(token, f"--auth-token-file: {self.auth_token_file}" if self.auth_token_file else "--auth-token")
         return tokens

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from outrider.cli.cluster import OPTION_TYPES
 from outrider.cli.flags import service_flags
 from outrider.config.base import options_to_argv, options_to_env
-from outrider.config.service import read_secret
+from outrider.config.service import PeerServiceOptions, peer_token, read_api_keys, read_secret
+from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.rpc.transport import is_local
 
@@ -59,3 +61,19 @@ def test_a_token_to_send_is_one_line(tmp_path: object) -> None:
     assert read_secret("", "", "--x") == ""
     with pytest.raises(ConfigError, match="--x-file: ~nobody-here/x cannot be read: No such file"):
         read_secret("", "~nobody-here/x", "--x")
+
+
+def test_a_token_that_no_header_can_carry_is_told_by_its_file_and_a_mark_of_utf_8_is_none_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes("pa55wörd\n".encode())
+    for flag, read in (
+        ("--api-key-file", lambda: read_api_keys("", path)),
+        ("--auth-token-file", PeerServiceOptions(auth_token_file=str(path)).read_auth_tokens),
+        ("--draft-auth-token-file", lambda: peer_token(VerifyOptions(draft_auth_token_file=str(path)), "draft")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            read()
+        assert caught.value.message.startswith(f"{flag}: {path} holds a space or a character beyond ASCII")
+        assert "pa55" not in caught.value.message
+    path.write_bytes("one\r\ntwo team\r\n".encode("utf-8-sig"))
+    assert read_api_keys("", path) == {"one": "", "two": "team"}
