@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from gateway.http.handshake import TlsListener
 from gateway.http.responses import KEEP_ALIVE, HttpError, error_json, is_event_stream
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, OutriderError
@@ -59,8 +60,8 @@ class Connections:
         """Called with the error of each connection that is refused."""
         self.refusals = ThrottledWarnings(_logger, _REPEAT_LOG_SECONDS)
         """Of what is no HTTP: whoever likes can send it."""
-        self._max_open = options.max_connections
-        self._max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
+        self.max_open = options.max_connections
+        self.max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
         self._proxies = [ip_network(proxy) for proxy in options.proxies]
         """Addresses that are many clients', and may have all connections."""
         self._idle: dict[HttpConnection, None] = {}
@@ -76,8 +77,8 @@ class Connections:
         self.num_open += 1
         client = connection.client_key
         self._per_client[client] += 1
-        client_is_full = bool(client) and self._max_per_client < self._per_client[client]
-        if not client_is_full and self.num_open <= self._max_open:
+        client_is_full = bool(client) and self.max_per_client < self._per_client[client]
+        if not client_is_full and self.num_open <= self.max_open:
             return True
         for idle in self._idle:
             # One whose client still takes an answer is not idle.
@@ -91,10 +92,10 @@ class Connections:
                 _logger.warning(
                     "%d connections from one address, all in use: its new ones are refused "
                     "(--max-connections-per-address, --proxies)",
-                    self._max_per_client,
+                    self.max_per_client,
                 )
             else:
-                _logger.warning("%d connections, all in use: new ones are refused (--max-connections)", self._max_open)
+                _logger.warning("%d connections, all in use: new ones are refused (--max-connections)", self.max_open)
         return False
 
     def client_of(self, host: str) -> str:
@@ -355,13 +356,19 @@ class HttpServer(uvicorn.Server):
             HttpConnection, self.connections, config=self.config, server_state=self.server_state, app_state={}
         )
         self.lifespan = self.config.lifespan_class(self.config)
-        server = await asyncio.get_running_loop().create_server(
-            connection,
-            sock=self._socket,
-            ssl=self.config.ssl,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=None if self.config.ssl is None else self.connections.header_seconds,
-        )
+        server: Any
+        if self.config.ssl is None:
+            server = await asyncio.get_running_loop().create_server(connection, sock=self._socket, backlog=_BACKLOG)
+        else:
+            server = TlsListener(
+                self._socket,
+                self.config.ssl,
+                connection,
+                seconds=self.connections.header_seconds,
+                most=self.connections.max_open,
+                most_of_one=self.connections.max_per_client,
+                client_of=self.connections.client_of,
+            )
         self.servers = [server]
         self.started = True
 

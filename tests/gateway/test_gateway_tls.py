@@ -13,7 +13,7 @@ import grpc
 import httpx
 import pytest
 from certificates import Authority, replace
-from gateway_world import http_trust, open_world
+from gateway_world import http_trust, open_world, until
 from scripted_verify import ScriptedVerify
 from starlette.types import Receive, Scope, Send
 
@@ -67,6 +67,25 @@ async def test_who_begins_no_handshake_is_cut_off(verify: ScriptedVerify, tmp_pa
             async with asyncio.timeout(10):
                 assert await reader.read() == b""
             writer.close()
+
+
+async def test_who_begins_no_handshake_cannot_take_all_places(verify: ScriptedVerify, tmp_path: Path) -> None:
+    ours = Authority(tmp_path / "ours")
+    files = door(ours.files("server"), clients_too=False)
+    trust = TlsFiles(ca=ours.files("client").ca)
+    async with open_world(verify, tmp_path, trust=trust, max_connections_per_address=3, **files) as world:
+        host, port = world.rest.removeprefix("https://").split(":")
+        silent = [await asyncio.open_connection(host, port, local_addr=("127.0.0.2", 0)) for _ in range(8)]
+        ends = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        await until(lambda: sum(end.done() for end in ends) == 5)
+        # An address that is not theirs is served, and so are they when they have gone.
+        assert (await world.http.get("/health")).status_code == 200
+        for _, writer in silent:
+            writer.transport.abort()
+        await asyncio.gather(*ends, return_exceptions=True)
+        mine = httpx.AsyncHTTPTransport(verify=http_trust(trust), local_address="127.0.0.2", retries=20)
+        async with httpx.AsyncClient(base_url=world.rest, transport=mine) as http:
+            assert (await http.get("/health")).status_code == 200
 
 
 async def test_with_a_ca_clients_of_either_door_need_a_certificate(verify: ScriptedVerify, tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""The REST door's listener where there is TLS: clients are counted before it is agreed on."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+_PAUSE_SECONDS = 0.1
+"""After a connection that could not be accepted, for instance because no more files can be opened."""
+
+
+class TlsListener:
+    """Accepts connections and agrees on TLS with each client. Used from one event loop.
+
+    As many may be at that at once, in all and of one client, as there may be connections. asyncio would count none of
+    them, and clients that never speak could take all files that the process may open.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        connect: Callable[[], asyncio.Protocol],
+        *,
+        seconds: float,
+        most: int,
+        most_of_one: int,
+        client_of: Callable[[str], str],
+    ) -> None:
+        """`connect` makes the protocol of a connection with TLS; `seconds`: that a client gets for the handshake.
+
+        `client_of`: what the connections of an address are counted by; empty where they are not.
+        """
+        self._listener = listener
+        self._context = context
+        self._connect = connect
+        self._seconds = seconds
+        self._most = most
+        self._most_of_one = most_of_one
+        self._client_of = client_of
+        self._per_client: Counter[str] = Counter()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(self._listener)
+                except OSError:
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                else:
+                    self._begin(connection, self._client_of(address[0]))
+        finally:
+            self._listener.close()
+
+    def _begin(self, connection: socket.socket, client: str) -> None:
+        if len(self._handshakes) >= self._most or (client and self._per_client[client] >= self._most_of_one):
+            connection.close()
+            return
+        self._per_client[client] += 1
+        task = asyncio.create_task(self._agree(connection, client))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _agree(self, connection: socket.socket, client: str) -> None:
+        try:
+            with suppress(OSError):  # no TLS, no certificate that is taken, too late, or gone
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    self._connect, connection, ssl=self._context, ssl_handshake_timeout=self._seconds
+                )
+        finally:
+            self._per_client[client] -= 1
+            if not self._per_client[client]:
+                del self._per_client[client]
+
+    def close(self) -> None:
+        """Accept no more, and end handshakes; uvicorn calls it."""
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Until all of that has ended; uvicorn calls it."""
+        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
