@@ -210,22 +210,19 @@ class Scheduler:
         last = self.running[-1]
         return request if last.place and last.priority >= request.priority else None
 
-    def _let_newcomer_in(self) -> None:
-        """Have a newcomer run in the next round, lest one key's long answers keep all others waiting for their ends."""
-        request = self._newcomer()
-        if request is None:
-            return
-        self.release_ended()
-        if not self._has_room(request):
-            request.let_in = True
-            self._preempt(self.running[-1])
-        if self._has_room(request):
-            self.waiting.remove(request)
-            self._run(request)
+    def _let_newcomers_in(self) -> None:
+        """Have newcomers run in the next round, lest one key's long answers keep all others waiting for their ends."""
+        while (request := self._newcomer()) is not None:
+            if not self._has_room(request):
+                request.let_in = True
+                self._preempt(self.running[-1])
+            if self._has_room(request):
+                self.waiting.remove(request)
+                self._run(request)
 
     def plan(self) -> list[Entry]:
         """Lay out the next round, without tree nodes. Pages cover every token of it."""
-        self._let_newcomer_in()
+        self._let_newcomers_in()
         return self._plain_round() or self._any_round()
 
     def _plain_round(self) -> list[Entry]:
