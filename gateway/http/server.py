@@ -38,6 +38,8 @@ _IDLE_SECONDS = 75
 request while this side closes, and one that is no GET is not sent again."""
 _MAX_HEAD_BYTES = 65536
 """Of a request's line and headers, as long as they have not come whole."""
+_MAX_HEAD_LINES = 256
+"""Of the same: to take a line apart takes over a microsecond, before anybody's key is looked at."""
 _LOOK_SECONDS = 0.1
 """Between two looks at whether a client that sends no more is still there."""
 _REPEAT_LOG_SECONDS = 30.0
@@ -178,6 +180,14 @@ class HttpConnection(H11Protocol):
         super().data_received(data)
         self._update_state()
 
+    def handle_events(self) -> None:
+        """See the base."""
+        if self.conn.their_state is h11.IDLE and _num_head_lines(self.conn.trailing_data[0]) > _MAX_HEAD_LINES:
+            text = f"the request has more than {_MAX_HEAD_LINES} lines of headers; send fewer"
+            self._refuse_head(HttpError(431, text, "head_too_large"))
+        else:
+            super().handle_events()
+
     def on_response_complete(self) -> None:
         """See the base."""
         super().on_response_complete()
@@ -225,6 +235,10 @@ class HttpConnection(H11Protocol):
             error = HttpError(431, text, "head_too_large")
         else:
             error = HttpError(400, "this is no valid HTTP request", "invalid_http")
+        self._refuse_head(error)
+
+    def _refuse_head(self, error: OutriderError) -> None:
+        """Counts and answers a request that the application is not told of."""
         self._connections.refusals.warn("refused: %s: %s", error.code, error.message)
         if self._connections.on_refused is not None and not self._in_request:  # which counts its end itself
             self._connections.on_refused(error)
@@ -308,6 +322,12 @@ class HttpConnection(H11Protocol):
             self._unread = left or math.inf
         if left or in_request:
             self._unread_timer = self.loop.call_later(self._connections.stall_seconds, self._watch_unread)
+
+
+def _num_head_lines(data: bytes) -> int:
+    """Lines up to the first empty one that ends the head of a request."""
+    ends = [end for end in (data.find(b"\n\r\n"), data.find(b"\n\n")) if end >= 0]
+    return data.count(b"\n", 0, min(ends, default=len(data)))
 
 
 def _is_fault(record: logging.LogRecord) -> bool:

@@ -288,6 +288,9 @@ def test_a_proxy_that_is_no_address_is_refused_at_the_start(proxy: str) -> None:
         (b"\x16\x03\x01 no http\r\n\r\n", (400, "invalid_http")),
         (b"GET / HTTP/1.1\r\n\r\n", (400, "invalid_http")),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 200_000, (431, "head_too_large")),
+        (b"GET / HTTP/1.1\r\nhost: a\r\n" + b"a:b\r\n" * 12_000 + b"\r\n", (431, "head_too_large")),
+        (b"GET / HTTP/1.1\r\nhost: a\r\n" + b"a:b\n" * 300 + b"\n", (431, "head_too_large")),
+        (b"GET / HTTP/1.1\r\nhost: a\r\n" + b"a:b\r\n" * 300, (431, "head_too_large")),
     ],
 )
 async def test_what_is_no_http_is_counted_and_told_so_in_the_shape_of_other_errors(
@@ -300,6 +303,17 @@ async def test_what_is_no_http_is_counted_and_told_so_in_the_shape_of_other_erro
         assert (status, json.loads(body)["error"]["code"]) == expected
         assert await odd.ended()
     assert counted == [expected[1]]
+
+
+async def test_lines_of_a_body_are_no_lines_of_headers_nor_are_those_of_another_request() -> None:
+    lines = b"\n" * 1000
+    begin = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n"
+    few, many = (begin + b"a: b\r\n" * count + b"\r\n" + lines for count in (200, 300))
+    async with serving(Application()) as server, client(server) as odd:
+        odd.writer.write(few + few + many)
+        statuses = [await odd.answer() for _ in range(3)]
+        assert [status for status, _ in statuses] == [200, 200, 431]
+        assert await odd.ended()
 
 
 async def test_what_is_no_http_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
