@@ -25,7 +25,7 @@ from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, 
 from outrider.cli.flags import SHARED, ServiceFlag, service_flags
 from outrider.cli.placement import NGRAM, PLACEMENTS, Placed, num_gpus, place_draft_model, place_drafts
 from outrider.cli.terminal import print_steadily
-from outrider.config.base import add_option, expand, read_options
+from outrider.config.base import add_option, read_options
 from outrider.config.compat import translate
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -200,10 +200,10 @@ def make_cluster(
     own_door = partial(_check_own_door, gateway, arguments)
     if found := _faults(chain(door_checks(bound, fixed_ports), _service_checks(bound, gpus), [own_door])):
         raise ConfigError("\n".join(found))
+    is_here = _target_here(verify) is not None
     target = resolve_model(verify.model, impl=verify.model_impl)
-    if not expand(verify.model).is_dir():  # one that is has been checked
-        check_target(target, verify)
-        _check_templates(target, gateway)
+    if not is_here:  # one that was has been checked
+        _check_folder(target, verify, gateway)
     if told is not None and told.speculative_algorithm != NGRAM:
         told = place_draft_model(told, verify, target, gpus)
         check_drafter(told, target)
@@ -403,22 +403,28 @@ def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: 
     raise _refused(refusal, (f"the {peer} service", shown), (f"the {caller} service", trusted))
 
 
-def _check_target(verify: VerifyOptions, gateway: GatewayOptions) -> None:
+def _target_here(verify: VerifyOptions) -> Path | None:
+    """The target's folder; None for one that is still to be fetched. Raises ConfigError."""
     with under("--model"):
         folder = given_folder(verify.model)
         if folder is None and not is_hub_id(verify.model):
             folder = local_folder(verify.model)
     # Of a folder that this user may not look into `resolve_model` tells how to have another one.
-    if folder is not None and os.path.isfile(folder / CONFIG_FILE):
-        check_target(folder, verify)
-        _check_templates(folder, gateway)
+    return folder if folder is not None and os.path.isfile(folder / CONFIG_FILE) else None
 
 
-def _check_templates(folder: Path, gateway: GatewayOptions) -> None:
-    """Raise ConfigError for chat templates that cannot be read: the gateway would wait for better ones."""
+def _check_target(verify: VerifyOptions, gateway: GatewayOptions) -> None:
+    if (folder := _target_here(verify)) is not None:
+        _check_folder(folder, verify, gateway)
+
+
+def _check_folder(folder: Path, verify: VerifyOptions, gateway: GatewayOptions) -> None:
+    """Raise ConfigError for a target that cannot be served, or whose chat templates cannot be read: the gateway would
+    wait for better ones."""
     # Imported here: Jinja takes a while.
     from outrider.chat_template import ChatTemplate
 
+    check_target(folder, verify)
     with under("--tokenizer" if gateway.tokenizer else "--model"):
         for name in ("default", "tool_use"):
             ChatTemplate.load(gateway.tokenizer or folder, name)
