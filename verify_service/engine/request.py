@@ -109,7 +109,7 @@ class Request:
     @property
     def key(self) -> str:
         """Which API key it came with."""
-        return self.params.client.partition("/")[0]
+        return _names(self)[0]
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -210,14 +210,15 @@ class FairQueue:
         return next(iter(self))
 
     def newcomer(self, keys: Collection[str]) -> Request | None:
-        """The first request of the best priority whose API key is none of these; None if there is none."""
-        for priority in self._priorities()[:1]:
-            for request in self._preempted.get(priority, ()):
-                if request.key not in keys:
-                    return request
-            for key, users in self._turns.get(priority, {}).items():
-                if key not in keys:
-                    return next(iter(users.values()))[0]
+        """The first request of the best priority whose API key is none of these, None if there is none; the queue must
+        not be empty."""
+        best = self._priorities()[0]
+        for request in self._preempted.get(best, ()):
+            if request.key not in keys:
+                return request
+        for key, users in self._turns.get(best, {}).items():
+            if key not in keys:
+                return next(iter(users.values()))[0]
         return None
 
     def add(self, request: Request) -> None:
@@ -335,4 +336,5 @@ def _move_on(turns: dict[str, WaitingT], name: str, had_turn: bool) -> None:
 
 def _names(request: Request) -> tuple[str, str]:
     """The API key, and the user that it names."""
-    return request.key, request.params.client.partition("/")[2]
+    key, _, user = request.params.client.partition("/")
+    return key, user
