@@ -41,12 +41,8 @@ from outrider.models.weights import Progress
 
 log = get_logger(__name__)
 
-_PART_KEYS = {
-    r"^model\.language_model\.": "model.",
-    r"^language_model\.model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
-}
-"""Where the tensors of a text part are in the whole model, now and before transformers 5, and where alone."""
+_PART_KEYS = {r"^model\.language_model\.": "model."}
+"""Where the tensors of a text part are in the whole model, and where alone."""
 
 
 class TransformersLM(LanguageModel):

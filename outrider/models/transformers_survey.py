@@ -80,7 +80,9 @@ def survey_model(folder: Path) -> Survey:
     name = (fields.get("architectures") or ["?"])[0]
     if fields.get("quantization_config"):
         raise ConfigError(f"config.json: {name} through transformers must be unquantized; it has a quantization_config")
-    model = _empty(folder, name, is_part := text_fields(fields) is not fields)
+    text = text_fields(fields)
+    is_part = text is not fields
+    model = _empty(folder, name, is_part)
     config = model.config
     rope = config.to_dict().get("rope_parameters") or {}
     kinds = {str(part.get("rope_type", "")) for part in (rope, *rope.values()) if isinstance(part, dict)}
@@ -109,9 +111,9 @@ def survey_model(folder: Path) -> Survey:
         num_kv_heads=max(kv_heads),
         head_dim=head_dim,
         max_positions=max_positions,
-        eos_token_ids=eos_token_ids(text_fields(fields), generation, logits.shape[-1]),
+        eos_token_ids=eos_token_ids(text, generation, logits.shape[-1]),
         tie_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        dtype=stated_dtype(text_fields(fields)),
+        dtype=stated_dtype(text),
         num_parameters=num_parameters,
         calls_are_plain=all(call.sinks is None and call.rules(head_dim).is_plain for call in notes.calls.values()),
     )
