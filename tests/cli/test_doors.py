@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import socket
 from datetime import UTC, datetime, timedelta
-from functools import cache
 from pathlib import Path
 
 import pytest
 import trustme
+from test_options import parse
 
 from outrider.cli.cluster import bind_again, link, place
-from outrider.cli.main import main, make_parser
+from outrider.cli.main import main
 from outrider.cli.options import (
     door_checks,
     find_faults,
@@ -22,15 +21,6 @@ from outrider.cli.options import (
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-
-
-@cache
-def parser() -> argparse.ArgumentParser:
-    return make_parser()
-
-
-def parse(*words: str) -> argparse.Namespace:
-    return parser().parse_args(["up", *words])
 
 
 def test_a_key_file_that_cannot_be_read_is_told_before_anything_starts(
