@@ -13,6 +13,7 @@ from kernels.attention_tiles import (
     ScoreRules,
     TileConfig,
     branch_config,
+    fit_heads,
     mean_row_tokens,
     path_config,
     prefill_config,
@@ -104,11 +105,11 @@ def tree_attention(
     if path is None:
         num_rows = cached_len.shape[0]
         row_tokens = mean_row_tokens(num_tokens, num_rows, max_row_tokens)
-        config = config or tree_config(row_tokens, group, q.dtype)
+        config = config or fit_heads(tree_config(row_tokens, group, q.dtype), q.shape[2], q.dtype)
         positions = positions if rules.window else None
         jit.tree_attention(q, k_cache, v_cache, *lengths, mask, positions, out, *sizes, max_row_tokens, config, rules)
     else:
-        config = config or path_config(group, q.dtype)
+        config = config or fit_heads(path_config(group, q.dtype), q.shape[2], q.dtype)
         jit.path_attention(q, k_cache, v_cache, *lengths, path, out, *sizes, max_row_tokens, config, rules)
     return out
 
@@ -145,7 +146,8 @@ def prefill_attention(
         return reference.prefill_attention(q, k_cache, v_cache, *lengths, page_size, scale, out, rules)
     from kernels.jit import attention as jit
 
-    config = config or prefill_config(num_heads // k_cache.shape[1], head_dim, q.dtype)
+    group = num_heads // k_cache.shape[1]
+    config = config or fit_heads(prefill_config(group, head_dim, q.dtype), head_dim, q.dtype)
     pdl = supports_pdl(q)
     jit.prefill_attention(q, k_cache, v_cache, *lengths, out, page_size, scale, pdl, max_row_tokens, config, rules)
     return out
@@ -277,17 +279,16 @@ def branch_attention(
     where = (page_tables, table_rows, first, cached_len, *branches)
     if not use_triton(q):
         return reference.branch_attention(q, k_cache, v_cache, *where, page_size, scale, out, rules)
-    if short:
-        from kernels.jit import branches as jit
+    from kernels.jit import branches as jit
 
-        config = config or short_config(num_heads // k_cache.shape[1], head_dim, q.dtype)
+    group = num_heads // k_cache.shape[1]
+    if short:
+        config = config or fit_heads(short_config(group, head_dim, q.dtype), head_dim, q.dtype)
         told = (page_size, scale, pdl and supports_pdl(q), max_row_tokens, config, rules)
         jit.short_branch_attention(q, k_cache, v_cache, *where, out, *told)
         return out
-    from kernels.jit import branches as jit
-
     row_tokens = mean_row_tokens(num_tokens, cached_len.shape[0], max_row_tokens)
-    config = config or branch_config(row_tokens, num_heads // k_cache.shape[1], head_dim, q.dtype)
+    config = config or fit_heads(branch_config(row_tokens, group, head_dim, q.dtype), head_dim, q.dtype)
     sizes = (page_size, num_splits, scale, pdl and supports_pdl(q))
     jit.branch_attention(q, k_cache, v_cache, *where, out, *sizes, max_row_tokens, config, rules)
     return out

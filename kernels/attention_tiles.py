@@ -68,6 +68,14 @@ def mean_row_tokens(num_tokens: int, num_rows: int, max_row_tokens: int) -> int:
     return min(max_row_tokens, ceil_div(num_tokens, num_rows))
 
 
+def fit_heads(config: TileConfig, head_dim: int, dtype: torch.dtype) -> TileConfig:
+    """The tile, made smaller for heads whose keys and sums would not fit a processor's shared memory and registers."""
+    if head_dim <= 256:
+        return config
+    keys = SMALL_ROWS if dtype == torch.float32 else 2 * SMALL_ROWS
+    return replace(config, keys=min(config.keys, keys), num_warps=8, num_stages=min(config.num_stages, 2))
+
+
 def tree_config(row_tokens: int, group: int, dtype: torch.dtype) -> TileConfig:
     """The tile for rows of about `row_tokens` tokens, `group` query heads to a kv head."""
     if dtype == torch.float32:

@@ -24,7 +24,7 @@ from outrider.models.rope import RopeConfig, read_ropes, rotary_dim
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 """Of what attention kernels of a GPU take."""
 
 

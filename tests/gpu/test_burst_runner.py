@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from burst_host import RESULT_FIELDS, Host
+from foreign_families import GEMMA_4
 from tiny_drafts import FeatureDraft, chain_draft
 from tiny_models import save_tiny
 
@@ -96,6 +97,15 @@ def test_proposes_what_the_cpu_does(folder: Path, kind: str, dtype: torch.dtype)
     host = Host(runner, draft(folder, kind, torch.float32, "cpu"), TOLERANCE[dtype])
     live(host, check=dtype == torch.float32 or kind == "plain")
     assert host.num_checked > 150 or kind == "features"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_heads_of_two_sizes_propose_what_the_cpu_does(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_tiny(tmp_path, "Gemma4Text", **{**GEMMA_4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 64})
+    runner = make_runner(draft(tmp_path, "plain", dtype, "cuda"))
+    host = Host(runner, draft(tmp_path, "plain", torch.float32, "cpu"), TOLERANCE[dtype])
+    live(host, check=dtype == torch.float32)
+    assert host.num_checked > 150 or dtype != torch.float32
 
 
 @pytest.mark.parametrize("kind", ["plain", "features"])

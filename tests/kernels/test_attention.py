@@ -125,6 +125,22 @@ def test_tree_equals_reference(num_splits: int, dtype: torch.dtype, path: bool, 
     assert not result[-3:].any(), "padding gets zeros"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("heads", [(4, 1, 512), (8, 4, 512)])
+def test_the_widest_heads_with_what_is_chosen_for_them(
+    heads: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    made = make_round(TREES, CONTEXTS, device=device, padding=3, empty_rows=1).expand()
+    q, k, v = caches(made, heads, dtype)
+    for path, num_splits in ((False, 3), (False, 1), (True, 3)):
+        result = run_tree(made, q, k, v, path, num_splits=num_splits, config=None)
+        torch.testing.assert_close(result, expected_tree(made, q, k, v), **near(dtype))
+    made = make_round([chain(21), chain(1), chain(17)], [0, 33, 30], device=device, padding=2, empty_rows=1)
+    q, k, v = caches(made, heads, dtype)
+    result = run_prefill(made, q, k, v, config=None)
+    torch.testing.assert_close(result, expected_prefill(made, q, k, v), **near(dtype))
+
+
 @pytest.mark.parametrize("path", [False, True])
 @pytest.mark.parametrize("span", [2, 3, 100])
 def test_splits_of_several_steps(span: int, path: bool, device: str) -> None:
@@ -188,10 +204,15 @@ def test_all_padding(device: str) -> None:
 
 
 def run_prefill(
-    made: Round, q: Tensor, k: Tensor, v: Tensor, config: TileConfig = SMALL, rules: ScoreRules | None = None
+    made: Round, q: Tensor, k: Tensor, v: Tensor, config: TileConfig | None = SMALL, rules: ScoreRules | None = None
 ) -> Tensor:
     shape = {"page_size": made.page_size, "max_row_tokens": made.max_row_tokens, "scale": q.shape[2] ** -0.5}
     return prefill_attention(q, k, v, *made.lengths(), config=config, rules=rules or ScoreRules(), **shape)  # type: ignore[arg-type]
+
+
+def expected_prefill(made: Round, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+    return reference.prefill_attention(q, k, v, *made.lengths(), made.page_size, q.shape[2] ** -0.5, out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -199,10 +220,7 @@ def run_prefill(
 def test_prefill_equals_reference(dtype: torch.dtype, heads: tuple[int, int, int], device: str) -> None:
     made = make_round([chain(21), chain(1), chain(17)], [0, 33, 30], device=device, padding=2, empty_rows=1)
     q, k, v = caches(made, heads, dtype)
-    out = torch.empty(q.shape[0], heads[0] * heads[2], dtype=dtype, device=device)
-    scale = heads[2] ** -0.5
-    expected = reference.prefill_attention(q, k, v, *made.lengths(), made.page_size, scale, out)
-    torch.testing.assert_close(run_prefill(made, q, k, v), expected, **near(dtype))
+    torch.testing.assert_close(run_prefill(made, q, k, v), expected_prefill(made, q, k, v), **near(dtype))
 
 
 def check_chunks(
@@ -237,7 +255,7 @@ def test_prefill_is_the_same_wherever_chunks_begin(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (8, 1, 512)])
 def test_large_prefill_is_the_same_wherever_chunks_begin(heads: tuple[int, int, int], device: str) -> None:
     check_chunks([1, 130, 512, 1111], 1900, heads, None, device)
 
@@ -284,7 +302,7 @@ def test_paths_give_the_bits_of_plain_decoding(num_splits: int, span: int, devic
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (8, 1, 512)])
 @pytest.mark.parametrize("num_splits", [1, 16])
 @pytest.mark.parametrize("context", [0, 100, 5000])
 def test_large_paths_give_the_bits_of_plain_decoding(
@@ -296,7 +314,7 @@ def test_large_paths_give_the_bits_of_plain_decoding(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (40, 8, 128), (9, 3, 64), (16, 16, 128), (64, 8, 128)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (40, 8, 128), (9, 3, 64), (16, 16, 128), (64, 8, 128), (16, 2, 512)])
 @pytest.mark.parametrize("num_splits", [1, 5, 16])
 def test_large_trees(num_splits: int, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     trees = [random_tree(1 + i * 5, i) for i in range(8)]

@@ -282,9 +282,15 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         list_branches(made.mask, made.first, made.table_rows, made.page_tables, base=-1, page_size=4)
 
 
+@pytest.mark.parametrize("short", [False, True])
+def test_the_widest_heads_with_what_is_chosen_for_them(short: bool, device: str) -> None:
+    made = make_step(QUERIES, CONTEXTS, [9, 1, 5, 32, 7], device=device, heads=(4, 1, 512))
+    torch.testing.assert_close(made.run(short=short, config=None, num_splits=3), made.expected(), **near(torch.float32))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128)])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (8, 1, 512)])
 @pytest.mark.parametrize("num_splits", [1, 8, 24])
 def test_large_regions(num_splits: int, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     queries, contexts = [32, 1, 0, 8, 17], [1000, 0, 64, 4100, 129]
@@ -300,7 +306,7 @@ def test_large_regions(num_splits: int, heads: tuple[int, int, int], dtype: torc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 64), (32, 8, 128)])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 64), (32, 8, 128), (8, 1, 512)])
 @pytest.mark.parametrize("context", [0, 100, 500, 1100])
 def test_short_contexts_of_real_heads(
     context: int, heads: tuple[int, int, int], dtype: torch.dtype, device: str

@@ -192,7 +192,7 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], words: list[str
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"head_dim": 320}, ["head_dim 320", "LlamaForCausalLM", "256", "--device cpu"]),
+        ({"head_dim": 640}, ["head_dim 640", "LlamaForCausalLM", "512", "--device cpu"]),
         ({"head_dim": 80, "architectures": ["Qwen3ForCausalLM"]}, ["head_dim 80", "norms of heads", "--device cpu"]),
     ],
 )

@@ -339,8 +339,8 @@ def test_the_heads_of_latent_attention_are_told_as_they_are_cached(tmp_path: Pat
 
 
 def test_heads_too_large_for_a_gpu_are_refused_there_before_weights_are_read(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "Gemma4Text", **{**GEMMA_4, "global_head_dim": 512})
-    with pytest.raises(ConfigError, match=r"512.* use --device cpu"):
+    save_tiny(tmp_path, "Gemma4Text", **{**GEMMA_4, "global_head_dim": 1024})
+    with pytest.raises(ConfigError, match=r"1024.* use --device cpu"):
         load_model(tmp_path, torch.bfloat16, "cuda")
 
 

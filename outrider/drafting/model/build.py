@@ -31,7 +31,7 @@ _logger = get_logger(__name__)
 PAGE_SIZE = 16
 GPU_CHUNK = 2048
 CPU_CHUNK = 256
-_HEAD_DIMS = (16, 32, 64, 128, 256)
+_HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 """What our attention kernels run with."""
 _MIN_WIDE_ROWS = 32
 _MIN_TOKENS = 512
