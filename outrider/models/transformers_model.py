@@ -6,7 +6,8 @@ imported when a model needs it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from outrider.models.base import LanguageModel
 from outrider.models.config import check_heads
 from outrider.models.transformers_modules import (
     ATTENTION,
+    HostConstants,
     PlannedForward,
     attending,
     replace_attention,
@@ -71,6 +73,8 @@ class TransformersLM(LanguageModel):
         still = Rotary(None, config.head_dim, device)
         self._rotary = rotary or still
         self._still = still if rotary else None
+        self._copies: dict[tuple[object, ...], Tensor] = {}
+        self._was_run = False
         for number, layer in enumerate(_decoder_layers(base, config.num_layers)):
             _watch(layer, number, config.num_layers)
 
@@ -83,7 +87,7 @@ class TransformersLM(LanguageModel):
         forward = PlannedForward(
             plan, self.config.num_kv_heads, self.config.head_dim, self._still, self._rules, frozenset(feature_layers)
         )
-        with attending(forward):
+        with attending(forward), self._constants():
             output = self._base(
                 input_ids=batch.token_ids.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False
             )
@@ -95,6 +99,16 @@ class TransformersLM(LanguageModel):
         """See LanguageModel."""
         logits: Tensor = self._rest(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0).float()
+
+    @contextmanager
+    def _constants(self) -> Iterator[None]:
+        """HostConstants for a forward on a GPU, unless the first one has shown that there are none: it takes time."""
+        if self.device.type != "cuda" or (self._was_run and not self._copies):
+            yield
+            return
+        with HostConstants(self._copies):
+            yield
+        self._was_run = True
 
 
 def _watch(layer: nn.Module, number: int, count: int) -> None:

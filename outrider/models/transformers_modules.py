@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.attention_tiles import ScoreRules
 from outrider.attention.base import AttentionPlan, LayerRules
@@ -27,6 +28,8 @@ from outrider.layers.rotary import Rotary, rotate
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Children of one module that multiply the same rows: their matrices become one."""
 _ROWS = 3
+_MAX_CONSTANTS = 256
+"""What differs from forward to forward, and is none, must not pile up."""
 Replacement = Callable[[Tensor], Tensor]
 """What stands in the place of a module: [..., in] to [..., out]."""
 ATTENTION = "outrider"
@@ -177,6 +180,36 @@ class DenseForward(Attends):
         q, k = turned.split((self._num_heads, num_kv_heads), 1)
         parts = [part.transpose(0, 1).unsqueeze(0) for part in (q, k, v)]
         return self.attend(None, parts[0], parts[1], parts[2], self._calls[number]).flatten(2).squeeze(0)
+
+
+class HostConstants(TorchDispatchMode):
+    """Keeps in `copies` what modules copy from the host to a GPU, and gives it to them while a CUDA graph is captured,
+    which can hold no such copy.
+
+    What they copy are numbers that they make anew in every forward, as Gemma 3n does its epsilon; the forward that runs
+    before each capture copies the same. A kept copy is found by its bytes.
+    """
+
+    def __init__(self, copies: dict[tuple[object, ...], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copies = copies
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        device = options.get("device")
+        if func is not torch.ops.aten._to_copy.default or args[0].is_cuda or device is None or device.type != "cuda":
+            return func(*args, **options)
+        source: Tensor = args[0]
+        content = source.flatten().view(torch.uint8).numpy().tobytes()
+        key = (content, source.shape, source.dtype, options.get("dtype"))
+        if torch.cuda.is_current_stream_capturing():
+            return self._copies[key].clone()
+        copy = func(*args, **options)
+        if len(self._copies) < _MAX_CONSTANTS:
+            self._copies.setdefault(key, copy)
+        return copy.clone()
 
 
 def replace_attention(

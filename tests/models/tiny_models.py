@@ -39,7 +39,7 @@ def save_tiny(folder: Path, family: str = "Llama", max_shard_size: str = "1GB", 
     # Others leave out caps of scores in some versions.
     model.set_attn_implementation("eager")
     for module in model.modules():
-        if hasattr(module, "limit"):
+        if hasattr(module, "limit") and hasattr(config, "swiglu_limit"):
             # Up to transformers 5.17 gpt-oss has 7.0, whatever the configuration says.
             module.limit = config.swiglu_limit
     with torch.no_grad():
