@@ -127,6 +127,7 @@ class TextPart(StrictModel):
     # OpenAI's agents for JavaScript repeat in the part of an answer what the rest of its message was.
     role: Literal["assistant"] | None = Field(None, description="Taken and not used.")
     reasoning_content: Text | None = Field(None, description="Taken and not used.")
+    reasoning: Text | None = Field(None, description="Taken and not used.")
     tool_calls: list[Any] | None = Field(None, description="Taken and not used.")
 
 
@@ -140,6 +141,7 @@ class ChatMessage(StrictModel):
     content: Content | None = Field(None, description="May be left out beside tool_calls or a refusal.")
     name: Text | None = None
     reasoning_content: Text | None = Field(None, description="What the assistant thought; the chat template has it.")
+    reasoning: Text | None = Field(None, description="The same; one of both is enough.")
     tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Calls of an earlier answer; of an assistant's message."
     )
@@ -168,7 +170,7 @@ class ChatMessage(StrictModel):
             role=self.role,
             content=content_text(self.content or "") + (self.refusal or ""),
             name=self.name,
-            reasoning_content=self.reasoning_content,
+            reasoning_content=self.reasoning_content or self.reasoning,
             tool_calls=[call.plain() for call in self.tool_calls] if self.tool_calls else None,
             tool_call_id=self.tool_call_id,
         )
@@ -251,6 +253,8 @@ class AssistantMessage(Body):
     refusal: None
     reasoning_content: str | None = None
     """What the model thought before it answered."""
+    reasoning: str | None = None
+    """The same, by the name that vLLM and OpenRouter have for it."""
     tool_calls: list[CallMade] | None = None
 
 
@@ -280,6 +284,8 @@ class ChatDelta(Body):
     content: str | None = None
     reasoning_content: str | None = None
     """What the model thinks before it answers."""
+    reasoning: str | None = None
+    """The same, by the name that vLLM and OpenRouter have for it."""
     tool_calls: list[CallDelta] | None = None
 
 
@@ -337,7 +343,7 @@ class ChatBuilder(ChoicesBuilder):
             yield ChatChunkChoice(index=index, delta=role, logprobs=None, finish_reason=None)
         trace = self._trace(index, delta.tokens, delta.chunk.round_trees) if delta.chunk.round_trees else {}
         if delta.reasoning or delta.text or logprobs is not None or trace:
-            news = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+            news = _thought(delta.reasoning)
             if delta.text or not news:
                 news["content"] = delta.text
             yield ChatChunkChoice(index=index, delta=ChatDelta(**news), logprobs=logprobs, finish_reason=None, **trace)
@@ -356,9 +362,14 @@ class ChatBuilder(ChoicesBuilder):
         return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **more, **self._head)
 
 
+def _thought(text: str) -> dict[str, str]:
+    """By both names that clients look for: DeepSeek's, and that of vLLM from 0.16 on."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
 def _message(answer: CollectedAnswer) -> AssistantMessage:
     text, calls = "".join(answer.text), calls_made(answer.calls)
-    more: dict[str, Any] = {"reasoning_content": reasoning} if (reasoning := "".join(answer.reasoning)) else {}
+    more: dict[str, Any] = _thought("".join(answer.reasoning))
     if calls:
         more["tool_calls"] = calls
     return AssistantMessage(role="assistant", content=text or (None if calls else ""), refusal=None, **more)

@@ -57,6 +57,7 @@ async def test_reasoning_is_told_apart_and_counted(thinker: World) -> None:
     answer = await ask(thinker)
     message = answer.choices[0].message
     assert (message.reasoning_content, message.content) == ("The user says hello. 🙂", "Hello!")
+    assert message.reasoning == message.reasoning_content
     details = answer.usage.completion_tokens_details
     assert 0 < details.reasoning_tokens < answer.usage.completion_tokens
     plain = await ask(thinker, extra_body={"separate_reasoning": False})
@@ -68,6 +69,7 @@ async def test_deltas_of_a_stream_are_of_the_one_or_the_other(thinker: World) ->
     deltas = [chunk.choices[0].delta async for chunk in await ask(thinker, stream=True, logprobs=True)]
     reasoning = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
     assert "".join(reasoning) == "The user says hello. 🙂" and sum(map(bool, reasoning)) > 3
+    assert [getattr(delta, "reasoning", None) or "" for delta in deltas] == reasoning
     content = [delta.content or "" for delta in deltas]
     assert "".join(content) == "Hello!"
     last = max(index for index, text in enumerate(reasoning) if text)
@@ -93,8 +95,9 @@ async def test_values_go_to_the_template_and_say_where_the_answer_begins(thinker
         assert answer.choices[0].message.content == "short</think> Yes"
 
 
-async def test_earlier_reasoning_goes_to_the_template(thinker: World) -> None:
-    earlier = {"role": "assistant", "content": "Hi", "reasoning_content": "greet"}
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_earlier_reasoning_goes_to_the_template(thinker: World, name: str) -> None:
+    earlier = {"role": "assistant", "content": "Hi", name: "greet"}
     await thinker.openai().chat.completions.create(model=MODEL, messages=[*HELLO, earlier, *HELLO])
     assert prompt(thinker) == "[user]Hello[assistant](greet)Hi[user]Hello[assistant]"
     body = {"messages": HELLO, "chat_template_kwargs": {"prefix": "now: "}}
