@@ -12,17 +12,16 @@ from starlette.routing import Route, Router
 
 from gateway.core.catalogue import Catalogue
 from gateway.core.gate import Gate, LogprobQuota
-from gateway.core.metrics import GatewayMetrics
+from gateway.core.metrics import GatewayMetrics, SglangNames
 from gateway.core.replica import Replica
 from gateway.core.router import Router as VerifyRouter
 from gateway.core.service import Gateway
-from gateway.grpc.servicer import DOOR as GRPC_DOOR
-from gateway.grpc.servicer import SERVICE_NAME, GatewayServicer
 from gateway.http.app import HostRule, RestApp
 from gateway.http.info import InfoRoutes
 from gateway.http.responses import DOOR
 from gateway.http.server import HttpServer
-from gateway.sglang.metrics import SglangNames
+from gateway.servicer import DOOR as GRPC_DOOR
+from gateway.servicer import SERVICE_NAME, GatewayServicer
 from outrider.config.base import parse_options
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import peer_token

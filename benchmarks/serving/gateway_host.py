@@ -18,7 +18,7 @@ from gateway.core.answer import Answer
 from gateway.core.metrics import AnswerMeter, GatewayMetrics
 from gateway.core.request import Job
 from gateway.core.tokenizer import Tokenizer
-from gateway.grpc.servicer import encode_delta
+from gateway.servicer import encode_delta
 from outrider.models.store import resolve_model
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate, RoundCounts, TokenOrigin
 from outrider.protocol.generation_codec import UPDATE

@@ -1,4 +1,4 @@
-"""Prometheus metrics: vLLM's names for what vLLM has, `outrider_gateway_*` for the rest.
+"""Prometheus metrics: vLLM's names for what vLLM has, `outrider_gateway_*` for the rest; SGLang's on request.
 
 In `vllm:*` names a request is one answer. Loads of the verify replicas are asked for at each scrape.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 
 from prometheus_client import (
@@ -20,7 +21,10 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
 
 from gateway.core.answer import Answer, Delta
 from gateway.core.gate import Gate
@@ -268,3 +272,83 @@ class AnswerMeter:
             mean = (self._last - self._first) / (num_tokens - 1)
             metrics.request_per_token.labels(name).observe(mean)
             metrics.request_speed.labels(name).observe(1 / mean)
+
+
+class SglangNames(Collector):
+    """The families of a gateway once more, as SGLang calls them; read at a scrape, counted nowhere else.
+
+    Rates and lengths are means since the start, where SGLang's are those of its last batches.
+    """
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._renamed: dict[str, MetricWrapperBase] = {
+            "sglang:num_running_reqs": metrics.running,
+            "sglang:num_queue_reqs": metrics.waiting,
+            "sglang:token_usage": metrics.kv_usage,
+            "sglang:gen_throughput": metrics.speed,
+            "sglang:prompt_tokens": metrics.prompt_tokens,
+            "sglang:generation_tokens": metrics.generation_tokens,
+            "sglang:cached_tokens": metrics.prefix_hits,
+            "sglang:time_to_first_token_seconds": metrics.first_token,
+            "sglang:inter_token_latency_seconds": metrics.inter_token,
+            "sglang:time_per_output_token_seconds": metrics.per_output_token,
+            "sglang:e2e_request_latency_seconds": metrics.end_to_end,
+            "sglang:queue_time_seconds": metrics.queue_time,
+            "sglang:prompt_tokens_histogram": metrics.request_prompt,
+            "sglang:generation_tokens_histogram": metrics.request_generation,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """One family each."""
+        for name, source in self._renamed.items():
+            for family in source.collect():
+                renamed = Metric(name, family.documentation, family.type)
+                renamed.samples = [s._replace(name=name + s.name.removeprefix(family.name)) for s in family.samples]
+                yield renamed
+        metrics = self._metrics
+        ended, abort = _totals(metrics.success), _totals(metrics.success, finished_reason="abort")
+        aborted = {model: abort.get(model, 0.0) for model in ended}
+        yield _family(CounterMetricFamily, "num_requests", "Requests that came to an end.", ended)
+        yield _family(CounterMetricFamily, "num_aborted_requests", "Requests that their clients gave up.", aborted)
+        yield _family(
+            GaugeMetricFamily,
+            "cache_hit_rate",
+            "Part of the prompt tokens found in the radix cache.",
+            _ratios(_totals(metrics.prefix_hits), _totals(metrics.prefix_queries)),
+        )
+        yield _family(
+            GaugeMetricFamily,
+            "spec_accept_length",
+            "Mean of the tokens committed in a round.",
+            _ratios(_totals(metrics.accept_length, "_sum"), _totals(metrics.accept_length, "_count")),
+        )
+        yield _family(
+            GaugeMetricFamily,
+            "spec_accept_rate",
+            "Part of the draft tokens verified that were accepted.",
+            _ratios(_totals(metrics.accepted_tokens), _totals(metrics.draft_tokens)),
+        )
+
+
+def _totals(source: MetricWrapperBase, suffix: str = "_total", **labels: str) -> dict[str, float]:
+    """By model, over all samples of that suffix and those labels."""
+    totals: dict[str, float] = defaultdict(float)
+    for family in source.collect():
+        for sample in family.samples:
+            if sample.name == family.name + suffix and labels.items() <= sample.labels.items():
+                totals[sample.labels["model_name"]] += sample.value
+    return totals
+
+
+def _ratios(parts: Mapping[str, float], wholes: Mapping[str, float]) -> dict[str, float]:
+    return {model: parts.get(model, 0.0) / whole if whole else 0.0 for model, whole in wholes.items()}
+
+
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, by_model: Mapping[str, float]
+) -> Metric:
+    family = kind(f"sglang:{name}", text, labels=["model_name"])
+    for model, value in by_model.items():
+        family.add_metric([model], value)
+    return family

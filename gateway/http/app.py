@@ -27,7 +27,7 @@ from gateway.openai.completions import CompletionBuilder, CompletionRequest
 from gateway.openai.generation import GenerationRoute
 from gateway.openai.responses import ResponsesBuilder
 from gateway.openai.responses_request import ResponsesRequest
-from gateway.sglang.generate import GenerateBody, GenerateBuilder
+from gateway.sglang import GenerateBody, GenerateBuilder
 from outrider import logs
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import InternalError, OutriderError

@@ -29,7 +29,7 @@ from gateway.openai.chat import ChatCompletion, ChatCompletionChunk, ChatComplet
 from gateway.openai.completions import Completion, CompletionRequest
 from gateway.openai.responses import ResponseBody, ResponseEvent
 from gateway.openai.responses_request import ResponsesRequest
-from gateway.sglang.generate import GenerateAnswer, GenerateAnswers, GenerateBody
+from gateway.sglang import GenerateAnswer, GenerateAnswers, GenerateBody
 from outrider import __version__
 
 _ERRORS = {

@@ -11,7 +11,7 @@ from gateway_world import World, open_world, until
 from raw_http2 import DATA, END_HEADERS, END_STREAM, HEADERS, HTTP2, RST_STREAM, SETTINGS, call_head, frame
 from scripted_verify import MODEL, ScriptedVerify
 
-from gateway.grpc.servicer import decode_request
+from gateway.servicer import decode_request
 from outrider.errors import ContextLengthError, InvalidRequestError, NotFoundError, OutriderError, UnavailableError
 from outrider.rpc.status import error_from_rpc
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc

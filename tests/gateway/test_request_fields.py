@@ -13,7 +13,7 @@ from gateway.core.validation import validate
 from gateway.http.openapi import openapi
 from gateway.openai.chat import ChatCompletionRequest
 from gateway.openai.completions import CompletionRequest
-from gateway.sglang.generate import GenerateBody
+from gateway.sglang import GenerateBody
 from outrider.v1 import gateway_pb2
 
 CANDIDATES: tuple[Any, ...] = (0.5, 1, True, "on", "x", ["x"], [5], {"5": 1.0})

@@ -1,1 +1,0 @@
-"""SGLang's /generate over the gateway's own types."""
