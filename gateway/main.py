@@ -13,7 +13,7 @@ from starlette.routing import Route, Router
 from gateway.core.catalogue import Catalogue
 from gateway.core.gate import Gate, LogprobQuota
 from gateway.core.metrics import GatewayMetrics, SglangNames
-from gateway.core.replica import Replica
+from gateway.core.router import Replica
 from gateway.core.router import Router as VerifyRouter
 from gateway.core.service import Gateway
 from gateway.http.app import HostRule, RestApp

@@ -28,8 +28,7 @@ from prometheus_client.registry import Collector
 
 from gateway.core.answer import Answer, Delta
 from gateway.core.gate import Gate
-from gateway.core.replica import ReplicaState
-from gateway.core.router import Router
+from gateway.core.router import ReplicaState, Router
 from outrider.protocol.generation import GenerationUpdate
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4

@@ -9,8 +9,7 @@ import grpc
 import pytest
 from names_shown import Names
 
-from gateway.core.replica import Replica, ReplicaState
-from gateway.core.router import Router
+from gateway.core.router import Replica, ReplicaState, Router
 from outrider.errors import UnavailableError
 from outrider.protocol.generation import FinishReason, GenerationRequest, GenerationUpdate
 from outrider.protocol.generation_codec import UPDATE
@@ -62,9 +61,9 @@ async def test_a_busy_favourite_gives_way_to_the_idlest() -> None:
     router = await make(2)
     favourite = router.choose([1, 2, 3])
     other = next(r for r in router.replicas if r is not favourite)
-    favourite.num_answers = 4
+    favourite.calls = set(range(4))
     assert router.choose([1, 2, 3]) is favourite
-    favourite.num_answers = 5
+    favourite.calls = set(range(5))
     assert router.choose([1, 2, 3]) is other
     assert router.choose([1, 2, 3], avoid=(other,)) is favourite
     for replica in router.replicas:
@@ -78,7 +77,7 @@ async def test_a_client_is_not_told_where_a_replica_is_that_cannot_be_reached(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica = connect(f"unix:{tmp_path}/verify.sock")
-    caplog.set_level("INFO", "gateway.core.replica")
+    caplog.set_level("INFO", "gateway.core.router")
     with pytest.raises(UnavailableError) as caught:
         async for _ in replica.generate(GenerationRequest("r", [1], SamplingParams(), 1)):
             pass
