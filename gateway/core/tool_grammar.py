@@ -290,16 +290,10 @@ def _moved(value: Any, root: str) -> Any:
     }
 
 
-def check_tools(
-    tools: Sequence[Tool],
-    choice: str,
-    name: str | None,
-    place: str = "chat.tools[{}]",
-    name_field: str = "chat.tool_name",
-) -> None:
+def check_tools(tools: Sequence[Tool], choice: str, name: str | None = None, *, place: str = "chat.tools[{}]") -> None:
     """Raises InvalidRequestError about tools that cannot be, or that do not fit the choice, as `Chat` has them.
 
-    `place`, `name_field`: what the door calls the tool of an index, and the name of the one that must be called.
+    `place`: what the door calls the tool of an index.
     """
     names = [tool.name for tool in tools]
     for index, one in enumerate(names):
@@ -307,9 +301,9 @@ def check_tools(
             raise InvalidRequestError(f"{place.format(index)}.name", f"{one!r} is there twice", "rename one")
     is_forced = choice == "required"
     if name is not None and name not in names:
-        raise InvalidRequestError(name_field, f"{name[:64]!r} is none of the tools", "send the name of one")
+        raise InvalidRequestError("chat.tool_name", f"{name[:64]!r} is none of the tools", "send the name of one")
     if name is not None and not is_forced:
-        raise InvalidRequestError(name_field, "goes with a tool_choice of required", "set that, or leave it out")
+        raise InvalidRequestError("chat.tool_name", "goes with a tool_choice of required", "set that, or leave it out")
     if is_forced and not tools:
         raise InvalidRequestError(place.partition("[")[0], "missing", "send tools, or set tool_choice to auto")
     for index, tool in enumerate(tools):

@@ -32,9 +32,8 @@ from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
 from gateway.http.responses import DOOR, Body, json_bytes, run_while_connected, send_json
-from gateway.openai.chat import Messages
+from gateway.openai.chat import Messages, ToolBody
 from gateway.openai.fields import TemplateFields
-from gateway.openai.tools import ToolBody
 from outrider import __version__
 from outrider.chat_template import special_tokens
 from outrider.config.gateway import GatewayOptions

@@ -20,6 +20,7 @@ from gateway.core.request import (
     Role,
     StrictModel,
     Text,
+    Tool,
     ToolCall,
     check_role,
 )
@@ -28,19 +29,65 @@ from gateway.core.tool_parser import ToolCallDelta
 from gateway.core.validation import validate
 from gateway.http.responses import Body
 from gateway.openai.fields import (
+    ChoiceOf,
     ContentOf,
     NamedRequests,
     Only,
     OpenAIRequest,
     TemplateFields,
     content_text,
+    tool_fields,
 )
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
 from gateway.openai.logprobs import ChatLogprobs, PromptLogprobsBody, TraceBody, chat_logprobs
-from gateway.openai.tools import ToolBody, ToolChoice, tool_fields
 from outrider.errors import InvalidRequestError
 from outrider.protocol.generation import FinishReason
 from outrider.sampling.params import MAX_LOGPROBS
+
+
+class ToolBody(StrictModel):
+    """A function that the answer may call."""
+
+    type: Literal["function"]
+    function: Tool
+
+
+class NamedFunction(StrictModel):
+    """One of the functions."""
+
+    name: Text
+
+
+class NamedChoice(StrictModel):
+    """The function that the answer must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+    @property
+    def allowed(self) -> tuple[str, list[str], str]:
+        """Whether one may or must be called, their names, and the field of each name."""
+        return "required", [self.function.name], "tool_choice.function.name"
+
+
+class AllowedTools(StrictModel):
+    """Some of the functions, and whether the answer may or must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(StrictModel):
+    """The functions that the answer may call; of the others the model is not told."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    @property
+    def allowed(self) -> tuple[str, list[str], str]:
+        """As of a NamedChoice."""
+        names = [one.function.name for one in self.allowed_tools.tools]
+        return self.allowed_tools.mode, names, "tool_choice.allowed_tools.tools[{}].function.name"
 
 
 class CalledFunction(StrictModel):
@@ -190,7 +237,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the answer may call."
     )
-    tool_choice: ToolChoice | None = Field(
+    tool_choice: ChoiceOf[NamedChoice, AllowedChoice] | None = Field(
         None,
         description="Whether the answer may call (auto, the default), must not, must, must call one function, or may "
         "or must call one of some.",
@@ -217,14 +264,14 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ChatCompletionRequest:
-        fields, place, named = self._tool_fields(), "tools[{}].function", "tool_choice.function.name"
-        tools = [tool.function for tool in self.tools or []]
-        check_tools(tools, fields["tool_choice"], fields.get("tool_name"), place, named)
+        check_tools(self._functions(), self._tool_fields()["tool_choice"], place="tools[{}].function")
         return self
 
+    def _functions(self) -> list[Tool]:
+        return [tool.function for tool in self.tools or []]
+
     def _tool_fields(self) -> dict[str, Any]:
-        tools = [tool.function for tool in self.tools or []]
-        return tool_fields(tools, self.tool_choice, self.parallel_tool_calls)
+        return tool_fields(self._functions(), self.tool_choice, self.parallel_tool_calls)
 
     def requests(self, max_prompts: int) -> NamedRequests:
         """The gateway's own request."""

@@ -1,10 +1,10 @@
-"""Fields that OpenAI's requests share: how they stream, what form the answer must have, and what is not acted on."""
+"""What OpenAI's requests share: how they stream, the form of the answer, choices of tools, and what has no effect."""
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -21,6 +21,7 @@ from gateway.core.request import (
     StrictModel,
     TemplateValues,
     Text,
+    Tool,
 )
 from gateway.core.validation import validate
 from outrider.errors import InvalidRequestError
@@ -125,8 +126,7 @@ class RefusalPart(StrictModel):
 
 
 def _part_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "@refusal" if kind == "refusal" else "@part"
+    return "@refusal" if isinstance(value, dict) and value.get("type") == "refusal" else "@part"
 
 
 P = TypeVar("P", bound=StrictModel)
@@ -144,6 +144,39 @@ def content_text(content: str | list[Any]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+
+
+def _choice_kind(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "@word"
+    return "@allowed" if value.get("type") == "allowed_tools" else "@named"
+
+
+Named = TypeVar("Named", bound=StrictModel)
+Allowed = TypeVar("Allowed", bound=StrictModel)
+ChoiceOf = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("@word")]
+    | Annotated[Named, Tag("@named")]
+    | Annotated[Allowed, Tag("@allowed")],
+    Discriminator(_choice_kind),
+]
+"""Which tools an answer may or must call: a word, or a class that names one or some of them in its `allowed`."""
+
+
+def tool_fields(tools: Sequence[Tool], choice: Any, parallel: bool | None) -> dict[str, Any]:
+    """Fields of a `Chat` but its messages; `choice` is a ChoiceOf. Raises InvalidRequestError."""
+    fields: dict[str, Any] = {"tools": list(tools), "parallel_tool_calls": parallel is not False}
+    if choice is None or isinstance(choice, str):
+        return fields | {"tool_choice": choice or "auto"}
+    mode, allowed, place = choice.allowed
+    known = {tool.name for tool in tools}
+    for index, name in enumerate(allowed):
+        if name not in known:
+            raise InvalidRequestError(
+                place.format(index), f"{name[:64]!r} is none of the tools", "send the name of one"
+            )
+    fields["tools"] = [tool for tool in tools if tool.name in allowed]
+    return fields | {"tool_choice": mode}
 
 
 class StreamOptions(StrictModel):

@@ -19,11 +19,13 @@ from gateway.core.request import (
     StrictModel,
     TemplateValues,
     Text,
+    Tool,
     ToolCall,
 )
 from gateway.core.tool_grammar import check_tools
 from gateway.core.validation import validate
 from gateway.openai.fields import (
+    ChoiceOf,
     ContentOf,
     FormBody,
     Forms,
@@ -36,8 +38,8 @@ from gateway.openai.fields import (
     content_text,
     template_values,
     text_or_list,
+    tool_fields,
 )
-from gateway.openai.tools import FlatTool, FlatToolChoice, tool_fields
 from outrider.errors import InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
 
@@ -130,6 +132,38 @@ Input = Annotated[
 ]
 
 
+class _Function(StrictModel):
+    type: Literal["function"]
+
+
+class FlatTool(Tool, _Function):
+    """A function that the answer may call."""
+
+
+class FlatNamedChoice(_Function):
+    """The function that the answer must call."""
+
+    name: Text
+
+    @property
+    def allowed(self) -> tuple[str, list[str], str]:
+        """Whether one may or must be called, their names, and the field of each name."""
+        return "required", [self.name], "tool_choice.name"
+
+
+class FlatAllowedChoice(StrictModel):
+    """The functions that the answer may or must call one of; of the others the model is not told."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatNamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+    @property
+    def allowed(self) -> tuple[str, list[str], str]:
+        """As of a FlatNamedChoice."""
+        return self.mode, [one.name for one in self.tools], "tool_choice.tools[{}].name"
+
+
 class TextFormat(JsonSchema):
     """The form of the answer's text."""
 
@@ -195,7 +229,9 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         None, description="Functions that the answer may call."
     )
-    tool_choice: FlatToolChoice | None = Field(None, description="As in chat completions.")
+    tool_choice: ChoiceOf[FlatNamedChoice, FlatAllowedChoice] | None = Field(
+        None, description="As in chat completions."
+    )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether an answer may hold several calls. Default true; a forced answer holds one."
     )
@@ -215,8 +251,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ResponsesRequest:
-        fields = self._tool_fields()
-        check_tools(self.tools or [], fields["tool_choice"], fields.get("tool_name"), "tools[{}]", "tool_choice.name")
+        check_tools(self.tools or [], self._tool_fields()["tool_choice"], place="tools[{}]")
         return self
 
     def _tool_fields(self) -> dict[str, Any]:
