@@ -76,7 +76,7 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         stack.push_async_callback(gateway.router.close)
         http_servers = _http_servers(gateway, options, api_keys, door["tls"])
         for server in http_servers:
-            stack.push_async_callback(server.stop, 1.0)
+            stack.push_async_callback(server.stop)
         address = await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, 1.0)
         for server in http_servers:

@@ -8,9 +8,11 @@ import logging
 import math
 import re
 import socket
+import ssl
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
 from ipaddress import IPv6Address, IPv6Network, ip_address, ip_network
@@ -21,9 +23,9 @@ import h11
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
-from gateway.http.handshake import TlsListener
-from gateway.http.responses import KEEP_ALIVE, HttpError, error_json, is_event_stream
+from gateway.http.responses import KEEP_ALIVE, HttpError, error_response, is_event_stream
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.logs import ThrottledWarnings, get_logger
@@ -43,6 +45,12 @@ _MAX_HEAD_LINES = 256
 _LOOK_SECONDS = 0.1
 """Between two looks at whether a client that sends no more is still there."""
 _REPEAT_LOG_SECONDS = 30.0
+_ACCEPT_PAUSE_SECONDS = 0.1
+"""After a connection that could not be accepted, for instance because no more files can be opened."""
+_GRACE_SECONDS = 1.0
+"""That requests get to end where a server stops."""
+_END_LOOK_SECONDS = 0.01
+"""Between two looks at whether they have ended."""
 _IPV6_PREFIX_BITS = 64
 """Of an IPv6 address, what tells clients apart: who has one address has all that begin so."""
 
@@ -51,17 +59,13 @@ class Connections:
     """The connections of one listening address, and their limits. Used from one event loop."""
 
     def __init__(self, options: GatewayOptions) -> None:
-        self.header_seconds = options.header_seconds
-        """That a client gets for the head of a request, and for the rest of a body that nobody reads."""
-        self.stall_seconds = options.stall_seconds
-        """That it may take nothing of an answer."""
-        self.keep_alive_seconds = options.keep_alive_seconds
-        """Between two looks with something sent at whether a client that sends no more is still there."""
+        self.options = options
         self.num_open = 0
-        self.on_refused: Callable[[OutriderError], None] | None = None
+        self.on_refused: Callable[[OutriderError], None] = lambda error: None
         """Called with the error of each connection that is refused."""
         self.refusals = ThrottledWarnings(_logger, _REPEAT_LOG_SECONDS)
         """Of what is no HTTP: whoever likes can send it."""
+        self._full = ThrottledWarnings(_logger, _REPEAT_LOG_SECONDS)
         self.max_open = options.max_connections
         self.max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
         self._proxies = [ip_network(proxy) for proxy in options.proxies]
@@ -69,7 +73,6 @@ class Connections:
         self._idle: dict[HttpConnection, None] = {}
         """Those without a request; the one that has been longest without is first."""
         self._per_client: Counter[str] = Counter()
-        self._no_log_until = 0.0
 
     def admit(self, connection: HttpConnection) -> bool:
         """Counts a new connection; when there are too many, an idle one gives way. Returns whether it may stay.
@@ -87,17 +90,14 @@ class Connections:
             if not idle.transport.get_write_buffer_size() and (not client_is_full or idle.client_key == client):
                 idle.drop()
                 return True
-        now = connection.loop.time()
-        if now >= self._no_log_until:
-            self._no_log_until = now + _REPEAT_LOG_SECONDS
-            if client_is_full:
-                _logger.warning(
-                    "%d connections from one address, all in use: its new ones are refused "
-                    "(--max-connections-per-address, --proxies)",
-                    self.max_per_client,
-                )
-            else:
-                _logger.warning("%d connections, all in use: new ones are refused (--max-connections)", self.max_open)
+        if client_is_full:
+            self._full.warn(
+                "%d connections from one address, all in use: its new ones are refused "
+                "(--max-connections-per-address, --proxies)",
+                self.max_per_client,
+            )
+        else:
+            self._full.warn("%d connections, all in use: new ones are refused (--max-connections)", self.max_open)
         return False
 
     def client_of(self, host: str) -> str:
@@ -164,10 +164,10 @@ class HttpConnection(H11Protocol):
         self.client_key = self._connections.client_of(self.client[0] if self.client else "")
         self._refused = not self._connections.admit(self)
         if self._refused:
-            error = HttpError(503, "too many connections; try again later", "too_many_connections")
-            if self._connections.on_refused is not None:
-                self._connections.on_refused(error)
-            self._refuse(error, {"retry-after": "1"})
+            problem = "too many connections; try again later"
+            error = HttpError(503, problem, "too_many_connections", {"retry-after": "1"})
+            self._connections.on_refused(error)
+            self._refuse(error)
             return
         # Of the base's own accord it waits for a first byte for ever.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -240,17 +240,17 @@ class HttpConnection(H11Protocol):
     def _refuse_head(self, error: OutriderError) -> None:
         """Counts and answers a request that the application is not told of."""
         self._connections.refusals.warn("refused: %s: %s", error.code, error.message)
-        if self._connections.on_refused is not None and not self._in_request:  # which counts its end itself
+        if not self._in_request:  # which counts its end itself
             self._connections.on_refused(error)
-        self._refuse(error, {})
+        self._refuse(error)
 
-    def _refuse(self, error: OutriderError, headers: dict[str, str]) -> None:
+    def _refuse(self, error: OutriderError) -> None:
         """Answers with an error of the connection's own, and closes it."""
-        body = error_json(error)
-        more = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        status = HTTPStatus(error.http_status)
-        response = h11.Response(status_code=status, headers=list((headers | more).items()), reason=status.phrase)
-        events = (response, h11.Data(body), h11.EndOfMessage())
+        answer = error_response(error)
+        answer.headers["connection"] = "close"
+        status = HTTPStatus(answer.status_code)
+        response = h11.Response(status_code=status, headers=answer.raw_headers, reason=status.phrase)
+        events = (response, h11.Data(bytes(answer.body)), h11.EndOfMessage())
         try:
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         except h11.LocalProtocolError:  # in the middle of another answer
@@ -278,7 +278,7 @@ class HttpConnection(H11Protocol):
         if error:
             self.transport.abort()
         elif self._in_request and now >= self._probe_time and not self.transport.get_write_buffer_size():
-            self._probe_time = now + self._connections.keep_alive_seconds
+            self._probe_time = now + self._connections.options.keep_alive_seconds
             self._probe()
 
     def _probe(self) -> None:
@@ -303,7 +303,7 @@ class HttpConnection(H11Protocol):
             self._late_timer.cancel()
             self._late_timer = None
         elif late and self._late_timer is None:
-            self._late_timer = self.loop.call_later(self._connections.header_seconds, self.transport.abort)
+            self._late_timer = self.loop.call_later(self._connections.options.header_seconds, self.transport.abort)
         self._connections.set_idle(self, not (in_request or late or closing))
         if self._unread_timer is None:
             self._watch_unread()
@@ -321,7 +321,7 @@ class HttpConnection(H11Protocol):
         else:
             self._unread = left or math.inf
         if left or in_request:
-            self._unread_timer = self.loop.call_later(self._connections.stall_seconds, self._watch_unread)
+            self._unread_timer = self.loop.call_later(self._connections.options.stall_seconds, self._watch_unread)
 
 
 def _num_head_lines(data: bytes) -> int:
@@ -338,8 +338,81 @@ def _is_fault(record: logging.LogRecord) -> bool:
 logging.getLogger("uvicorn.error").addFilter(_is_fault)
 
 
-class HttpServer(uvicorn.Server):
-    """One listening address: uvicorn's server with our connections, and without signal handlers."""
+class TlsListener:
+    """Accepts connections, and agrees on TLS with each client. Used from one event loop.
+
+    As many may be at that at once, in all and of one client, as there may be connections. asyncio would count none of
+    them, and clients that never speak could take all files that the process may open.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        connect: Callable[[], asyncio.Protocol],
+        connections: Connections,
+    ) -> None:
+        """`connect` makes the protocol of a connection with TLS; `connections` have the limits."""
+        self._listener = listener
+        self._context = context
+        self._connect = connect
+        self._connections = connections
+        self._per_client: Counter[str] = Counter()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(self._listener)
+                except OSError:
+                    await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                else:
+                    self._begin(connection, self._connections.client_of(address[0]))
+        finally:
+            self._listener.close()
+
+    def _begin(self, connection: socket.socket, client: str) -> None:
+        limits = self._connections
+        client_is_full = bool(client) and self._per_client[client] >= limits.max_per_client
+        if client_is_full or len(self._handshakes) >= limits.max_open:
+            connection.close()
+            return
+        self._per_client[client] += 1
+        task = asyncio.create_task(self._agree(connection, client))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _agree(self, connection: socket.socket, client: str) -> None:
+        try:
+            with contextlib.suppress(OSError):  # no TLS, no certificate that is taken, too late, or gone
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    self._connect,
+                    connection,
+                    ssl=self._context,
+                    ssl_handshake_timeout=self._connections.options.header_seconds,
+                )
+        finally:
+            self._per_client[client] -= 1
+            if not self._per_client[client]:
+                del self._per_client[client]
+
+    def close(self) -> None:
+        """Accepts no more, and ends handshakes."""
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Waits until all of that has ended."""
+        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
+
+
+class HttpServer:
+    """One listening address: uvicorn's protocol with our connections."""
 
     def __init__(
         self, app: ASGIApp, address: str, *, option: str, options: GatewayOptions, tls: TlsSource | None = None
@@ -351,82 +424,57 @@ class HttpServer(uvicorn.Server):
         host, port = split_host_port(address, option)
         self._socket = bind(host.strip("[]"), port, address, option)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(
+        self.config = uvicorn.Config(
             _origin_form(app),
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
-            server_header=False,
-            loop="none",
             timeout_keep_alive=_IDLE_SECONDS,
             h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         )
-        config.load()  # which would set the context anew
-        if tls is not None:
-            config.ssl = http_context(tls)
-        super().__init__(config)
+        self.config.load()
+        self._tls = None if tls is None else http_context(tls)
+        self._state = ServerState()
         self.connections = Connections(options)
-        self._task: asyncio.Task[None] | None = None
-        self._stopping = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens; uvicorn calls it. `sockets` are not used."""
-        connection = partial(
-            HttpConnection, self.connections, config=self.config, server_state=self.server_state, app_state={}
-        )
-        self.lifespan = self.config.lifespan_class(self.config)
-        server: Any
-        if self.config.ssl is None:
-            server = await asyncio.get_running_loop().create_server(connection, sock=self._socket, backlog=_BACKLOG)
-        else:
-            server = TlsListener(
-                self._socket,
-                self.config.ssl,
-                connection,
-                seconds=self.connections.header_seconds,
-                most=self.connections.max_open,
-                most_of_one=self.connections.max_per_client,
-                client_of=self.connections.client_of,
-            )
-        self.servers = [server]
-        self.started = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures none: the process has handlers of its own."""
-        yield
+        self._server: asyncio.Server | TlsListener | None = None
+        self._dates: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Accepts connections."""
-        self._task = asyncio.create_task(self.serve(sockets=[self._socket]), name=f"http {self.address}")
-        while not self.started and not self._task.done():
-            await asyncio.sleep(0.005)
-        if self._task.done():
-            await self._task
-
-    async def main_loop(self) -> None:
-        """Renews the date in answers once a second until the stop; uvicorn would look for it ten times a second."""
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), 1.0)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, without the tenth of a second that it always waits when nothing is connected."""
-        if self.server_state.connections or self.server_state.tasks:
-            await super().shutdown(sockets)
+        connect = partial(HttpConnection, self.connections, config=self.config, server_state=self._state, app_state={})
+        self._dates = asyncio.create_task(self._renew_date(), name=f"date of {self.address}")
+        if self._tls is None:
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(connect, sock=self._socket, backlog=_BACKLOG)
         else:
-            self.servers[0].close()
+            self._server = TlsListener(self._socket, self._tls, connect, self.connections)
 
-    async def stop(self, grace: float) -> None:
-        """Accepts no more; requests still running get `grace` seconds, then they are cancelled."""
-        self.config.timeout_graceful_shutdown = max(1, round(grace))
-        self.should_exit = True
-        self._stopping.set()
-        if self._task is None:
+    async def _renew_date(self) -> None:
+        """Keeps the date that answers bear."""
+        while True:
+            self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+            await asyncio.sleep(1.0)
+
+    async def stop(self) -> None:
+        """Accepts no more; requests still running get a second, then they are cancelled."""
+        if self._server is None or self._dates is None:
             self._socket.close()
-        else:
-            await self._task
+            return
+        self._server.close()
+        state = self._state
+        for connection in tuple(state.connections):
+            connection.shutdown()
+        try:
+            async with asyncio.timeout(_GRACE_SECONDS):
+                while state.connections or state.tasks:
+                    await asyncio.sleep(_END_LOOK_SECONDS)
+                await self._server.wait_closed()
+        except TimeoutError:
+            _logger.error("%d requests have not ended in time and are cancelled", len(state.tasks))
+            for task in state.tasks:
+                task.cancel()
+        self._dates.cancel()
 
 
 _ABSOLUTE_FORM = re.compile(rb"https?://(?:[^/@]*@)?([^/@]+)(/.*)?", re.IGNORECASE)

@@ -73,7 +73,7 @@ async def serving(app: Any, **limits: Any) -> AsyncIterator[HttpServer]:
     try:
         yield server
     finally:
-        await server.stop(0)
+        await server.stop()
 
 
 @asynccontextmanager

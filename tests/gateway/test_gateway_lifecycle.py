@@ -58,7 +58,7 @@ async def test_before_verify_is_there_health_is_up_and_ready_is_not(verify: Scri
             assert (await http.get("/ready")).status_code == 200
     finally:
         await host.stop()
-        await server.stop(0)
+        await server.stop()
         await gateway.router.close()
 
 

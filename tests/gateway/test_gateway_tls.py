@@ -229,5 +229,5 @@ async def test_who_ends_its_side_of_tls_has_ended_the_connection(
             (await asyncio.to_thread(half.unwrap)).close()
             await ended.wait()
     finally:
-        await server.stop(0)
+        await server.stop()
     assert not [record for record in caplog.records if record.name == "asyncio"]

@@ -135,7 +135,7 @@ async def test_an_idle_connection_outlives_those_of_proxies_and_client_libraries
     server = HttpServer(None, "127.0.0.1:0", option="--rest-address", options=GatewayOptions())
     # nginx and the load balancers of clouds keep idle connections for 60 s, httpx for 5 s.
     assert server.config.timeout_keep_alive > 60
-    await server.stop(0)
+    await server.stop()
 
 
 async def test_requests_carry_an_id_back(world: World) -> None:
