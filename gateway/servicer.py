@@ -48,12 +48,12 @@ _BOUNDS = {
     "bad_words": MAX_BAD_WORDS,
 }
 """Entries of repeated fields."""
-_INPUTS = ("prompt", "prompt_token_ids", "chat")
 
 
 def decode_request(message: gateway_pb2.GatewayServiceGenerateRequest) -> ClientRequest:
     """The request, validated like a REST one. Raises InvalidRequestError."""
-    fields = _given(message, ClientRequest, leave_out={*_INPUTS, "sampling", "speculation", "grammar"})
+    apart = {"prompt", "prompt_token_ids", "chat", "sampling", "speculation", "grammar"}
+    fields = _given(message, ClientRequest, leave_out=apart)
     fields["sampling"] = _given(message.sampling, RequestSampling, prefix="sampling.")
     if message.speculation != gateway_pb2.SPECULATION_UNSPECIFIED:
         if message.speculation not in _SPECULATION:

@@ -29,8 +29,8 @@ from gateway.openai.fields import (
     ListForPrompts,
     NamedRequests,
     Only,
+    list_or,
     prompt_requests,
-    text_or_list,
 )
 from gateway.openai.generation import CollectedAnswer, ResponseBuilder
 from gateway.openai.logprobs import TraceBody, finite, prompt_positions
@@ -59,8 +59,7 @@ def _ids_kind(value: Any) -> str:
 
 
 _Texts = Annotated[
-    Annotated[PromptText, Tag("@text")] | Annotated[ListForPrompts[PromptText], Tag("@list")],
-    Discriminator(text_or_list),
+    Annotated[PromptText, Tag("@text")] | Annotated[ListForPrompts[PromptText], Tag("@list")], list_or("@text")
 ]
 _Ids = Annotated[
     Annotated[TokenIdList, Tag("@ids")] | Annotated[ListForPrompts[TokenIdList], Tag("@lists")],
@@ -88,12 +87,8 @@ class GenerateSampling(SamplingFields, StopFields, FormBody):
 T = TypeVar("T")
 
 
-def _list_kind(value: Any) -> str:
-    return "@each" if isinstance(value, list) else "@one"
-
-
-_Each = Annotated[ListForPrompts[T], Tag("@each")]
-_ForEach = Annotated[Annotated[T, Tag("@one")] | _Each[T], Discriminator(_list_kind)]
+_Each = Annotated[ListForPrompts[T], Tag("@list")]
+_ForEach = Annotated[Annotated[T, Tag("@one")] | _Each[T], list_or("@one")]
 """What holds for all prompts, or a list of it for each."""
 
 
@@ -102,10 +97,7 @@ def _of(value: T | list[T] | None, index: int) -> T | None:
     return value[index] if isinstance(value, list) else value
 
 
-_Sampling = Annotated[
-    Annotated[GenerateSampling, Tag("@params")] | _Each[GenerateSampling],
-    Discriminator(lambda value: "@each" if isinstance(value, list) else "@params"),
-]
+_Sampling = Annotated[Annotated[GenerateSampling, Tag("@params")] | _Each[GenerateSampling], list_or("@params")]
 
 
 class GenerateBody(ServingFields, GenerationBody):

@@ -58,14 +58,12 @@ class Answer:
         self._stop = StopMatcher(job.stop, keep=job.keeps_stop)
         self._parts = ReasoningSplitter(job.reasoning)
         self._min_tokens = job.request.min_tokens
-        self._num_tokens = 0
-        self._prompt_only = job.prompt_only
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids))
         self.finish_reason: FinishReason | None = None
 
     def feed(self, chunk: GenerationUpdate) -> Delta:
         """What a chunk adds. Tokens behind a stop string are dropped, and the answer is finished."""
-        if self._prompt_only:
+        if self.job.prompt_only:
             return self._feed_prompt(chunk)
         tokens: list[Token] = []
         for index in range(len(chunk.token_ids)):
@@ -81,7 +79,6 @@ class Answer:
             self._parts.push(self._finish(tokens), num_tokens=0)
         reasoning, text = self._parts.take(final=self.finish_reason is not None)
         self.usage.num_reasoning_tokens = self._parts.num_tokens
-        self.usage.completion_tokens += len(tokens)
         count_rounds(self.usage, chunk)
         text, calls = self._split(text)
         return Delta(self._place, text, tuple(tokens), chunk, self.finish_reason, reasoning=reasoning, tool_calls=calls)
@@ -110,8 +107,8 @@ class Answer:
         piece = "" if ends else self._detokenizer.push(token_id)
         logprobs = chunk.logprobs[index] if chunk.logprobs else None
         token = Token(token_id, chunk.origins[index], piece, logprobs, ends)
-        self._num_tokens += 1
-        return token, piece if self._num_tokens <= self._min_tokens else self._stop.push(piece)
+        self.usage.completion_tokens += 1
+        return token, piece if self.usage.completion_tokens <= self._min_tokens else self._stop.push(piece)
 
     def _finish(self, tokens: list[Token]) -> str:
         """The text that was held back; what half a character left counts for the last token here."""

@@ -376,7 +376,7 @@ class ClientRequest(OutputFields):
     """A request with exactly one of `prompt`, `prompt_token_ids` and `chat`."""
 
     model: Text | None = None
-    prompt: Annotated[Text, Field(min_length=1)] | None = None
+    prompt: PromptText | None = None
     prompt_token_ids: TokenIdList | None = None
     chat: Chat | None = None
     sampling: RequestSampling = RequestSampling()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -24,17 +25,15 @@ _Queue = asyncio.Queue[Delta | Exception | None]
 """Deltas of all answers; an error ends the request, None is the end of one answer."""
 
 
+@dataclass(eq=False)
 class Gateway:
     """The parts of one gateway."""
 
-    def __init__(
-        self, catalogue: Catalogue, router: Router, gate: Gate, metrics: GatewayMetrics, logprob_quota: LogprobQuota
-    ) -> None:
-        self.catalogue = catalogue
-        self.router = router
-        self.gate = gate
-        self.metrics = metrics
-        self.logprob_quota = logprob_quota
+    catalogue: Catalogue
+    router: Router
+    gate: Gate
+    metrics: GatewayMetrics
+    logprob_quota: LogprobQuota
 
     @property
     def ready(self) -> bool:

@@ -46,7 +46,7 @@ _EITHER: Mapping[tuple[int | str, ...], str] = {
 
 _OWN_PARTS = frozenset(
     {"[key]", "@text", "@texts", "@ids", "@lists", "@list", "@object", "@message", "@reasoning", "@call", "@output"}
-    | {"@part", "@refusal", "@word", "@named", "@allowed", "@params", "@one", "@each"}
+    | {"@part", "@refusal", "@word", "@named", "@allowed", "@params", "@one"}
 )
 """What pydantic adds to a place: the key of a mapping, and the tags of this package's unions."""
 

@@ -80,8 +80,7 @@ class RestApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection's request."""
-        if scope["type"] == "http":  # uvicorn is told to send nothing else
-            await self._app(scope, receive, send)
+        await self._app(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)

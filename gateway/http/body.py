@@ -47,18 +47,14 @@ class BodyReader:
         """Bytes of each body in memory, without the first `_FREE_BYTES`."""
         self._one_large = asyncio.Lock()
 
-    async def read(self, request: Request, check: Callable[[dict[str, Any]], T]) -> T:
-        """What `check` makes of the body; that may be called in a thread.
+    @asynccontextmanager
+    async def open(self, request: Request, check: Callable[[dict[str, Any]], T]) -> AsyncIterator[T]:
+        """What `check` makes of the body; that may be called in a thread. Until the block ends, the body's texts count
+        among the bodies of all.
 
         Raises HttpError for what HTTP forbids, InvalidRequestError for bad JSON, OverloadedError where the bodies of
         all requests take too much memory.
         """
-        async with self.open(request, check) as made:
-            return made
-
-    @asynccontextmanager
-    async def open(self, request: Request, check: Callable[[dict[str, Any]], T]) -> AsyncIterator[T]:
-        """The same for a block that keeps the body's texts: until it ends they count among the bodies of all."""
         _check_headers(request.headers)
         try:
             yield await self._checked(await self._receive(request), check)

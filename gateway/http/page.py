@@ -66,23 +66,6 @@ class MarkdownRequest(StrictModel):
     text: Annotated[Text, Field(max_length=_MAX_CHARACTERS)]
 
 
-class MarkdownRoute:
-    """The handler; works at one text at a time, and not in the event loop."""
-
-    def __init__(self, gateway: Gateway, bodies: BodyReader) -> None:
-        self._gateway = gateway
-        self._bodies = bodies
-        self._one = asyncio.Lock()
-
-    async def serve(self, request: Request) -> Response:
-        """Raises OutriderError."""
-        with self._gateway.counted(DOOR):
-            text = await self._bodies.read(request, lambda body: validate(MarkdownRequest, body).text)
-            async with self._one:
-                body = await asyncio.to_thread(lambda: json.dumps({"blocks": blocks(text)}).encode())
-        return Response(body, media_type="application/json")
-
-
 def blocks(text: str) -> list[dict[str, Any]]:
     """The blocks of a text: elements with the lines they come from, `begin` and `end` (behind the last), from 0.
 
@@ -209,7 +192,9 @@ class Page:
 
     def __init__(self, gateway: Gateway, bodies: BodyReader, *, needs_key: bool) -> None:
         """`needs_key`: whether the page asks its user for an API key."""
-        self._markdown = MarkdownRoute(gateway, bodies)
+        self._gateway = gateway
+        self._bodies = bodies
+        self._one_text = asyncio.Lock()
         self._assets = {  # they are small and read once
             f"/page/{file.name}": _Asset.of(file.read_bytes(), suffix)
             for file in (files("gateway") / "page").iterdir()
@@ -223,7 +208,15 @@ class Page:
         """Paths, and what serves them: the files to GET and HEAD, and what works for the page, which takes a key."""
         # Each route is given its file, for its pattern also matches the path with a line feed behind it.
         served = [Route(path, partial(_serve, asset), methods=["GET"]) for path, asset in sorted(self._assets.items())]
-        return [*served, Route("/page/markdown", self._markdown.serve, methods=["POST"])]
+        return [*served, Route("/page/markdown", self._lay_out, methods=["POST"])]
+
+    async def _lay_out(self, request: Request) -> Response:
+        """Works at one text at a time, and not in the event loop. Raises OutriderError."""
+        with self._gateway.counted(DOOR):
+            reading = self._bodies.open(request, lambda body: validate(MarkdownRequest, body).text)
+            async with reading as text, self._one_text:
+                body = await asyncio.to_thread(lambda: json.dumps({"blocks": blocks(text)}).encode())
+        return Response(body, media_type="application/json")
 
 
 async def _serve(asset: _Asset, request: Request) -> Response:

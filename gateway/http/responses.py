@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from outrider.errors import ContextLengthError, InternalError, OutriderError
 from outrider.logs import get_logger
@@ -26,6 +26,8 @@ DOOR = "rest"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, and proxies keep the connection for it."""
+IN_EVENTS = "in_events"
+"""Where the state of a request's scope says that its answer comes in events, between which comments may be sent."""
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -110,16 +112,6 @@ async def send_json(send: Send, body: bytes, part_bytes: int = sys.maxsize) -> N
 def event(data: bytes) -> bytes:
     """One event; `data` is JSON without line breaks."""
     return b"data: " + data + b"\n\n"
-
-
-def note_event_stream(scope: Scope) -> None:
-    """Tells the server that the answer to a request comes in events."""
-    scope["state"]["is_event_stream"] = True
-
-
-def is_event_stream(state: Mapping[str, Any]) -> bool:
-    """Whether comments may be sent between the parts of an answer; `state` is its scope's."""
-    return bool(state.get("is_event_stream"))
 
 
 class ClientStalled(Exception):

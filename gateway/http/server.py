@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from gateway.http.responses import KEEP_ALIVE, HttpError, error_response, is_event_stream
+from gateway.http.responses import IN_EVENTS, KEEP_ALIVE, HttpError, error_response
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError, OutriderError
 from outrider.logs import ThrottledWarnings, get_logger
@@ -290,7 +290,7 @@ class HttpConnection(H11Protocol):
             self.transport.write(
                 self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")) or b""
             )
-        elif is_event_stream(self.cycle.scope["state"]):
+        elif self.cycle.scope["state"].get(IN_EVENTS):
             self.transport.write(self.conn.send(h11.Data(KEEP_ALIVE)) or b"")
 
     def _update_state(self) -> None:

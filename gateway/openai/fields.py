@@ -113,9 +113,9 @@ def template_values(effort: ReasoningEffort | None, values: Mapping[str, Any] | 
     return {**known, **(values or {})}
 
 
-def text_or_list(value: Any) -> str:
-    """The tag of what may be a text or a list."""
-    return "@list" if isinstance(value, list) else "@text"
+def list_or(tag: str) -> Discriminator:
+    """Tells lists, whose tag is @list, from what has this tag."""
+    return Discriminator(lambda value: "@list" if isinstance(value, list) else tag)
 
 
 class RefusalPart(StrictModel):
@@ -134,7 +134,7 @@ _Part = Annotated[Annotated[P, Tag("@part")] | Annotated[RefusalPart, Tag("@refu
 ContentOf = Annotated[
     Annotated[Text, Tag("@text")]
     | Annotated[list[_Part[P]], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
-    Discriminator(text_or_list),
+    list_or("@text"),
 ]
 """A message's text, or its parts: those of a class with a `text`, and refusals."""
 

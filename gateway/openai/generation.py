@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 from gateway.core.admission import admit
 from gateway.core.answer import Delta, Token, count_rounds
 from gateway.core.catalogue import GatewayModel
-from gateway.core.gate import RequestQuota
 from gateway.core.request import Job
 from gateway.core.service import Gateway
 from gateway.core.tool_parser import ToolCallDelta
@@ -28,6 +27,7 @@ from gateway.http.body import BodyReader
 from gateway.http.responses import (
     DONE,
     DOOR,
+    IN_EVENTS,
     KEEP_ALIVE,
     Body,
     ClientStalled,
@@ -36,7 +36,6 @@ from gateway.http.responses import (
     event,
     internal_error,
     json_bytes,
-    note_event_stream,
     run_while_connected,
     send_json,
     with_pauses,
@@ -54,6 +53,7 @@ _logger = get_logger(__name__)
 _INLINE_VALUES = 1024
 """Log-probabilities, and nodes of trees, that are put into JSON in the event loop, in some milliseconds."""
 _VERY_LARGE_VALUES = 1 << 16
+"""Values that take so much memory as a body that only one of the kind is made at a time."""
 
 
 class AnswerHead(Body):
@@ -199,11 +199,6 @@ class ResponseBuilder(ABC):
         request = self._jobs[0].request
         return "trace" if request.trace and request.sampling.num_logprobs is None else self.top_field
 
-    @property
-    def is_very_large(self) -> bool:
-        """Whether the body takes so much memory that only one of the kind should be made at a time."""
-        return self.num_kept > _VERY_LARGE_VALUES
-
     def is_large(self, delta: Delta | None = None) -> bool:
         """Whether a body, with a delta, holds so many values that it is better built in a thread."""
         return self.num_kept + (0 if delta is None else _num_values(delta)) > _INLINE_VALUES
@@ -331,8 +326,7 @@ class GenerationRoute:
                 reading = self._bodies.open(Request(scope, receive), self._parse)
                 user, body, requests = await counted.enter_async_context(reading)
                 name_user(user)
-                if body.stream:
-                    note_event_stream(scope)
+                scope["state"][IN_EVENTS] = bool(body.stream)
                 await run_while_connected(receive, self._serve(body, requests, counted, send))
 
     async def _serve(self, body: GenerationBody, requests: NamedRequests, counted: AsyncExitStack, send: Send) -> None:
@@ -347,9 +341,9 @@ class GenerationRoute:
             await counted.aclose()
             builder = self._builder_type(model, jobs, body)
             ticket.reserve(sum(job.n for job in jobs))
-            with self._quota_of(builder) as quota:
+            with self._quota_of(builder) as hold:
                 answer = self._send_stream if body.stream else self._send_whole
-                await answer(self._gateway.generate(jobs, model), builder, quota, send)
+                await answer(self._gateway.generate(jobs, model), builder, hold, send)
 
     def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:
         """The user that a body names, the body, and its requests. Called in a thread if it is long."""
@@ -358,27 +352,30 @@ class GenerationRoute:
         return user if isinstance(user, str) else "", parsed, parsed.requests(self._options.max_prompts)
 
     @contextmanager
-    def _quota_of(self, builder: ResponseBuilder) -> Iterator[RequestQuota | None]:
-        """The quota of what the response keeps in memory; None where that is text alone."""
+    def _quota_of(self, builder: ResponseBuilder) -> Iterator[Callable[[], None]]:
+        """Counts what the response keeps in memory, and gives what counts it anew; text alone is not counted."""
         if not builder.keeps_values:
-            yield None
+            yield lambda: None
             return
         with self._gateway.logprob_quota.open() as quota:
-            quota.hold(builder.num_kept, builder.kept_field)
-            yield quota
+
+            def hold() -> None:
+                quota.hold(builder.num_kept, builder.kept_field)
+
+            hold()
+            yield hold
 
     async def _send_whole(
-        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, quota: RequestQuota | None, send: Send
+        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, hold: Callable[[], None], send: Send
     ) -> None:
         async with aclosing(deltas):
             async for delta in deltas:
                 builder.collect(delta)
-                if quota is not None:
-                    quota.hold(builder.num_kept, builder.kept_field)
+                hold()
         await send_json(send, await self._rendered(builder, None, lambda: json_bytes(builder.whole())))
 
     async def _send_stream(
-        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, quota: RequestQuota | None, send: Send
+        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, hold: Callable[[], None], send: Send
     ) -> None:
         stream = EventStream(send, stall_seconds=self._options.stall_seconds)
         try:
@@ -388,8 +385,7 @@ class GenerationRoute:
                         await stream.write(KEEP_ALIVE)
                         continue
                     await stream.write(await self._rendered(builder, delta, partial(_events, builder, delta)))
-                    if quota is not None:
-                        quota.hold(builder.num_kept, builder.kept_field)
+                    hold()
         except ClientStalled:
             self._gateway.count_error(DOOR, OverloadedError("the stream was left unread", code="slow_reader"))
             raise
@@ -408,7 +404,7 @@ class GenerationRoute:
     async def _rendered(self, builder: ResponseBuilder, delta: Delta | None, render: Callable[[], bytes]) -> bytes:
         if not builder.is_large(delta):
             return render()
-        if not builder.is_very_large:
+        if builder.num_kept <= _VERY_LARGE_VALUES:
             return await asyncio.to_thread(render)
         async with self._gateway.logprob_quota.one_large:
             return await asyncio.to_thread(render)

@@ -36,8 +36,8 @@ from gateway.openai.fields import (
     Only,
     check_goes_with,
     content_text,
+    list_or,
     template_values,
-    text_or_list,
     tool_fields,
 )
 from outrider.errors import InvalidRequestError
@@ -128,7 +128,7 @@ InputItem = Annotated[
 Input = Annotated[
     Annotated[PromptText, Tag("@text")]
     | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("@list")],
-    Discriminator(text_or_list),
+    list_or("@text"),
 ]
 
 

@@ -76,27 +76,32 @@ def request(parts: list[bytes], end: asyncio.Event | None = None) -> Request:
     return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
 
 
+async def read(bodies: BodyReader, request: Request, check: Any) -> Any:
+    async with bodies.open(request, check) as made:
+        return made
+
+
 async def test_long_bodies_under_way_shut_out_long_ones_alone() -> None:
     bodies = BodyReader(max_bytes=200_000, seconds=600)
     long, end = json.dumps({"a": "y" * 198_000}).encode(), asyncio.Event()
-    assert await bodies.read(request([long]), len) == 1
+    assert await read(bodies, request([long]), len) == 1
     # 32 of the greatest length, but for the first 64 KiB of each.
     held = [
-        asyncio.create_task(bodies.read(request([b" " * 150_000, b" " * 49_000], end), len))
+        asyncio.create_task(read(bodies, request([b" " * 150_000, b" " * 49_000], end), len))
         for _ in range(32 * 200_000 // (199_000 - 65536))
     ]
     while True:  # until all have been read as far as they go
         await asyncio.sleep(0)
         try:
-            await bodies.read(request([long]), len)
+            await read(bodies, request([long]), len)
         except OverloadedError as error:
             assert "6400000 bytes" in error.message
             break
-    assert await bodies.read(request([b'{"a": 1}']), len) == 1
+    assert await read(bodies, request([b'{"a": 1}']), len) == 1
     end.set()
     left = await asyncio.gather(*held, return_exceptions=True)
     assert {getattr(error, "code", None) for error in left} == {"client_closed"}
-    assert await bodies.read(request([long]), len) == 1
+    assert await read(bodies, request([long]), len) == 1
 
 
 async def test_a_long_body_is_read_and_checked_beside_the_event_loop(

@@ -16,7 +16,7 @@ from gateway_world import until
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.responses import ClientStalled, EventStream, note_event_stream, run_while_connected
+from gateway.http.responses import IN_EVENTS, ClientStalled, EventStream, run_while_connected
 from gateway.http.server import Connections, HttpServer
 from outrider.config.gateway import GatewayOptions
 from outrider.errors import ConfigError
@@ -381,7 +381,7 @@ async def test_who_sends_no_more_gets_all_answers_that_are_due(version: bytes) -
 async def answer_slowly(scope: Scope, receive: Receive, send: Send, may_end: asyncio.Event) -> None:
     """Begins events at /events, and ends them, or answers as a whole, when told to."""
     if scope["path"] == "/events":
-        note_event_stream(scope)
+        scope["state"][IN_EVENTS] = True
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
     await may_end.wait()
