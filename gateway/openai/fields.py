@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, Tag, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -34,8 +34,6 @@ NO_TAGS = "structural tags are not supported: use a JSON schema, a regular expre
 _NO_WHITESPACE = "whitespace between JSON's parts cannot be chosen"
 
 EBNF = "A context-free grammar that derives the whole answer: Lark in llguidance's dialect (start), or GBNF (root)."
-Forms = list[tuple[str, Grammar]]
-"""Fields that say what the answer must be, and the grammars that they stand for."""
 Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 Schema = Annotated[
     Annotated[dict[str, Any], Tag("@object")] | Annotated[Text, Tag("@text")],
@@ -47,6 +45,16 @@ ListForPrompts = Annotated[list[T], Field(min_length=1, max_length=MAX_PROMPTS, 
 """Prompts, or what holds for each of them."""
 NamedRequests = list[tuple[ClientRequest, Mapping[str, str]]]
 """Requests, each with what the body calls its fields."""
+
+
+class Form(NamedTuple):
+    """What the answer must be."""
+
+    field: str
+    """That says so."""
+    grammar: Grammar
+    strict: bool = False
+    """Whether a schema that cannot be held to in full is refused, as OpenAI's `strict` has it."""
 
 
 class Only:
@@ -215,13 +223,13 @@ _FORMS = {
 """Fields that say what the answer must be, of whichever model."""
 
 
-def named_forms(body: BaseModel, prefix: str = "", *, strict: bool = False) -> Forms:
+def named_forms(body: BaseModel, prefix: str = "", *, strict: bool = False) -> list[Form]:
     """The fields of a body that are in `_FORMS` and set, their names behind `prefix`, with their grammars.
 
     `strict`: objects have no keys but those that a schema names.
     """
     return [
-        (prefix + (field.alias or name), _grammar(_FORMS[name], value, strict=strict))
+        Form(prefix + (field.alias or name), _grammar(_FORMS[name], value, strict=strict))
         for name, field in type(body).model_fields.items()
         if name in _FORMS and (value := getattr(body, name)) is not None and value is not False
     ]
@@ -241,37 +249,32 @@ class FormBody(StrictModel):
     """A body that may say, in one of several fields, what the answer must be."""
 
     @cached_property
-    def forms(self) -> Forms:
-        """The fields that are set, and their grammars."""
+    def forms(self) -> list[Form]:
+        """What the fields that are set say."""
         return named_forms(self)
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         try:
             if len(self.forms) > 1:
-                first, second = (field.partition(".")[0] for field, _ in self.forms[:2])
+                first, second = (form.field.partition(".")[0] for form in self.forms[:2])
                 raise InvalidRequestError(second, f"does not go with {first}", "send one of them")
-            for field, grammar in self.forms:
-                check_grammar(grammar, field, strict=self.is_strict)
+            for form in self.forms:
+                check_grammar(form.grammar, form.field, strict=form.strict)
         except InvalidRequestError as error:
             about = {"within": error.field, "problem": error.problem, "fix": error.fix, "code": error.code}
             raise PydanticCustomError("form", "{problem}; {fix}", about) from None
         return self
 
     @property
-    def is_strict(self) -> bool:
-        """Whether a schema that cannot be held to in full is refused, as OpenAI's `strict` has it."""
-        return False
-
-    @property
     def grammar(self) -> Grammar | None:
         """What the answer must be; None allows anything."""
-        return self.forms[0][1] if self.forms else None
+        return self.forms[0].grammar if self.forms else None
 
     @property
     def grammar_field(self) -> str:
         """The field that says so."""
-        return self.forms[0][0] if self.forms else "grammar"
+        return self.forms[0].field if self.forms else "grammar"
 
 
 class JsonSchema(StrictModel):
@@ -284,9 +287,10 @@ class JsonSchema(StrictModel):
         None, description="Objects have no keys but those that the schema names, unless it says otherwise."
     )
 
-    def grammar(self) -> Grammar:
-        """What fits the schema."""
-        return _grammar(GrammarKind.JSON_SCHEMA, self.schema_, strict=bool(self.strict))
+    def form(self, field: str) -> Form:
+        """What fits the schema, which stands in this field."""
+        strict = bool(self.strict)
+        return Form(field, _grammar(GrammarKind.JSON_SCHEMA, self.schema_, strict=strict), strict)
 
 
 def check_goes_with(kind: str, wanted: str, value: object, field: str, what: str) -> None:
@@ -311,15 +315,15 @@ class ResponseFormat(StrictModel):
         return self
 
     @property
-    def forms(self) -> Forms:
+    def forms(self) -> list[Form]:
         """What the answer must be; none where any text will do."""
         if self.type == "text":
             return []
         if self.grammar_ is not None:
-            return [("response_format.grammar", Grammar(GrammarKind.EBNF, self.grammar_))]
+            return [Form("response_format.grammar", Grammar(GrammarKind.EBNF, self.grammar_))]
         if self.json_schema is None or self.json_schema.schema_ is None:
-            return [("response_format", Grammar(GrammarKind.JSON_OBJECT))]
-        return [("response_format.json_schema.schema", self.json_schema.grammar())]
+            return [Form("response_format", Grammar(GrammarKind.JSON_OBJECT))]
+        return [self.json_schema.form("response_format.json_schema.schema")]
 
 
 class StructuredOutputs(StrictModel):
@@ -363,19 +367,13 @@ class FormatFields(FormBody):
     guided_decoding_backend: Text | None = Field(None, description="Taken and not used.")
 
     @cached_property
-    def forms(self) -> Forms:
+    def forms(self) -> list[Form]:
         """See the base."""
         forms = [] if self.response_format is None else self.response_format.forms
         if (outputs := self.structured_outputs) is not None:
             strict = bool(outputs.disable_additional_properties)
             forms = forms + named_forms(outputs, "structured_outputs.", strict=strict)
         return forms + named_forms(self)
-
-    @property
-    def is_strict(self) -> bool:
-        """See the base."""
-        schema = None if self.response_format is None else self.response_format.json_schema
-        return schema is not None and bool(schema.strict)
 
 
 class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, HarmlessFields):

@@ -60,11 +60,10 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 
 def chat_logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> ChatLogprobs | None:
     """Those of a chat answer's tokens; None where none were asked for. The token that ends an answer is left out."""
-    known = [t for t in tokens if t.logprobs is not None]
-    if not known:
+    if all(token.logprobs is None for token in tokens):
         return None
     content = []
-    for token in known:
+    for token in tokens:
         if token.logprobs is None or token.ends_answer:
             continue
         top = [TopLogprob(**_named(token_id, value, tokenizer)) for token_id, value in token.logprobs.top]

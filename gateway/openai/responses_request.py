@@ -27,8 +27,8 @@ from gateway.core.validation import validate
 from gateway.openai.fields import (
     ChoiceOf,
     ContentOf,
+    Form,
     FormBody,
-    Forms,
     GenerationBody,
     HarmlessFields,
     JsonSchema,
@@ -175,13 +175,13 @@ class TextFormat(JsonSchema):
         return self
 
     @property
-    def forms(self) -> Forms:
+    def forms(self) -> list[Form]:
         """What the answer must be; none where any text will do."""
         if self.type == "text":
             return []
         if self.schema_ is None:
-            return [("text.format", Grammar(GrammarKind.JSON_OBJECT))]
-        return [("text.format.schema", self.grammar())]
+            return [Form("text.format", Grammar(GrammarKind.JSON_OBJECT))]
+        return [self.form("text.format.schema")]
 
 
 class TextConfig(StrictModel):
@@ -240,14 +240,9 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     top_logprobs: Annotated[Any, Only(0, why="log-probabilities are told by /v1/chat/completions")] = None
 
     @cached_property
-    def forms(self) -> Forms:
+    def forms(self) -> list[Form]:
         """See the base."""
         return [] if self.text is None or self.text.format is None else self.text.format.forms
-
-    @property
-    def is_strict(self) -> bool:
-        """See the base."""
-        return self.text is not None and self.text.format is not None and bool(self.text.format.strict)
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ResponsesRequest:
