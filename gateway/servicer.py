@@ -174,9 +174,7 @@ def encode_delta(request_id: str, delta: Delta) -> gateway_pb2.GatewayServiceGen
     )
 
 
-_Context = grpc.aio.ServicerContext[
-    gateway_pb2.GatewayServiceGenerateRequest, gateway_pb2.GatewayServiceGenerateResponse
-]
+_Context = grpc.aio.ServicerContext[Any, Any]
 
 _INLINE_BYTES = 1 << 16
 """Requests up to here are decoded and validated in the event loop, in some milliseconds."""
@@ -225,11 +223,7 @@ class GatewayServicer(GatewayServiceServicer):
             ) from None
 
     async def ListModels(
-        self,
-        request: gateway_pb2.GatewayServiceListModelsRequest,
-        context: grpc.aio.ServicerContext[
-            gateway_pb2.GatewayServiceListModelsRequest, gateway_pb2.GatewayServiceListModelsResponse
-        ],
+        self, request: gateway_pb2.GatewayServiceListModelsRequest, context: _Context
     ) -> gateway_pb2.GatewayServiceListModelsResponse:
         """The served models."""
         model = self._gateway.model

@@ -346,21 +346,17 @@ class GenerateBuilder(ResponseBuilder):
         num_top = job.request.sampling.num_logprobs
         if num_top is None:
             return {}
-        known = [token for token in answer.tokens if token.logprobs is not None]
+        own, top = ([], []) if start is None else self._prompt(job, answer.prompt_logprobs)
+        told = [(token.id, token.logprobs) for token in answer.tokens if token.logprobs is not None]
         fields: dict[str, Any] = {
-            "input_token_logprobs": [],
-            "output_token_logprobs": [self._scored(t.logprobs.logprob, t.id) for t in known if t.logprobs],
+            "input_token_logprobs": own[start:],
+            "output_token_logprobs": [self._scored(logprobs.logprob, token_id) for token_id, logprobs in told],
         }
         if num_top:
-            fields["input_top_logprobs"] = []
+            fields["input_top_logprobs"] = top[start:]
             fields["output_top_logprobs"] = [
-                [self._scored(value, token) for token, value in t.logprobs.top] for t in known if t.logprobs
+                [self._scored(value, token_id) for token_id, value in logprobs.top] for _, logprobs in told
             ]
-        if start is not None:
-            own, top = self._prompt(job, answer.prompt_logprobs)
-            fields["input_token_logprobs"] = own[start:]
-            if num_top:
-                fields["input_top_logprobs"] = top[start:]
         return fields
 
     def _prompt(self, job: Job, parts: Sequence[PromptLogprobs]) -> tuple[list[Scored], list[list[Scored] | None]]:
