@@ -174,7 +174,9 @@ async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls 
     field, text = "prompt", request.prompt or ""
     if request.chat is not None:
         field = "chat.messages"
-        text = await _conversation(request.chat, model, field)
+        render = partial(render_chat, request.chat, model, field)
+        inline = request.chat.size <= _INLINE_CHARACTERS and not request.chat.tools
+        text = render() if inline else await asyncio.to_thread(render)
         if calls is not None and calls.forced:
             text += calls.form.forced_opening
     # A chat template writes the beginning-of-sequence token itself.
@@ -184,12 +186,6 @@ async def _prompt(request: ClientRequest, model: GatewayModel, calls: ToolCalls 
     if not token_ids:
         raise InvalidRequestError(field, "has no tokens", "send text that the tokenizer knows")
     return field, token_ids, text
-
-
-async def _conversation(chat: Chat, model: GatewayModel, field: str) -> str:
-    if chat.size <= _INLINE_CHARACTERS and not chat.tools:
-        return render_chat(chat, model, field)
-    return await asyncio.to_thread(render_chat, chat, model, field)
 
 
 def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:

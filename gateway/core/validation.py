@@ -100,9 +100,7 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
         return InvalidRequestError(field, "is not a finite number", "send a finite number")
     if kind in ("too_long", "string_too_long"):
         limit, unit = context["max_length"], "characters" if isinstance(value, str) else "entries"
-        return InvalidRequestError(
-            field, f"{_length(value)} {unit}, over the limit of {limit}", f"send at most {limit}"
-        )
+        return InvalidRequestError(field, f"{len(value)} {unit}, over the limit of {limit}", f"send at most {limit}")
     if kind in ("too_short", "string_too_short"):
         unit = "character" if isinstance(value, str) else "entry"
         return InvalidRequestError(field, "is empty", f"send at least one {unit}")
@@ -146,10 +144,6 @@ def _suggestion(field: str, model: type[BaseModel]) -> str:
     # Those of an object within are not the model's.
     close = difflib.get_close_matches(field, list(model.model_fields), n=1) if "." not in field else ()
     return f"remove it, or did you mean {close[0]}?" if close else "remove it"
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | dict) else 0
 
 
 def _short(value: Any) -> str:

@@ -188,7 +188,6 @@ class ResponsesBuilder(ResponseBuilder):
 
     def __init__(self, model: GatewayModel, jobs: Sequence[Job], body: ResponsesRequest) -> None:
         super().__init__(model, jobs, body)
-        self._body = body
         self._num_events = 0
         self._items: list[_Item] = []
         """Those that were begun."""
@@ -207,7 +206,7 @@ class ResponsesBuilder(ResponseBuilder):
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
-            "text": {"format": self._format()},
+            "text": {"format": _as_sent(body.text and body.text.format) or {"type": "text"}},
             "tool_choice": _as_sent(body.tool_choice) or "auto",
             "tools": [_as_sent(tool) for tool in body.tools or ()],
             "top_p": sampling.top_p if body.top_p is None else body.top_p,
@@ -311,14 +310,10 @@ class ResponsesBuilder(ResponseBuilder):
             **(self._trace(0, answer.tokens, answer.trees) if ended else {}),
         )
 
-    def _format(self) -> dict[str, Any]:
-        asked = None if self._body.text is None else self._body.text.format
-        return {"type": "text"} if asked is None else asked.model_dump(by_alias=True, exclude_unset=True)
-
 
 def _as_sent(value: Any) -> Any:
     """A part of the request as the client sent it."""
-    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+    return value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
 def _part(kind: ItemKind, text: str) -> OutputPart:
