@@ -210,10 +210,9 @@ class Router:
         self._affinity_tokens = affinity_tokens
         self._accept = accept
         self._replicas = {address: connect(address) for address in addresses.now}
-        self._leaving: dict[Replica, asyncio.Task[None]] = {}
-        """Replicas whose address is gone, until their last answers have ended."""
-        self._watches: dict[Replica, asyncio.Task[None]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        """What follows each replica; of one whose address is gone, what waits for the end of its last answers."""
+        self._addresses_task: asyncio.Task[None] | None = None
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -229,20 +228,19 @@ class Router:
         """Starts to follow the replicas: which there are, and the state of each."""
         for replica in self.replicas:
             self._watch(replica)
-        self._task = asyncio.create_task(self._follow_addresses(), name="follow addresses of verify")
+        self._addresses_task = asyncio.create_task(self._follow_addresses(), name="follow addresses of verify")
 
     def end_answers(self) -> None:
         """Ends the answers in the making with an error that says why."""
-        for replica in (*self.replicas, *self._leaving):
+        for replica in self._tasks:
             replica.end_answers()
 
     async def close(self) -> None:
         """Stops following, and ends all calls."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        replicas = (*self.replicas, *self._leaving)
-        tasks = (*self._watches.values(), *self._leaving.values())
+        replicas = {*self.replicas, *self._tasks}
+        tasks = list(self._tasks.values())
+        if self._addresses_task is not None:
+            tasks.append(self._addresses_task)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -302,21 +300,17 @@ class Router:
                     self._watch(replica)
 
     def _watch(self, replica: Replica) -> None:
-        self._watches[replica] = asyncio.create_task(self._follow(replica), name=f"follow {replica.address}")
-
-    def _leave(self, replica: Replica) -> None:
-        """Gives a replica no further request; what it answers already, it may finish."""
-        if (watch := self._watches.pop(replica, None)) is not None:
-            watch.cancel()
-        task = asyncio.create_task(replica.finish(), name=f"leave {replica.address}")
-        self._leaving[replica] = task
-        task.add_done_callback(lambda _: self._leaving.pop(replica, None))
-
-    async def _follow(self, replica: Replica) -> None:
         def is_only_one() -> bool:
             return not any(r.state is ReplicaState.READY for r in self.replicas if r is not replica)
 
-        await replica.follow(lambda info: self._accept(info, is_only_one))
+        following = replica.follow(lambda info: self._accept(info, is_only_one))
+        self._tasks[replica] = asyncio.create_task(following, name=f"follow {replica.address}")
+
+    def _leave(self, replica: Replica) -> None:
+        """Gives a replica no further request; what it answers already, it may finish."""
+        self._tasks[replica].cancel()
+        task = self._tasks[replica] = asyncio.create_task(replica.finish(), name=f"leave {replica.address}")
+        task.add_done_callback(lambda _: self._tasks.pop(replica))
 
 
 def _rendezvous(address: str, prefix: bytes) -> bytes:
