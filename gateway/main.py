@@ -68,10 +68,7 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
         message_seconds=options.body_seconds,
         on_refused=partial(gateway.count_error, GRPC_DOOR),
     )
-    servicer = GatewayServicer(
-        gateway, stall_seconds=options.stall_seconds, max_request_seconds=options.max_request_seconds
-    )
-    add_GatewayServiceServicer_to_server(servicer, grpc_server.grpc)
+    add_GatewayServiceServicer_to_server(GatewayServicer(gateway, options), grpc_server.grpc)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(gateway.router.close)
         http_servers = _http_servers(gateway, options, api_keys, door["tls"])

@@ -32,6 +32,7 @@ from gateway.core.service import Gateway
 from gateway.core.tool_grammar import check_tools
 from gateway.core.tool_parser import read_json
 from gateway.core.validation import validate
+from outrider.config.gateway import GatewayOptions
 from outrider.errors import InvalidRequestError, OverloadedError
 from outrider.grammar.spec import MAX_SOURCE_BYTES, check_grammar
 from outrider.protocol.generation_codec import TREE, USAGE, decode_grammar, encode_logprobs, encode_prompt_logprobs
@@ -187,16 +188,14 @@ DOOR = "grpc"
 class GatewayServicer(GatewayServiceServicer):
     """Answers calls; errors become statuses in the server's interceptor."""
 
-    def __init__(self, gateway: Gateway, *, stall_seconds: float, max_request_seconds: float = 3600.0) -> None:
-        """How long a client may leave its stream unread, and how long a request may take."""
+    def __init__(self, gateway: Gateway, options: GatewayOptions) -> None:
         self._gateway = gateway
-        self._max_request_seconds = max_request_seconds
-        self._stall_seconds = stall_seconds
+        self._options = options
 
     async def Generate(self, request: gateway_pb2.GatewayServiceGenerateRequest, context: _Context) -> None:
         """Streams the answers; cancelling the call ends them at once."""
         request_id = f"gen-{uuid.uuid4().hex}"
-        limit_time(context.time_remaining(), self._max_request_seconds)
+        limit_time(context.time_remaining(), self._options.max_request_seconds)
         gateway = self._gateway
         with gateway.enter(DOOR) as ticket:
             model = gateway.model
@@ -212,14 +211,15 @@ class GatewayServicer(GatewayServiceServicer):
 
     async def _write(self, context: _Context, message: gateway_pb2.GatewayServiceGenerateResponse) -> None:
         # A client that reads nothing must not keep its place here and its pages in verify for good.
+        stall_seconds = self._options.stall_seconds
         try:
-            async with asyncio.timeout(self._stall_seconds):
+            async with asyncio.timeout(stall_seconds):
                 await context.write(message)
         except grpc.aio.InternalError as lost:  # the client has gone, and nobody has told the call yet
             raise asyncio.CancelledError from lost
         except TimeoutError:
             raise OverloadedError(
-                f"the stream was left unread for {self._stall_seconds:g} s; read it faster", code="slow_reader"
+                f"the stream was left unread for {stall_seconds:g} s; read it faster", code="slow_reader"
             ) from None
 
     async def ListModels(

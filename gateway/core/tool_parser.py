@@ -361,26 +361,23 @@ class ToolCallParser:
         reader = self._reader
         if self._name and reader.has_arguments:
             reader.is_done = True
-        if reader.has_failed and not self._begun:
-            self._give_up()
-            return
-        if reader.name is not None and not self._begun:
+        has_ended = reader.has_failed or reader.is_done
+        if reader.name is not None and not self._begun and not reader.has_failed:
             if not self._any_name and reader.name not in self._names:
                 self._give_up()
                 return
             self._begun, self._raw, self._spoke = True, [], False
             self._tell(ToolCallDelta(self.num_calls, self._form.new_id(), reader.name))
             self.num_calls += 1
-        if self._begun and reader.arguments:
+        if not self._begun:
+            if has_ended:
+                self._give_up()
+            return
+        if reader.arguments:
             self._tell(ToolCallDelta(self.num_calls - 1, arguments="".join(reader.arguments)))
             reader.arguments.clear()
-        if reader.has_failed:
-            self._end_call()
-        elif reader.is_done:
-            if not self._begun:
-                self._give_up()
-                return
-            if not reader.has_arguments:
+        if has_ended:
+            if not (reader.has_failed or reader.has_arguments):
                 self._tell(ToolCallDelta(self.num_calls - 1, arguments="{}"))
             self._end_call()
 
