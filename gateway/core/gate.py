@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from outrider.errors import InvalidRequestError, OverloadedError, UnavailableError
 from outrider.rpc.call import client
 
-_RETRY_AFTER_SECONDS = 1.0
 _MEMORY_RETRY_AFTER_SECONDS = 5.0
 _SHARE_OF_ONE = 4
 """A request may keep one part in so many of all values in memory."""
@@ -100,16 +99,13 @@ class Gate:
         num_then = self.num_answers + num_answers
         if num_then > self.max_answers:
             raise OverloadedError(
-                f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later",
-                retry_after=_RETRY_AFTER_SECONDS,
+                f"{self.num_answers} answers are in the making, the limit is {self.max_answers}; try again later"
             )
         # One more than there are, lest a key that is alone leave nothing for the next one.
         share = max(1, self.max_answers // max(2, len({*self._held, key})))
         if num_then > self.max_places(key) and self._held[key] + num_answers > share:
             raise OverloadedError(
-                "this API key has its share of the answers in the making; try again later",
-                retry_after=_RETRY_AFTER_SECONDS,
-                code="share_used_up",
+                "this API key has its share of the answers in the making; try again later", code="share_used_up"
             )
 
     async def drain(self, seconds: float) -> bool:

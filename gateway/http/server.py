@@ -148,7 +148,6 @@ class HttpConnection(H11Protocol):
         self._connections = connections
         self.client_key = ""
         """What the connections of its client are counted by; see `Connections.client_of`."""
-        self._refused = False
         self._late_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._unread = math.inf
@@ -162,8 +161,7 @@ class HttpConnection(H11Protocol):
         """See the base."""
         super().connection_made(transport)
         self.client_key = self._connections.client_of(self.client[0] if self.client else "")
-        self._refused = not self._connections.admit(self)
-        if self._refused:
+        if not self._connections.admit(self):
             problem = "too many connections; try again later"
             error = HttpError(503, problem, "too_many_connections", {"retry-after": "1"})
             self._connections.on_refused(error)
@@ -175,7 +173,7 @@ class HttpConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See the base."""
-        if self._refused or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         super().data_received(data)
         self._update_state()
