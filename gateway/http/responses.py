@@ -64,7 +64,6 @@ class ErrorBody(Body):
 class HttpError(OutriderError):
     """A request that is wrong as HTTP, whatever its body says."""
 
-    grpc_status = "INVALID_ARGUMENT"
     error_type = "invalid_request_error"
 
     def __init__(self, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
