@@ -10,8 +10,10 @@ from contextlib import aclosing, suppress
 from enum import Enum
 
 import grpc
+from msgspec.structs import replace
 
-from outrider.errors import DeadlineError, InternalError, OutriderError, UnavailableError
+from outrider.errors import DeadlineError, InternalError, InvalidRequestError, OutriderError, UnavailableError
+from outrider.grammar.spec import Grammar
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationRequest, GenerationUpdate, VerifyInfo, VerifyLoad
 from outrider.protocol.generation_codec import INFO, LOAD, REQUEST, UPDATE
@@ -266,11 +268,14 @@ class Router:
             return least_loaded
         return preferred
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationUpdate, None]:
+    async def generate(
+        self, request: GenerationRequest, loose_grammar: Grammar | None = None
+    ) -> AsyncGenerator[GenerationUpdate, None]:
         """One answer; closing the iterator cancels the call. Raises OutriderError.
 
         An answer that fails before its first token is tried once more, where possible elsewhere: nobody has seen
-        anything yet. Later it fails, because a client that counts tokens must not see them twice.
+        anything yet. Later it fails, because a client that counts tokens must not see them twice. A grammar that verify
+        cannot compile gives way to `loose_grammar`, if there is one.
         """
         avoid: tuple[Replica, ...] = ()
         while True:
@@ -289,6 +294,11 @@ class Router:
                 _logger.warning(
                     "verify %s failed before the first token, trying once more: %s", replica.address, error.message
                 )
+            except InvalidRequestError as error:
+                if loose_grammar is None or started or error.code != "invalid_grammar":
+                    raise
+                request = replace(request, sampling=replace(request.sampling, grammar=loose_grammar))
+                loose_grammar, avoid = None, ()
 
     async def _follow_addresses(self) -> None:
         async for addresses in self._addresses.follow():

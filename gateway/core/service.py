@@ -16,7 +16,7 @@ from gateway.core.metrics import AnswerMeter, GatewayMetrics
 from gateway.core.request import Job
 from gateway.core.router import Router
 from outrider.errors import InvalidRequestError, OutriderError, UnavailableError
-from outrider.protocol.generation import GenerationUpdate, Usage
+from outrider.protocol.generation import Usage
 
 _QUEUED_DELTAS = 64
 """Deltas of a slow client that wait here before its calls to verify are held up."""
@@ -125,7 +125,7 @@ class Gateway:
         meter = AnswerMeter(self.metrics, model.name, answer)
         outcome, last = "error", None
         try:
-            async with aclosing(self._updates(answer)) as chunks:
+            async with aclosing(self.router.generate(answer.request, answer.job.loose_grammar)) as chunks:
                 async for chunk in chunks:
                     delta = answer.feed(chunk)
                     meter.chunk(chunk, delta)
@@ -142,23 +142,6 @@ class Gateway:
             raise _renamed(error, answer.job) from None
         finally:
             meter.finish(outcome)
-
-    async def _updates(self, answer: Answer) -> AsyncGenerator[GenerationUpdate, None]:
-        """What verify sends; asked anew with the job's looser grammar where it cannot compile the first one."""
-        request, loose = answer.request, answer.job.loose_grammar
-        while True:
-            started = False
-            try:
-                async with aclosing(self.router.generate(request)) as chunks:
-                    async for chunk in chunks:
-                        started = True
-                        yield chunk
-                return
-            except InvalidRequestError as error:
-                if loose is None or started or error.code != "invalid_grammar":
-                    raise
-            request = replace(request, sampling=replace(request.sampling, grammar=loose))
-            loose = None
 
 
 def _renamed(error: InvalidRequestError, job: Job) -> InvalidRequestError:
