@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from outrider.errors import InvalidRequestError, OverloadedError, UnavailableError
 from outrider.rpc.call import client
@@ -17,25 +18,25 @@ _NO_KEY = ("", "0")
 """What a door with less than two keys calls its clients."""
 
 
+@dataclass(eq=False)
 class Ticket:
     """A request inside the gate; holds one place until it knows how many answers it needs."""
 
-    def __init__(self, gate: Gate, key: str) -> None:
-        """`key`: which API key it came with, where there are several."""
-        self._gate = gate
-        self.key = key
-        self.num_answers = 0
+    gate: Gate
+    key: str
+    """Which API key it came with, where there are several."""
+    num_answers: int = 0
 
     def reserve(self, num_answers: int) -> None:
         """Takes a place for each answer. Raises OverloadedError, or InvalidRequestError if they can never fit."""
-        limit = self._gate.max_places(self.key)
+        limit = self.gate.max_places(self.key)
         if num_answers > limit:
             raise InvalidRequestError(
                 "n",
                 f"{num_answers} answers are more than the limit of {limit}",
                 "ask for fewer answers or send fewer prompts at once",
             )
-        self._gate.take(num_answers - self.num_answers, self.key)
+        self.gate.take(num_answers - self.num_answers, self.key)
         self.num_answers = num_answers
 
 

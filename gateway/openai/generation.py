@@ -299,31 +299,24 @@ def _num_prompt_values(job: Job) -> int:
     return len(job.prompt_token_ids) * (1 + job.request.num_prompt_logprobs)
 
 
+@dataclass(eq=False)
 class GenerationRoute:
     """An ASGI application for one route that generates."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        options: GatewayOptions,
-        bodies: BodyReader,
-        body_type: type[GenerationBody],
-        builder_type: type[ResponseBuilder],
-    ) -> None:
-        self._gateway = gateway
-        self._options = options
-        self._bodies = bodies
-        self._body_type = body_type
-        self._builder_type = builder_type
+    gateway: Gateway
+    options: GatewayOptions
+    bodies: BodyReader
+    body_type: type[GenerationBody]
+    builder_type: type[ResponseBuilder]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request. Raises OutriderError where nothing was sent yet."""
-        limit_time(None, self._options.max_request_seconds)
-        with self._gateway.counted(DOOR):
+        limit_time(None, self.options.max_request_seconds)
+        with self.gateway.counted(DOOR):
             # A place is taken once the body is there: a slow sender holds none.
-            self._gateway.gate.check()
+            self.gateway.gate.check()
             async with AsyncExitStack() as counted:
-                reading = self._bodies.open(Request(scope, receive), self._parse)
+                reading = self.bodies.open(Request(scope, receive), self._parse)
                 user, body, requests = await counted.enter_async_context(reading)
                 name_user(user)
                 scope["state"][IN_EVENTS] = bool(body.stream)
@@ -331,25 +324,25 @@ class GenerationRoute:
 
     async def _serve(self, body: GenerationBody, requests: NamedRequests, counted: AsyncExitStack, send: Send) -> None:
         """Answers a request; `counted` is closed once its texts are token ids."""
-        with self._gateway.gate.enter() as ticket:
-            model = self._gateway.model
-            request_id = f"{self._builder_type.id_prefix}-{uuid.uuid4().hex}"
+        with self.gateway.gate.enter() as ticket:
+            model = self.gateway.model
+            request_id = f"{self.builder_type.id_prefix}-{uuid.uuid4().hex}"
             jobs = [
                 await admit(request, model, request_id if index == 0 else f"{request_id}-{index}", names)
                 for index, (request, names) in enumerate(requests)
             ]
             await counted.aclose()
-            builder = self._builder_type(model, jobs, body)
+            builder = self.builder_type(model, jobs, body)
             ticket.reserve(sum(job.n for job in jobs))
             with self._quota_of(builder) as hold:
                 answer = self._send_stream if body.stream else self._send_whole
-                await answer(self._gateway.generate(jobs, model), builder, hold, send)
+                await answer(self.gateway.generate(jobs, model), builder, hold, send)
 
     def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:
         """The user that a body names, the body, and its requests. Called in a thread if it is long."""
         user = body.get("user")
-        parsed = validate(self._body_type, body, ignore_unknown=self._options.ignore_unknown_fields)
-        return user if isinstance(user, str) else "", parsed, parsed.requests(self._options.max_prompts)
+        parsed = validate(self.body_type, body, ignore_unknown=self.options.ignore_unknown_fields)
+        return user if isinstance(user, str) else "", parsed, parsed.requests(self.options.max_prompts)
 
     @contextmanager
     def _quota_of(self, builder: ResponseBuilder) -> Iterator[Callable[[], None]]:
@@ -357,7 +350,7 @@ class GenerationRoute:
         if not builder.keeps_values:
             yield lambda: None
             return
-        with self._gateway.logprob_quota.open() as quota:
+        with self.gateway.logprob_quota.open() as quota:
 
             def hold() -> None:
                 quota.hold(builder.num_kept, builder.kept_field)
@@ -377,9 +370,9 @@ class GenerationRoute:
     async def _send_stream(
         self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, hold: Callable[[], None], send: Send
     ) -> None:
-        stream = EventStream(send, stall_seconds=self._options.stall_seconds)
+        stream = EventStream(send, stall_seconds=self.options.stall_seconds)
         try:
-            async with aclosing(with_pauses(deltas, self._options.keep_alive_seconds)) as items:
+            async with aclosing(with_pauses(deltas, self.options.keep_alive_seconds)) as items:
                 async for delta in items:
                     if delta is None:
                         await stream.write(KEEP_ALIVE)
@@ -387,7 +380,7 @@ class GenerationRoute:
                     await stream.write(await self._rendered(builder, delta, partial(_events, builder, delta)))
                     hold()
         except ClientStalled:
-            self._gateway.count_error(DOOR, OverloadedError("the stream was left unread", code="slow_reader"))
+            self.gateway.count_error(DOOR, OverloadedError("the stream was left unread", code="slow_reader"))
             raise
         except Exception as error:
             if not stream.begun:
@@ -396,7 +389,7 @@ class GenerationRoute:
                 _logger.warning("a stream failed: %s: %s", error.code, error.message)
             else:
                 error = internal_error(error, "a stream", _logger)
-            self._gateway.count_error(DOOR, error)
+            self.gateway.count_error(DOOR, error)
             await stream.end(event(error_json(error)))
         else:
             await stream.end(builder.stream_end)
@@ -406,7 +399,7 @@ class GenerationRoute:
             return render()
         if builder.num_kept <= _VERY_LARGE_VALUES:
             return await asyncio.to_thread(render)
-        async with self._gateway.logprob_quota.one_large:
+        async with self.gateway.logprob_quota.one_large:
             return await asyncio.to_thread(render)
 
 
