@@ -6,7 +6,6 @@ import asyncio
 import codecs
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,23 +28,7 @@ _LARGE_SIZE = 1 << 16
 T = TypeVar("T")
 
 
-class Detokenizer(ABC):
-    """The detokenizer of one answer.
-
-    What `push` and `finish` return adds up to exactly what decoding all ids at once gives, and no piece ends inside a
-    character. Which of the two kinds fits depends on the tokenizer's decoder; `Tokenizer.detokenizer` knows.
-    """
-
-    @abstractmethod
-    def push(self, token_id: int) -> str:
-        """Adds a token. Returns the text that became final, which may be empty."""
-
-    @abstractmethod
-    def finish(self) -> str:
-        """Ends the answer. Returns what was held back; half a character becomes U+FFFD."""
-
-
-class ByteDetokenizer(Detokenizer):
+class ByteDetokenizer:
     """For byte-level vocabularies: each token stands for fixed bytes, and the text is those bytes as UTF-8.
 
     Only an unfinished character is held back, at most three bytes.
@@ -56,15 +39,15 @@ class ByteDetokenizer(Detokenizer):
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """See the base."""
+        """Adds a token. Returns the text that became final, which may be empty."""
         return self._decoder.decode(self._text_bytes[token_id])
 
     def finish(self) -> str:
-        """See the base."""
+        """Ends the answer. Returns what was held back; half a character becomes U+FFFD."""
         return self._decoder.decode(b"", True)
 
 
-class WindowDetokenizer(Detokenizer):
+class WindowDetokenizer:
     """For every other vocabulary: decodes a short window of tokens twice and takes the difference.
 
     A run of byte tokens is held back until it ends, because one bad byte changes the text of the whole run.
@@ -92,7 +75,7 @@ class WindowDetokenizer(Detokenizer):
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """See the base."""
+        """Adds a token. Returns the text that became final, which may be empty."""
         if (mark := self._marks.get(token_id)) is not None:
             return self.finish() + mark
         if self._is_hidden(token_id):  # ends no run of byte tokens either
@@ -122,7 +105,7 @@ class WindowDetokenizer(Detokenizer):
         return text
 
     def finish(self) -> str:
-        """See the base."""
+        """Ends the answer. Returns what was held back; half a character becomes U+FFFD."""
         text = self._new_text() if self._pending else ""
         self._pending = []
         return text
@@ -131,6 +114,11 @@ class WindowDetokenizer(Detokenizer):
         """Text of the first `number` pending tokens, or of all."""
         text = self._decode(self._context + self._pending[:number])
         return text[len(self._context_text) :] if text.startswith(self._context_text) else ""
+
+
+Detokenizer = ByteDetokenizer | WindowDetokenizer
+"""The detokenizer of one answer: its pieces add up to exactly what decoding all ids at once gives, and none ends inside
+a character."""
 
 
 class StopMatcher:
