@@ -57,7 +57,8 @@ class Answer:
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=job.skips_special, shown=job.shown_tokens)
         self._stop = StopMatcher(job.stop, keep=job.keeps_stop)
         self._parts = ReasoningSplitter(job.reasoning)
-        self._min_tokens = job.request.min_tokens
+        self._num_before_stop = job.request.min_tokens
+        """Tokens that must still come before a stop string is looked for."""
         self.usage = Usage(prompt_tokens=len(job.prompt_token_ids))
         self.finish_reason: FinishReason | None = None
 
@@ -79,6 +80,7 @@ class Answer:
             self._parts.push(self._finish(tokens), num_tokens=0)
         reasoning, text = self._parts.take(final=self.finish_reason is not None)
         self.usage.num_reasoning_tokens = self._parts.num_tokens
+        self.usage.completion_tokens += len(tokens)
         count_rounds(self.usage, chunk)
         text, calls = self._split(text)
         return Delta(self._place, text, tuple(tokens), chunk, self.finish_reason, reasoning=reasoning, tool_calls=calls)
@@ -107,8 +109,10 @@ class Answer:
         piece = "" if ends else self._detokenizer.push(token_id)
         logprobs = chunk.logprobs[index] if chunk.logprobs else None
         token = Token(token_id, chunk.origins[index], piece, logprobs, ends)
-        self.usage.completion_tokens += 1
-        return token, piece if self.usage.completion_tokens <= self._min_tokens else self._stop.push(piece)
+        if self._num_before_stop:
+            self._num_before_stop -= 1
+            return token, piece
+        return token, self._stop.push(piece)
 
     def _finish(self, tokens: list[Token]) -> str:
         """The text that was held back; what half a character left counts for the last token here."""
