@@ -106,9 +106,7 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
         return InvalidRequestError(field, "is empty", f"send at least one {unit}")
     if kind == "literal_error":
         return InvalidRequestError(field, f"{_short(value)} is not supported", f"send {context['expected']}")
-    if kind == "unsupported":
-        return InvalidRequestError(field, context["problem"], context["fix"], code="unsupported_parameter")
-    if kind == "form":
+    if kind == "refused":
         return InvalidRequestError(field, context["problem"], context["fix"], code=context["code"])
     problem, _, fix = error["msg"].partition("; ")
     return InvalidRequestError(field, problem, fix)

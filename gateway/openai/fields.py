@@ -79,7 +79,8 @@ class Only:
         # 0 == False in Python, not in JSON.
         if value is None or any(type(value) is type(one) and value == one for one in self._allowed):
             return value
-        raise PydanticCustomError("unsupported", "{problem}; {fix}", {"problem": self._why, "fix": self._fix})
+        about = {"problem": self._why, "fix": self._fix, "code": "unsupported_parameter"}
+        raise PydanticCustomError("refused", "{problem}; {fix}", about)
 
 
 class HarmlessFields(StrictModel):
@@ -263,7 +264,7 @@ class FormBody(StrictModel):
                 check_grammar(form.grammar, form.field, strict=form.strict)
         except InvalidRequestError as error:
             about = {"within": error.field, "problem": error.problem, "fix": error.fix, "code": error.code}
-            raise PydanticCustomError("form", "{problem}; {fix}", about) from None
+            raise PydanticCustomError("refused", "{problem}; {fix}", about) from None
         return self
 
     @property
