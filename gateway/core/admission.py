@@ -126,11 +126,11 @@ def _grammars(
     """What the answers must be, and what they must be where verify refuses that. Raises InvalidRequestError."""
     tools = request.chat.offered if calls is not None and request.chat is not None else []
     form = None if calls is None else calls.form
-    if form is not None and calls is not None and calls.forced:
-        return forced_grammars(tools, form)
-    marks = [] if form is None else [form.opener, form.closer]
+    marks = [] if form is None else [form.opener, form.closer, form.quote]
     marks += [model.reasoning.begin, model.reasoning.end] if model.reasoning else []
     ids = {mark: token_id for mark in marks if (token_id := model.tokenizer.added_id(mark)) is not None}
+    if form is not None and calls is not None and calls.forced:
+        return forced_grammars(tools, form, ids)
     if request.grammar is None:
         return None if form is None else strict_grammar(tools, form, ids), None
     if form is None and reasoning is None:

@@ -274,8 +274,8 @@ class Tool(StrictModel):
     )
     strict: bool | None = Field(
         None,
-        description="Hold calls that the model chooses to make to the schema, too, in the formats hermes and json; "
-        "forced calls are held to it without, where that is possible.",
+        description="Hold calls that the model chooses to make to the schema, too, in the formats hermes, gemma4 and "
+        "json; forced calls are held to it without, where that is possible.",
     )
 
     @property

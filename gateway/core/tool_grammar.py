@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from gateway.core.gemma_grammar import call_rules
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
@@ -27,27 +28,35 @@ _FIELD = "chat.tools"
 """Which refusals name."""
 
 
-def forced_grammars(tools: Sequence[Tool], form: ToolFormat) -> tuple[Grammar, Grammar | None]:
+def forced_grammars(
+    tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int] | None = None
+) -> tuple[Grammar, Grammar | None]:
     """What an answer is that must be a call of one of these tools, and what it is if verify cannot compile that.
 
     In the second, None where it would be the same, arguments of tools that are not strict are any object, as they are
-    in the first where their schemas cannot be held to. Raises InvalidRequestError.
+    in the first where their schemas cannot be held to. `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
     """
-    loose = _forced(tools, form, _definitions(tools))
+    loose = _forced(tools, form, _definitions(tools), mark_ids or {})
     if all(tool.strict for tool in tools):
         return loose, None
     try:
         check_sizes(tools)
-        return _forced(tools, form, _definitions(tools, all_held=True)), loose
+        return _forced(tools, form, _definitions(tools, all_held=True), mark_ids or {}), loose
     except InvalidRequestError:
         return loose, None
 
 
-def _forced(tools: Sequence[Tool], form: ToolFormat, definitions: dict[str, Any]) -> Grammar:
+def _forced(
+    tools: Sequence[Tool], form: ToolFormat, definitions: dict[str, Any], mark_ids: Mapping[str, int]
+) -> Grammar:
     schema = _call_schema(tools, form)
     if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | definitions, ensure_ascii=False))
+    if form.quote:
+        rules = _quoting_rules(tools, form, definitions, mark_ids)
+        grammar = Grammar(GrammarKind.EBNF, "\n".join(("start: call", *rules)))
+    else:
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | definitions, ensure_ascii=False))
     check_grammar(grammar, _FIELD)
     return grammar
 
@@ -58,7 +67,7 @@ def strict_grammar(
     """What an answer is that may call these tools: any text, in which a call that is begun fits its tool's schema.
 
     `mark_ids`: tokens that stand for whole marks, the format's and those of reasoning, which the grammar library does
-    not take for text. Without effect, None, where no tool is strict, and for formats other than hermes and json.
+    not take for text. Without effect, None, where no tool is strict, and for llama3 and mistral.
     Raises InvalidRequestError.
     """
     if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
@@ -66,7 +75,10 @@ def strict_grammar(
     ids = dict(mark_ids or {})
     opener, closer = ids.pop(form.opener, None), ids.pop(form.closer, None)
     text = f"text: TEXT (({' | '.join(f'<[{mark}]>' for mark in ids.values())}) TEXT)*" if ids else "text: TEXT"
-    rules = _marked_rules(tools, form, opener, closer) if form.opener else _bare_rules(tools, form)
+    if form.opener:
+        rules = [*_marked_rules(form, opener, closer), *_one_call(tools, form, ids)]
+    else:
+        rules = _bare_rules(tools, form)
     source = "\n".join((*rules, text, r"TEXT: /(.|\n)*/", f"WS: /{_SPACE}/"))
     grammar = Grammar(GrammarKind.EBNF, source)
     check_grammar(grammar, _FIELD)
@@ -117,15 +129,28 @@ def _form_rule(wanted: Grammar, start: ReasoningStart | None) -> str:
 
 
 def _call_rules(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> list[str]:
-    call = _call_schema(tools, form)
-    definitions = _definitions(tools)
+    calls = {"type": "array", "items": _call_schema(tools, form), "minItems": 1}
     return [
         f"calls: {_calls(form)}",
-        f"call: {_embedded(call | definitions)}",
-        f"list: {_embedded({'type': 'array', 'items': call, 'minItems': 1} | definitions)}",
+        *_one_call(tools, form, mark_ids),
+        f"list: {_embedded(calls | _definitions(tools))}",
         f"opener: {_mark(form.opener, mark_ids)}",
         f"closer: {_mark(form.closer, mark_ids)}",
     ]
+
+
+def _one_call(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> list[str]:
+    """The rule `call`, and what it needs."""
+    definitions = _definitions(tools)
+    if form.quote:
+        return _quoting_rules(tools, form, definitions, mark_ids)
+    return [f"call: {_embedded(_call_schema(tools, form) | definitions)}"]
+
+
+def _quoting_rules(
+    tools: Sequence[Tool], form: ToolFormat, definitions: dict[str, Any], mark_ids: Mapping[str, int]
+) -> list[str]:
+    return call_rules([tool.name for tool in tools], definitions, mark_ids.get(form.quote), _embedded)
 
 
 def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[str]:
@@ -177,16 +202,15 @@ _SPACE = r"[ \n\r\t]{1,40}"
 _MAY_SPACE = r"[ \n\r\t]{0,40}"
 
 
-def _marked_rules(tools: Sequence[Tool], form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
+def _marked_rules(form: ToolFormat, opener: int | None, closer: int | None) -> list[str]:
     """Text with any number of calls: behind the opener the model can only write one, and the closer."""
-    call = _embedded(_call_schema(tools, form) | _definitions(tools))
     opened, closed = "written", "CLOSER"
     if opener is not None:
         opened = f"(written | text <[{opener}]>)"
     if closer is not None:
         closed = f"(CLOSER | <[{closer}]>)"
     return [
-        f"start: ({opened} WS? {call} WS? {closed})* text",
+        f"start: ({opened} WS? call WS? {closed})* text",
         rf"written[lazy]: /(.|\n)*{re.escape(form.opener)}/",
         f"CLOSER: {json.dumps(form.closer)}",
     ]

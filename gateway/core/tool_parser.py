@@ -9,12 +9,13 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from gateway.core.gemma_calls import QUOTE, read_arguments
 from gateway.core.tokenizer import overlap_length
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way of writing calls, each of which is a JSON object with a name and arguments."""
+    """One way of writing calls, each of which is a JSON object with a name and arguments, or written as Gemma does."""
 
     name: str
     opener: str = ""
@@ -29,11 +30,13 @@ class ToolFormat:
     """Whether calls stand in a list."""
     has_short_ids: bool = False
     """Whether templates want ids of nine letters and digits."""
+    quote: str = ""
+    """What stands around strings where calls are `call:name{key:value}`; empty in JSON."""
 
     @property
     def shown_tokens(self) -> frozenset[str]:
         """Tokens that are part of the text even if the tokenizer calls them special."""
-        return frozenset({self.opener, self.closer, "[ARGS]"} - {""})
+        return frozenset({self.opener, self.closer, self.quote, "[ARGS]"} - {""})
 
     def new_id(self) -> str:
         """Names a call."""
@@ -42,7 +45,7 @@ class ToolFormat:
     @property
     def forced_opening(self) -> str:
         """What is put behind the prompt where the answer must be a call."""
-        return self.opener if self.is_list or not self.closer else f"{self.opener}\n"
+        return self.opener if self.is_list or self.quote or not self.closer else f"{self.opener}\n"
 
 
 FORMATS = {
@@ -51,6 +54,7 @@ FORMATS = {
         ToolFormat("hermes", opener="<tool_call>", closer="</tool_call>"),
         ToolFormat("llama3", opener="<|python_tag|>", bare=True, arguments_key="parameters"),
         ToolFormat("mistral", opener="[TOOL_CALLS]", is_list=True, has_short_ids=True),
+        ToolFormat("gemma4", opener="<|tool_call>", closer="<tool_call|>", quote=QUOTE),
         ToolFormat("json", bare=True),
     )
 }
@@ -62,7 +66,7 @@ def find_format(parser: str, template: str | None) -> ToolFormat | None:
     if parser != "auto":
         return FORMATS.get(parser)
     # Marks that are text in other formats' templates come last.
-    marked = (FORMATS[name] for name in ("mistral", "hermes", "llama3"))
+    marked = (FORMATS[name] for name in ("gemma4", "mistral", "hermes", "llama3"))
     return next((known for known in marked if known.opener in (template or "")), FORMATS["json"])
 
 
@@ -173,6 +177,18 @@ class _CallReader:
         elif key in _ARGUMENTS and isinstance(value, str):
             # Some models write the arguments' JSON into a string.
             self.arguments, self.has_arguments = [value], True
+
+
+class _GemmaReader(_CallReader):
+    """Reads the arguments of a call whose name is known, as Gemma 4 writes them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def _read_object(self) -> _Steps[None]:
+        yield from read_arguments(self.arguments.append)
+        self.has_arguments = True
 
 
 def _next_mark(allowed: str = "") -> _Steps[str]:
@@ -326,7 +342,7 @@ class ToolCallParser:
             self._any_name = True
         elif any(mark.startswith(tail) and mark != tail for mark in (closer, opener)):
             return
-        elif self._form.is_list and (character.isalnum() or character == "_"):
+        elif (self._form.is_list or self._form.quote) and (character.isalnum() or character == "_"):
             self._name, self._step = character, self._read_name
         else:
             self._give_up()
@@ -337,12 +353,16 @@ class ToolCallParser:
             # A further opener begins with a separator, which is not here any more.
             name = self._name.removeprefix(self._form.opener[1:]).removesuffix("[ARGS]").partition("[CALL_ID]")[0]
             name = name.strip(_SEPARATORS)
-            if name and not _NAME.fullmatch(name):
+            if self._form.quote:
+                # Some models write a namespace before the name: "call:google:mcp:add".
+                name = name.rpartition(":")[2].strip() if name.startswith("call:") else ""
+            if (name or self._form.quote) and not _NAME.fullmatch(name):
                 self._give_up()
                 return
             self._name = name
-            self._reader, self._step = _CallReader(), self._read_call
-            for one in f'{{"name": {json.dumps(name)}, "arguments": {{' if name else character:
+            self._reader, self._step = _GemmaReader(name) if self._form.quote else _CallReader(), self._read_call
+            in_json = name and not self._form.quote
+            for one in f'{{"name": {json.dumps(name)}, "arguments": {{' if in_json else character:
                 self._reader.read(one)
             self._look()
         elif character == "\n" or len(self._name) > _MAX_NAME:

@@ -63,7 +63,7 @@ class GatewayOptions(ServiceOptions):
         "auto",
         "How the model writes calls of tools; auto looks for a format's marks in the chat template, none leaves calls "
         "in the text.",
-        choices=("auto", "hermes", "llama3", "mistral", "json", "none"),
+        choices=("auto", "hermes", "llama3", "mistral", "gemma4", "json", "none"),
     )
     api_key: str = option("", "Bearer token that clients must send; empty lets everybody in.", secret=True)
     api_key_file: Path | None = option(

@@ -189,7 +189,7 @@ def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:
         known = names.keys() & _NAME_KEYS - {"type"}
         if known != {"$ref"}:
             break
-        names = _pointed_at(root, names["$ref"])
+        names = pointed_at(root, names["$ref"])
     if known in ({"enum"}, {"const"}):
         values = names["enum"] if "enum" in names else [names["const"]]
         allowed = [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
@@ -205,7 +205,7 @@ def _object_of_names(names: Any, root: Any) -> dict[str, Any] | None:
     return {"patternProperties": {pattern: True}, "additionalProperties": False}
 
 
-def _pointed_at(root: Any, reference: Any) -> Any:
+def pointed_at(root: Any, reference: Any) -> Any:
     """What a reference within a schema points at; None where that is nothing, or deeper than a schema may be."""
     parts = str(reference).removeprefix("#").split("/")[1:]
     if len(parts) > 2 * MAX_DEPTH:  # a keyword and a name each

@@ -11,6 +11,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.core.gemma_calls import read_arguments
 from gateway.core.tool_parser import FORMATS, ToolCallParser, ToolCalls, find_format
 
 NAMES = frozenset({"look_up", "add"})
@@ -37,6 +38,26 @@ LOOK = ("look_up", '{"text": "say \\"{hi\\" \\\\"}')
 ADD_JSON = f'{{"name": "{ADD[0]}", "arguments": {ADD[1]}}}'
 LOOK_JSON = f'{{"arguments": {LOOK[1]}, "name": "{LOOK[0]}"}}'
 LLAMA_JSON = f'{{"type": "function", "name": "{ADD[0]}", "parameters": {ADD[1]}}}'
+
+
+def in_gemma(value: Any) -> str:
+    """A value as Gemma 4's chat template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{in_gemma(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_gemma, value))}]"
+    return "None" if value is None else json.dumps(value)
+
+
+def gemma(name: str, arguments: str) -> str:
+    return f"<|tool_call>call:{name}{arguments}<tool_call|>"
+
+
+ADD_GEMMA = gemma("add", '{a:1,b:[2,<|"|>}<|"|>]}')
+LOOK_GEMMA = gemma("look_up", in_gemma(json.loads(LOOK[1])))
+ADD_CLOSE, LOOK_CLOSE = ("add", '{"a":1,"b":[2,"}"]}'), ("look_up", LOOK[1].replace(": ", ":"))
 
 CASES: list[tuple[str, str, str, Calls]] = [
     ("hermes", "hello\n", "hello\n", []),
@@ -78,6 +99,31 @@ CASES: list[tuple[str, str, str, Calls]] = [
     ("json", "[1, 2] and {", "[1, 2] and {", []),
     ("json", '{"a": {"name": "add"}} ', '{"a": {"name": "add"}} ', []),
     ("json", "{", "{", []),
+    ("gemma4", "hello\n", "hello\n", []),
+    ("gemma4", f"Let me see.\n{ADD_GEMMA}{LOOK_GEMMA}", "Let me see.", [ADD_CLOSE, LOOK_CLOSE]),
+    ("gemma4", f"{ADD_GEMMA}\n{LOOK_GEMMA} so\n", "so\n", [ADD_CLOSE, LOOK_CLOSE]),
+    ("gemma4", "<|tool_call>call:add{a:1}call:add{}<tool_call|>", "", [("add", '{"a":1}'), ("add", "{}")]),
+    ("gemma4", "<|tool_call>call:google:mcp:add{}<tool_call|>", "", [("add", "{}")]),
+    ("gemma4", "<|tool_call>add{a:1}<tool_call|>", "<|tool_call>add{a:1}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:{a:1}<tool_call|>", "<|tool_call>call:{a:1}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:two words{}<tool_call|>", "<|tool_call>call:two words{}<tool_call|>", []),
+    ("gemma4", "<|tool_call>", "<|tool_call>", []),
+    ("gemma4", "<|tool_call>call:add", "<|tool_call>call:add", []),
+    ("gemma4", "<|tool_call>call:add{", "", [("add", "{")]),
+    ("gemma4", '<|tool_call>call:add{a:<|"|>say "hi', "", [("add", '{"a":"say \\"hi')]),
+    ("gemma4", '<|tool_call>call:add{a:<|"|>b<|', "", [("add", '{"a":"b')]),
+    ("gemma4", "<|tool_call>call:add{a:1, b:12", "", [("add", '{"a":1,"b":')]),
+    ("gemma4", gemma("add", '{a:true,b:false,c:null,d:None,e:-1.5e3,f:{g:{},h:[[],{}]},i:<|"|><|"|>}'), "",
+     [("add", '{"a":true,"b":false,"c":null,"d":null,"e":-1.5e3,"f":{"g":{},"h":[[],{}]},"i":""}')]),
+    ("gemma4", gemma("add", '{a:<|"|>{"b": "<|tool_call>", [\\\n<|<tool_call|>}<|"|>}'), "",
+     [("add", '{"a":"{\\"b\\": \\"<|tool_call>\\", [\\\\\\n<|<tool_call|>}"}')]),
+    # What models drift to: JSON, quoted keys, and words without quotes.
+    ("gemma4", gemma("add", ADD[1]), "", [ADD_CLOSE]),
+    ("gemma4", gemma("look_up", LOOK[1]), "", [LOOK_CLOSE]),
+    ("gemma4", f"<|tool_call>{ADD_JSON}<tool_call|>", "", [ADD]),
+    ("gemma4", gemma("add", '{<|"|>a: b<|"|> : 1 , c d:Rome is, x NaN:NaN,e:}'), "",
+     [("add", '{"a: b":1,"c d":"Rome is","x NaN":"NaN","e":""}')]),
+    ("gemma4", gemma("add", "{a:x, y, b:[1,,2],}"), "", [("add", '{"a":"x","b":[1,2]}')]),
     # Half of a surrogate pair is no text that an answer could hold.
     ("hermes", r'<tool_call>{"name": "\ud83d"}', r'<tool_call>{"name": "\ud83d"}', []),
     ("hermes", r'<tool_call>{"arguments": "\ud83d", "name": "add"}',
@@ -92,6 +138,7 @@ def test_text_and_calls_are_told_apart(form: str, answer: str, text: str, calls:
 
 
 ALPHABET = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", ADD_JSON, LOOK_JSON, LLAMA_JSON,
+            "<|tool_call>", "<tool_call|>", '<|"|>', "call:", ADD_GEMMA,
             "{", "}", "[", "]", '"', "\\", ",", ";", ":", " ", "\n", "<", "add",
             '{"name": "add", ', '"arguments": ', "é"]  # fmt: skip
 
@@ -141,9 +188,50 @@ def test_every_call_that_is_written_is_read(form: str, written: list[tuple[str, 
     assert first == calls[:1]
 
 
+WORDS = st.from_regex(r"[a-z_][\w.-]{0,5}( \w{1,3})?", fullmatch=True)
+GEMMA_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8).filter(lambda text: '<|"|>' not in text) | st.sampled_from(['"', "}]{[,:", "<|tool_call>"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+GEMMA_CALLS = st.lists(
+    st.tuples(st.sampled_from(sorted(NAMES)), st.dictionaries(WORDS, GEMMA_VALUES, max_size=3)), min_size=1, max_size=3
+)
+
+
+@settings(max_examples=examples(30))
+@given(GEMMA_CALLS)
+def test_every_call_that_gemma_writes_is_read_wherever_the_answer_is_cut(written: list[tuple[str, Any]]) -> None:
+    answer = "Well." + "".join(gemma(name, in_gemma(arguments)) for name, arguments in written)
+    text, calls = parse("gemma4", [answer])
+    assert text == "Well." and [(name, json.loads(arguments)) for name, arguments in calls] == written
+    for cut in range(len(answer) + 1):
+        assert parse("gemma4", [answer[:cut], answer[cut:]]) == (text, calls)
+        # What max_tokens leaves of it is the beginning of the same calls.
+        _, begun = parse("gemma4", [answer[:cut]])
+        assert all(name == whole[0] for (name, _), whole in zip(begun, calls, strict=False))
+        assert [part for _, part in begun[:-1]] == [whole for _, whole in calls[: max(0, len(begun) - 1)]]
+        assert not begun or calls[len(begun) - 1][1].startswith(begun[-1][1])
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.sampled_from(["{", "}", "[", "]", ",", ":", '"', "\\", '<|"|>', "<|", " ", "\n", "a", "1", "é"])))
+def test_arguments_of_gemma_that_end_are_json_whatever_is_in_them(parts: list[str]) -> None:
+    read: list[str] = []
+    steps = read_arguments(read.append)
+    next(steps)
+    try:
+        for character in "{" + "".join(parts):
+            steps.send(character)
+    except StopIteration:
+        assert isinstance(json.loads("".join(read)), dict)
+
+
 def test_a_forced_answer_begins_behind_the_opener() -> None:
     assert parse("hermes", [ADD_JSON], forced=True) == ("", [ADD])
     assert parse("mistral", [f"[{ADD_JSON}]"], forced=True) == ("", [ADD])
+    assert parse("gemma4", [ADD_GEMMA.removeprefix("<|tool_call>")], forced=True) == ("", [ADD_CLOSE])
     assert parse("json", ['{"name": "add", "arguments": {}}'], forced=True) == ("", [("add", "{}")])
 
 
@@ -152,6 +240,7 @@ def test_the_format_is_found_by_the_marks_of_the_template() -> None:
         ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
         ("within <tool_call></tool_call>", "hermes"),
         ("<|python_tag|>", "llama3"),
+        ("{{ '<|tool_call>call:' }} {{ '}<tool_call|>' }}", "gemma4"),
         ("{{ messages }}", "json"),
         (None, "json"),
     ):

@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from scripted_verify import MODEL, ScriptedVerify
 from tiny_tokenizers import byte_level_tokenizer
 
+from gateway.core.gemma_calls import QUOTE
 from outrider.errors import InvalidRequestError
+from outrider.grammar.spec import GrammarKind
 from outrider.protocol.generation_codec import decode_grammar
 from outrider.v1 import common_pb2, gateway_pb2
 
@@ -26,11 +28,13 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "now"}},
 ]
 WEATHER = '{"name": "weather", "arguments": {"city": "Rome é"}}'
+WEATHER_GEMMA = 'call:weather{city:<|"|>Rome é<|"|>}'
 NOW = '{"name": "now", "arguments": {}}'
 TEMPLATES = {
     "hermes": "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{# <tool_call> #}",
     "mistral": "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# [TOOL_CALLS] #}",
     "llama3": "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <|python_tag|> #}",
+    "gemma4": "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <|tool_call>call: <tool_call|> #}",
     "json": "",
 }
 MESSAGES = (
@@ -42,6 +46,7 @@ WRITTEN = {
     "hermes": f"Let me see.\n<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>",
     "mistral": f"Let me see.[TOOL_CALLS][{WEATHER}, {NOW}]",
     "llama3": f"<|python_tag|>{WEATHER.replace('arguments', 'parameters')}; {NOW}",
+    "gemma4": f"Let me see.\n<|tool_call>{WEATHER_GEMMA}<tool_call|><|tool_call>call:now{{}}<tool_call|>",
     "json": f"[{WEATHER}, {NOW}]",
 }
 
@@ -49,7 +54,7 @@ WRITTEN = {
 def make_verify(folder: Path, form: str) -> ScriptedVerify:
     """A model whose template is of a format, and whose openers are special tokens where models have them so."""
     inner = byte_level_tokenizer()
-    inner.add_special_tokens(["[TOOL_CALLS]", "<|python_tag|>"])
+    inner.add_special_tokens(["[TOOL_CALLS]", "<|python_tag|>", "<|tool_call>", "<tool_call|>", QUOTE])
     inner.save(str(folder / "tokenizer.json"))
     # As templates without tools are, it would put calls that it is given nowhere.
     template = TEMPLATES[form] + (MESSAGES if form != "json" else MESSAGES.replace("m.tool_calls", "m.nothing"))
@@ -75,7 +80,7 @@ async def test_calls_of_every_format_come_back_whole_and_streamed(tmp_path: Path
         whole = (await client.create(**asked)).choices[0]
         calls = whole.message.tool_calls or []
         assert whole.finish_reason == "tool_calls"
-        assert whole.message.content == ("Let me see." if form in ("hermes", "mistral") else None)
+        assert whole.message.content == ("Let me see." if form in ("hermes", "mistral", "gemma4") else None)
         found = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in calls]
         assert found == [("function", "weather", {"city": "Rome é"}), ("function", "now", {})]
         assert len({call.id for call in calls}) == 2
@@ -100,11 +105,16 @@ async def test_calls_of_every_format_come_back_whole_and_streamed(tmp_path: Path
 
 
 def decoded_grammar(world: World) -> Any:
+    """A schema; of gemma4 rules."""
     request = world.verify.requests[-1]
-    return json.loads(decode_grammar(request.grammar).source) if request.HasField("grammar") else None
+    if not request.HasField("grammar"):
+        return None
+    grammar = decode_grammar(request.grammar)
+    return grammar.source if grammar.kind is GrammarKind.EBNF else json.loads(grammar.source)
 
 
-OPENINGS = {"hermes": "<tool_call>\n", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>", "json": ""}
+OPENINGS = {"hermes": "<tool_call>\n", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>",
+            "gemma4": "<|tool_call>", "json": ""}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", list(WRITTEN))
@@ -112,14 +122,19 @@ async def test_a_forced_call_begins_behind_its_opener_and_is_held_to_its_schema(
     verify = make_verify(tmp_path, form)
     async with open_world(verify, tmp_path) as world:
         body = WEATHER.replace("arguments", "parameters") if form == "llama3" else WEATHER
-        verify.say(f"[{body}]" if form == "mistral" else body)
+        verify.say(f"[{body}]" if form == "mistral" else WEATHER_GEMMA if form == "gemma4" else body)
         for choice, num_tools in (("required", 2), ({"type": "function", "function": {"name": "weather"}}, 1)):
             fields = {"messages": HELLO, "tools": TOOLS, "tool_choice": choice}
             response = await world.http.post(CHAT, json=fields)
             answer = response.json()["choices"][0]
             assert answer["finish_reason"] == "tool_calls" and answer["message"]["content"] is None
-            assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome é"}'
+            arguments = answer["message"]["tool_calls"][0]["function"]["arguments"]
+            assert json.loads(arguments) == {"city": "Rome é"}
             assert prompt(world).endswith(">" + OPENINGS[form])
+            if form == "gemma4":
+                rules = decoded_grammar(world)
+                assert f"<[{verify.tokenizer.added_id(QUOTE)}]>" in rules and rules.count('"call:') == num_tools
+                continue
             schema = decoded_grammar(world)
             assert len(schema["$defs"]) == num_tools
             held = schema["$defs"]["tool0"]
@@ -167,7 +182,7 @@ async def test_a_strict_tool_holds_calls_that_the_model_chooses(tmp_path: Path, 
             body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
             answer = (await world.http.post(CHAT, json=body)).json()["choices"][0]
             assert answer["finish_reason"] == ("stop" if choice == "none" else "tool_calls")
-            assert verify.requests[-1].HasField("grammar") is (is_held and form in ("hermes", "json"))
+            assert verify.requests[-1].HasField("grammar") is (is_held and form in ("hermes", "gemma4", "json"))
         schema = {"type": "object", "properties": {"a": {"not": {}}}}
         bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}]
         body = {"messages": HELLO, "tools": bad}
@@ -332,7 +347,7 @@ async def test_grpc_has_the_prompts_and_calls_that_rest_has(tmp_path: Path, form
         for fields, choice in (({}, "auto"), ({"tool_choice": "none"}, "none"),
                                ({"tool_choice": "required", "tool_name": "weather"},
                                 {"type": "function", "function": {"name": "weather"}})):  # fmt: skip
-            forced = f"[{WEATHER}]" if form == "mistral" else WEATHER
+            forced = f"[{WEATHER}]" if form == "mistral" else WEATHER_GEMMA if form == "gemma4" else WEATHER
             verify.say(WRITTEN[form] if choice in ("auto", "none") else forced)
             body = {"messages": messages, "tools": TOOLS, "tool_choice": choice}
             wanted = (await world.http.post(CHAT, json=body)).json()["choices"][0]["message"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_grammar import byte_level
 from tokenizers import pre_tokenizers
 
+from gateway.core.gemma_calls import QUOTE
 from gateway.core.reasoning import ReasoningMarkers, ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_grammar import forced_grammars, form_grammar, strict_grammar
@@ -40,10 +41,11 @@ TOOLS = [
 ROME = '{"name": "weather.of-1", "arguments": {"city": "Rome", "unit": "celsius"}}'
 NOW = '{"name":"now","arguments":{}}'
 WRONG = '{"name": "weather.of-1", "arguments": {"city": "Rome", "unit": "kelvin"}}'
+ROME_GEMMA = 'weather.of-1{city:"Rome",unit:`celsius`}'
 FREE = '{"name": "anything", "arguments": {"a": [1]}}'
 
 
-MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|tool_call>", "<tool_call|>", '<|"|>']
 
 
 @pytest.fixture(scope="module", params=[[], MARKS])
@@ -83,6 +85,10 @@ def ends(grammar: CompiledGrammar, text: str) -> bool | None:
     return bool(matcher.is_accepting())
 
 
+def gemma(call: str) -> str:
+    return f"<|tool_call>call:{call.replace('`', QUOTE)}<tool_call|>"
+
+
 def called(call: str) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
@@ -103,6 +109,18 @@ def called(call: str) -> str:
         ("hermes", "<tool_call> what", None),
         ("hermes", f"<think>\n<b>What</b> to do?</think>\n{called(NOW)}", True),
         ("hermes", f"<think>Well</think>{called(WRONG)}", None),
+        ("gemma4", "Hello, {world}. <tool> < <|tool_cal", True),
+        ("gemma4", f"Let me see.\n{gemma(ROME_GEMMA)}{gemma('now{}')}", True),
+        ("gemma4", f"<think>Well</think>{gemma(ROME_GEMMA)} and more", True),
+        ("gemma4", gemma("anything{a:[1,`b\n`,{c:null,d:{}}],e:true}"), True),
+        ("gemma4", f"<|tool_call>call:{ROME_GEMMA[:14]}", False),
+        ("gemma4", gemma(ROME_GEMMA.replace("celsius", "kelvin")), None),
+        ("gemma4", gemma("weather.of-1{city:`Rome`,unit:`celsius`}"), None),  # the city has a greatest length
+        ("gemma4", gemma('weather.of-1{city:"Rome"}'), None),
+        ("gemma4", gemma('weather.of-1{city:"Rome, far away",unit:`celsius`}'), None),
+        ("gemma4", gemma("now{zone:1}"), None),
+        ("gemma4", gemma("unknown{}"), None),
+        ("gemma4", "<|tool_call> what", None),
         ("json", "<think>Well</think> done", True),
         ("json", "Hello, {world}", True),
         ("json", ROME, True),
@@ -140,6 +158,10 @@ LLAMA = ROME.replace("arguments", "parameters")
         ("hermes", called(WRONG), None),
         ("hermes", f"{called(ROME)}{{", None),
         ("hermes", ROME, None),
+        ("gemma4", gemma(ROME_GEMMA), True),
+        ("gemma4", f"\n{gemma(ROME_GEMMA)}{gemma('anything{}')}", True),
+        ("gemma4", gemma("now{zone:1}"), None),
+        ("gemma4", ROME_GEMMA, None),
         ("json", ROME, True),
         ("json", f"[{ROME}, {FREE}]", True),
         ("json", WRONG, None),
