@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention_tiles import ScoreRules
-from kernels.cpu.stack import LayerWeights, StackShape
+from kernels.cpu.stack import MAX_ROWS, DecoderStack, LayerWeights, StackPlan, StackShape
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.exchange import Exchange
@@ -22,7 +22,6 @@ from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary, pair_order
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
-from outrider.models.few_rows import LayerStack
 
 
 class ResidualOutput:
@@ -275,7 +274,7 @@ class DecoderLayer:
         return self.mlp(stream, self.mlp_norm, plan)
 
     def few_rows(self, config: ModelConfig) -> tuple[StackShape, LayerWeights] | None:
-        """See outrider.models.few_rows.Layer."""
+        """What kernels.cpu.stack needs of the layer; None if it does not do what the layer does."""
         attention, mlp, before = self.attention, self.mlp, self.attention_norm
         if not attention.is_plain or not isinstance(mlp, GatedMlp) or not mlp.is_plain or self.mlp_norm is None:
             return None
@@ -330,6 +329,76 @@ class DecoderLayer:
                 norm.finish_loading()
         self.attention.finish_loading()
         self.mlp.finish_loading()
+
+
+class LayerStack:
+    """The decoder layers of a model or a head, each with its part of the KV cache, run in the fastest way there is.
+
+    On a CPU few rows pass all layers in one function (kernels.cpu.stack), where the layers allow it.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], config: ModelConfig, rotary: Rotary) -> None:
+        """`layers` may be filled later, before `finish_loading`."""
+        self.layers, self._config, self._rotary = layers, config, rotary
+        self._few: DecoderStack | None = None
+
+    def finish_loading(self) -> None:
+        """Called once when all weights are filled."""
+        for layer in self.layers:
+            layer.finish_loading()
+        few = [found for layer in self.layers if (found := layer.few_rows(self._config)) is not None]
+        shapes = {shape for shape, _ in few}
+        if len(few) == len(self.layers) and len(shapes) == 1 and (shape := shapes.pop()).fits:
+            self._few = DecoderStack(shape, [weights for _, weights in few])
+
+    @property
+    def steady_rows(self) -> int:
+        """See LanguageModel."""
+        return 0 if self._few is None else MAX_ROWS
+
+    def __call__(
+        self,
+        stream: Tensor,
+        batch: TokenBatch,
+        kv: KVCache,
+        attention: AttentionBackend,
+        wanted: Sequence[int] = (),
+        given: Tensor | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The residual stream [M, hidden] behind all layers, and as it enters each of the layers `wanted`.
+
+        `given` [M, any]: what the first layer's attention takes in place of the normed stream.
+        """
+        few = self.plan(batch, kv)
+        if few is not None:
+            stream = stream.clone()
+            found = {number: torch.empty_like(stream) for number in wanted if number < len(self.layers)}
+            few.run(stream, found, given)
+            return stream, found
+        plan = attention.plan(batch, kv, self._config.num_heads, self._rotary)
+        found = {}
+        for number, layer in enumerate(self.layers):
+            if number in wanted:
+                found[number] = stream
+            stream = layer(stream, plan) if number or given is None else layer.run(given, stream, plan)
+        return stream, found
+
+    @property
+    def few_shape(self) -> StackShape | None:
+        """Of the function; None where there is none."""
+        return None if self._few is None else self._few.shape
+
+    def plan(self, batch: TokenBatch, kv: KVCache) -> StackPlan | None:
+        """The batch as the function takes it; None where it does not."""
+        if self._few is None or batch.token_ids.numel() > MAX_ROWS or kv.k.dtype != torch.bfloat16:
+            return None
+        found = batch.queries()
+        if found is None:
+            return None
+        positions = batch.positions.long()
+        # In bfloat16, as rotations of many rows have them.
+        angles = self._rotary.tables(positions, torch.bfloat16)
+        return self._few.plan(*found, positions, angles, (kv.k_layers, kv.v_layers))
 
 
 class CausalLM(LanguageModel):

@@ -19,10 +19,9 @@ from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.drafting.model.region_attention import RegionAttention, RowSteps, StepBatch
 from outrider.layers.experts import ExpertLinear
-from outrider.models.decoder import CausalLM
+from outrider.models.decoder import CausalLM, LayerStack
 from outrider.models.drafters.heads import Eagle3Head
 from outrider.models.drafters.loader import load_draft_model
-from outrider.models.few_rows import LayerStack
 from outrider.models.loader import load_model
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import HostProposer

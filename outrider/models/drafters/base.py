@@ -15,9 +15,8 @@ from outrider.layers.exchange import Exchange
 from outrider.layers.linear import Linear, RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.config import ModelShape
-from outrider.models.decoder import DecoderLayer
+from outrider.models.decoder import DecoderLayer, LayerStack
 from outrider.models.drafters.config import ALL_SEEN, EMBEDDING, OUTPUT, ContextWindow, HeadConfig
-from outrider.models.few_rows import LayerStack
 from outrider.sampling.proposer import HEAD_SCALE, PLAIN_SCALE
 from outrider.tree.projection import MAX_PROJECTION_BYTES, Projection, name_projection
 
