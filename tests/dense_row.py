@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from outrider.sampling.processors import Candidates
+from outrider.sampling.sampler import Candidates
 
 
 def dense(candidates: Candidates, vocab_size: int) -> np.ndarray:

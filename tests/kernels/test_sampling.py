@@ -19,8 +19,7 @@ from kernels.sampling_state import MAX_TOP_LOGPROBS, LogprobOutputs, WalkOutputs
 from outrider.errors import InternalError
 from outrider.sampling import noise
 from outrider.sampling.params import AnswerEnd, SamplingParams
-from outrider.sampling.processors import LogitsProcessor, TokenHistory
-from outrider.sampling.sampler import RequestSampler
+from outrider.sampling.sampler import LogitsProcessor, RequestSampler, TokenHistory
 
 SEEDS = [0, 1, 2**31, 2**32 - 1, 2**63 + 12345, 2**64 - 1]
 

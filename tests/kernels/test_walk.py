@@ -18,8 +18,7 @@ from kernels.sampling import sample_rows
 from kernels.sampling_state import ILLEGAL_TOKEN, LAST_TOKEN, SampleBuffers, WalkOutputs
 from kernels.tree import walk
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.processors import LogitsProcessor, TokenHistory
-from outrider.sampling.sampler import AcceptRule, RequestSampler, choose, walk_tree
+from outrider.sampling.sampler import AcceptRule, LogitsProcessor, RequestSampler, TokenHistory, choose, walk_tree
 
 VOCAB = 6
 TOKENS = st.integers(0, VOCAB - 1)

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.processors import Candidates, LogitsProcessor
-from outrider.sampling.sampler import EXACT, AcceptRule, accepted_child, choose, coin, walk_tree
+from outrider.sampling.sampler import (
+    EXACT,
+    AcceptRule,
+    Candidates,
+    LogitsProcessor,
+    accepted_child,
+    choose,
+    coin,
+    walk_tree,
+)
 
 CHANCES = [0.4, 0.25, 0.2, 0.1, 0.05]
 RULES = [EXACT, AcceptRule(acc=0.5), AcceptRule(single=0.2), AcceptRule(single=0.22, acc=0.75), AcceptRule(acc=0.01)]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from outrider.errors import InternalError
 from outrider.sampling.params import SamplingParams
-from outrider.sampling.processors import LogitsProcessor, TokenHistory, min_p_indices, top_k_indices, top_p_indices
+from outrider.sampling.sampler import LogitsProcessor, TokenHistory, min_p_indices, top_k_indices, top_p_indices
 
 VOCAB = 300
 # Few distinct values, so that borders are ties more often than not.
@@ -134,7 +134,7 @@ def test_shortlists_change_nothing(scale: float, top_p: float, monkeypatch: pyte
     # Rounded, so that there are ties at every border.
     row = np.round(random_row(7, 5000, scale), 1)
     short = top_p_indices(row, top_p), [top_k_indices(row, k) for k in (1, 7, 500, 4999)]
-    monkeypatch.setattr("outrider.sampling.processors._SHORTLIST_NATS", ())
+    monkeypatch.setattr("outrider.sampling.sampler._SHORTLIST_NATS", ())
     full = top_p_indices(row, top_p), [top_k_indices(row, k) for k in (1, 7, 500, 4999)]
     assert short[0].tolist() == full[0].tolist()
     assert [ids.tolist() for ids in short[1]] == [ids.tolist() for ids in full[1]]

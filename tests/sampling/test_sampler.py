@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from outrider.errors import InternalError
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import AnswerEnd, SamplingParams
-from outrider.sampling.processors import LogitsProcessor
-from outrider.sampling.sampler import RequestSampler
+from outrider.sampling.sampler import LogitsProcessor, RequestSampler
 
 VOCAB = 80
 TOKENS = st.integers(0, VOCAB - 1)
