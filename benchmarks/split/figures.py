@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from benchmarks.common import Cost
 from benchmarks.split.cases import SplitCase
 from benchmarks.split.load import CaseAnswers
-from outrider.drafting.answer_phases import ANSWER_PHASES
+from outrider.drafting.tree_growth import ANSWER_PHASES
 from outrider.metrics import Histogram, MetricsPage
 from outrider_tools.bench.report import Row
 

@@ -11,7 +11,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.registry import Collector
 
 from draft_service.frames import GROWTH_SECONDS, DraftEngineState
-from outrider.drafting.answer_phases import ANSWER_PHASES, ANSWER_SECONDS
+from outrider.drafting.tree_growth import ANSWER_PHASES, ANSWER_SECONDS
 from outrider.metrics import ServiceCollector
 from outrider.protocol.speculation import DeclineReason
 from outrider.tree.author import Outcome

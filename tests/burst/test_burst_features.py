@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.config.draft import DraftOptions
-from outrider.drafting.answer_phases import ANSWER_PHASES
+from outrider.drafting.tree_growth import ANSWER_PHASES
 
 BLOCKS = GOES_ON | {"has_blocks": True}
 

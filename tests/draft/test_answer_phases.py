@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.drafting.answer_phases import ANSWER_SECONDS, AnswerPhases
+from outrider.drafting.tree_growth import ANSWER_SECONDS, AnswerPhases
 
 
 class Clock:
