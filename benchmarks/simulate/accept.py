@@ -25,7 +25,7 @@ from benchmarks.split.load import read_prompts
 from kernels.frontier_state import PARENT, SLOT, TOKEN
 from kernels.sampling_state import RoundTokens
 from outrider.attention.base import ForwardBatch, Segment
-from outrider.attention.prompts import PromptChunk
+from outrider.attention.paged import PromptChunk
 from outrider.attention.torch_backend import TorchAttention
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.draft import DraftOptions

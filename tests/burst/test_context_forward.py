@@ -7,7 +7,7 @@ import torch
 from burst_host import Host
 from test_runner import make_runner, prompt
 
-from outrider.attention.prompts import PromptShape
+from outrider.attention.paged import PromptShape
 from outrider.drafting.model import cuda_forward
 from outrider.drafting.model.cuda_runner import CudaRunner
 from outrider.models.drafters.base import DraftModel

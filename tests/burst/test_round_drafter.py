@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.frontier_state import BASE, PARENT, POSITION, ROW, SLOT, TOKEN
 from kernels.sampling_state import RoundTokens
-from outrider.attention.prompts import PromptChunk
+from outrider.attention.paged import PromptChunk
 from outrider.attention.triton_backend import TritonAttention
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.context import WHOLE, ContextCut

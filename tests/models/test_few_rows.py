@@ -15,9 +15,8 @@ from kernels.cpu.products import MAX_ROWS
 from kernels.expert_tiles import Gating
 from kernels.experts import SWIGLU, expert_linear, route
 from outrider.attention.base import ForwardBatch, Segment, TokenBatch
-from outrider.attention.torch_backend import TorchAttention
+from outrider.attention.torch_backend import RegionAttention, RowSteps, StepBatch, TorchAttention
 from outrider.config.draft import DraftOptions
-from outrider.drafting.model.region_attention import RegionAttention, RowSteps, StepBatch
 from outrider.layers.experts import ExpertLinear
 from outrider.models.decoder import CausalLM, LayerStack
 from outrider.models.drafters.heads import Eagle3Head

@@ -11,7 +11,7 @@ import torch
 from cuda_harness import make_paged_engine
 from prefill_pair import PrefillPair, run_story
 
-from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
+from outrider.attention.paged import PromptChunk, PromptLayout, PromptShape
 from outrider.cache.features import FeatureStore
 from outrider.cache.pages import page_slots
 from outrider.models.decoder import CausalLM

@@ -17,7 +17,7 @@ from test_rank_renewal import Graph, Stream
 from threaded_engine import ThreadedEngine
 
 from outrider import graphs
-from outrider.attention.prompts import PromptChunk
+from outrider.attention.paged import PromptChunk
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.drafting.model.round_drafter import ChoiceShape, RoundShape

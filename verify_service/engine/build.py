@@ -17,7 +17,7 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.config.verify import VerifyOptions
 from outrider.cores import usable_cores
 from outrider.device import out_of_memory
-from outrider.drafting.model.round_trees import MAX_CHOSEN
+from outrider.drafting.model.round_drafter import MAX_CHOSEN
 from outrider.drafting.registry import build_drafter
 from outrider.drafting.requests import introduce
 from outrider.errors import ConfigError

@@ -11,8 +11,7 @@ from functools import partial
 import torch
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.paged import MAX_PATH, PATH_SPLITS, RoundTokens, TreeBuffers, choose_splits
-from outrider.attention.prompts import PromptShape
+from outrider.attention.paged import MAX_PATH, PATH_SPLITS, PromptShape, RoundTokens, TreeBuffers, choose_splits
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.features import FeatureStore
 from outrider.device import num_processors, out_of_memory

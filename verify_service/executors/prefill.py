@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.paged import PagedBatch
-from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
+from outrider.attention.paged import PagedBatch, PromptChunk, PromptLayout, PromptShape
 from outrider.cache.features import FeatureStore
 from outrider.cache.kv import KVCache
 from outrider.cache.pages import page_slots

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.prompts import PromptChunk
+from outrider.attention.paged import PromptChunk
 from outrider.drafting.model.round_drafter import ChoiceShape, RoundDrafter, RoundShape
 from outrider.graphs import compile_aside
 from outrider.host.rank_memory import RankError, RankMemory

@@ -13,18 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
-from outrider.attention.paged import RoundTokens
-from outrider.attention.prompts import PromptChunk
+from outrider.attention.paged import PromptChunk, RoundTokens
 from outrider.cache.features import FeatureStore
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.context import WHOLE, ContextCut, cut_context, num_sink_pages
 from outrider.drafting.model.round_drafter import (
     MAX_COMMITTED,
     ChoiceShape,
+    GrownNodes,
     RoundExecutor,
     RoundShape,
+    RoundTrees,
+    RowTree,
 )
-from outrider.drafting.model.round_trees import GrownNodes, RoundTrees, RowTree
 from outrider.errors import raise_device_failure
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel

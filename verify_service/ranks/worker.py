@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.attention.prompts import PromptShape
+from outrider.attention.paged import PromptShape
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError, InternalError
 from outrider.graphs import compile_aside

@@ -29,8 +29,7 @@ from kernels.frontier_state import (
     StepTokens,
 )
 from outrider.attention.base import AttentionBackend, TokenBatch
-from outrider.attention.paged import PagedBatch, choose_splits
-from outrider.attention.prompts import PromptChunk, PromptLayout, PromptShape
+from outrider.attention.paged import PagedBatch, PromptChunk, PromptLayout, PromptShape, choose_splits
 from outrider.device import num_processors, put
 from outrider.drafting.model.burst import BurstShape, StepBucket
 from outrider.drafting.model.device_memory import DeviceMemory

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.frontier import add_seeds, begin_burst, reroot_pool
 from outrider.attention.base import AttentionBackend
-from outrider.attention.prompts import PromptChunk
+from outrider.attention.paged import PromptChunk
 from outrider.cuda_ipc import ImportedMemory
 from outrider.device import share_l1
 from outrider.drafting.model.buffers import RerootInput

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.attention_tiles import short_tokens
 from outrider.attention.base import AttentionBackend
-from outrider.attention.prompts import PromptChunk
+from outrider.attention.paged import PromptChunk
 from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
 from outrider.drafting.model.device_memory import DeviceMemory, project_features, working_on

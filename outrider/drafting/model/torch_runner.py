@@ -16,9 +16,9 @@ from torch import Tensor
 from kernels.cpu.head_step import Links, Stepped
 from kernels.cpu.products import torch_alone
 from outrider.attention.base import AttentionBackend, ForwardBatch, Segment, TokenBatch
-from outrider.attention.prompts import PromptChunk
+from outrider.attention.paged import PromptChunk
+from outrider.attention.torch_backend import RegionAttention, RowSteps, StepBatch
 from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape
-from outrider.drafting.model.region_attention import RegionAttention, RowSteps, StepBatch
 from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.block import BlockHead
