@@ -30,8 +30,8 @@ from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
-from outrider.cores import usable_cores
 from outrider.errors import ConfigError
+from outrider.models.capacity import usable_cores
 from outrider.rpc.lifecycle import exit_text
 from outrider.rpc.transport import check_address
 

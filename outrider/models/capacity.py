@@ -1,4 +1,4 @@
-"""Room for a model's work: memory of a GPU or a machine, and the sizes that work is padded to. Torch-free."""
+"""Room for a model's work: memory of a GPU or a machine, cores, and the sizes that work is padded to. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.cores import CGROUP
-
+CGROUP = Path("/sys/fs/cgroup")
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2
 """What CUDA takes for a process before anything else; between 0.3 and 0.7 GiB where we looked."""
@@ -60,6 +59,28 @@ def _left_in(cgroup: Path) -> int | None:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return limit - max(0, used - int(stat.get(names[2], 0)))
     except (OSError, ValueError):  # "max" is no limit
+        return None
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores that the process may run on, and no more than a container's quota of processor time pays for.
+
+    Threads beyond a quota take it from those that work: the kernel stops all of them when it is spent.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota(cgroup)
+    return allowed if quota is None else max(1, min(allowed, round(quota)))
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Cores' worth of time in each period (cgroup v2's cpu.max, v1's cpu.cfs_quota_us); None without a limit."""
+    try:
+        if (v2 := cgroup / "cpu.max").exists():
+            most, period = v2.read_text().split()
+        else:
+            most, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return float(most) / float(period) if float(most) > 0 else None
+    except (OSError, ValueError):
         return None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cores import usable_cores
+from outrider.models.capacity import usable_cores
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.flashinfer_backend import FlashInferAttention, FlashInferShape
 from outrider.attention.triton_backend import TritonAttention
 from outrider.config.verify import VerifyOptions
-from outrider.cores import usable_cores
 from outrider.device import out_of_memory
 from outrider.drafting.model.round_drafter import MAX_CHOSEN
 from outrider.drafting.registry import build_drafter
@@ -27,7 +26,7 @@ from outrider.host.rank_memory import RankMemory
 from outrider.host.worker import disable_automatic_collection, pin_to_cores
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
-from outrider.models.capacity import SCRATCH_BYTES, cpu_tokens
+from outrider.models.capacity import SCRATCH_BYTES, cpu_tokens, usable_cores
 from outrider.models.cuts import check_plain_attention
 from outrider.models.decoder import CausalLM
 from outrider.models.progress import ConsoleProgress
