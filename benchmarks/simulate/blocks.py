@@ -29,7 +29,7 @@ from outrider.attention.torch_backend import HeadSplit
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
 from outrider_tools.bench.report import Row, cpu_name, write_report

@@ -29,9 +29,8 @@ from outrider.drafting.model.cuda_runner import CudaRunner
 from outrider.drafting.model.runner import BurstRunner, RunnerOptions
 from outrider.drafting.model.torch_runner import TorchRunner
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
 from outrider.models.drafters.config import MARKOV_INPUT, block_config, eagle3_config
-from outrider.models.drafters.heads import Eagle3Head
+from outrider.models.drafters.heads import BlockHead, Eagle3Head
 from outrider.sampling.params import SamplingParams
 from outrider_tools.bench.report import Row, cpu_name, write_report
 

@@ -150,7 +150,7 @@ class TrainableBlockHead(DraftVocabularyHead):
 
 
 class MarkovPart(nn.Module):
-    """DSPARK's recurrent sequential part: see outrider.models.drafters.block."""
+    """DSPARK's recurrent sequential part: see outrider.models.drafters.heads."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden: int, rank: int) -> None:
         super().__init__()

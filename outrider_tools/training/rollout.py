@@ -16,7 +16,7 @@ from outrider.cache.kv import KVCache
 from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
 from outrider.models.drafters.base import DraftModel, required
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.noise import gumbel
 from outrider_tools.training.attention import SpanAttention, Spans, check_plain
 from outrider_tools.training.options import TreeShape

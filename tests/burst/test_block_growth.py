@@ -23,7 +23,7 @@ from tiny_blocks import BLOCK, DEEPSPEC_FIELDS, HIDDEN, LAYERS, VOCAB, dspark_te
 from tiny_heads import Tensors, save_head
 
 from outrider.drafting.model.context import WHOLE, cut_context
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.protocol.speculation import Grow
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams

@@ -13,7 +13,7 @@ from tiny_heads import Tensors
 from torch import Tensor
 
 from outrider.drafting.model.round_drafter import RoundShape
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.params import SamplingParams
 
 

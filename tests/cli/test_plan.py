@@ -183,8 +183,7 @@ def test_of_experts_those_are_read_that_tokens_wake() -> None:
 def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
     import torch
 
-    from outrider.models.drafters.block import BlockHead
-    from outrider.models.drafters.heads import EagleHead, MtpHead
+    from outrider.models.drafters.heads import BlockHead, EagleHead, MtpHead
     from outrider.models.drafters.loader import load_draft_model
     from outrider.models.shipped import DraftOptions, choose_drafters
 

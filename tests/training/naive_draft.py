@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.attention.base import ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import HostProposer
 from outrider_tools.training.options import TreeShape

@@ -13,7 +13,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import BLOCK_ALGORITHMS
 from outrider.errors import ConfigError
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.models.drafters.kinds import algorithm_of
 from outrider_tools.training import trainer as trainer_module
 from outrider_tools.training.drafters import export_drafter, make_learner

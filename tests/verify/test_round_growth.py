@@ -23,9 +23,8 @@ from outrider.attention.paged import PagedBatch
 from outrider.cache.kv import KVCache
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
 from outrider.models.drafters.config import MARKOV_INPUT, block_config
-from outrider.models.drafters.heads import StandaloneDraft
+from outrider.models.drafters.heads import BlockHead, StandaloneDraft
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from outrider.tree.handshake import Terms

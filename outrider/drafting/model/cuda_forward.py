@@ -35,7 +35,7 @@ from outrider.drafting.model.burst import BurstShape, StepBucket
 from outrider.drafting.model.device_memory import DeviceMemory
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.proposer import Proposer
 
 

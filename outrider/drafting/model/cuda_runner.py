@@ -21,7 +21,7 @@ from outrider.drafting.model.features import MemoryMapper
 from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.proposer import Proposer
 
 _FEATURES = (1, 3, 17, 48, 100)

@@ -17,7 +17,7 @@ from outrider.device import put
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.features import PartOfRows
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.protocol.speculation import Features
 
 Ints = NDArray[np.int32]

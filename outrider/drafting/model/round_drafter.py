@@ -42,7 +42,7 @@ from outrider.drafting.model.cuda_forward import BlockSteps, ContextForward, Dra
 from outrider.drafting.model.device_memory import DeviceMemory
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.params import SamplingParams
 from outrider.sampling.proposer import Proposer
 

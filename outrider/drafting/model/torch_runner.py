@@ -21,7 +21,7 @@ from outrider.attention.torch_backend import RegionAttention, RowSteps, StepBatc
 from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape
 from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.proposer import HostProposer
 
 

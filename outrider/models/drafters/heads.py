@@ -1,18 +1,23 @@
-"""Draft models: EAGLE-1/2, EAGLE-3 and MTP heads on a target's features, and a small language model."""
+"""Draft models: EAGLE-1/2, EAGLE-3, MTP and block heads on a target's features, and a small language model."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from kernels.blocks import keep_blocks, read_inputs, read_logits
 from kernels.cpu.head_step import HeadStep, HeadWeights, Links, Ranking, Stepped, fits_head
+from kernels.elementwise import recur, rotary_angles, write_keys
+from kernels.frontier_state import BlockStore
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
+from outrider.errors import ConfigError
 from outrider.layers.linear import Linear, RMSNorm
 from outrider.models.base import LanguageModel
 from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.base import DraftHead, DraftModel, required
-from outrider.models.drafters.config import HeadConfig
+from outrider.models.drafters.config import MARKOV_INPUT, MARKOV_OUTPUT, BlockConfig, HeadConfig
 
 
 class EagleHead(DraftHead):
@@ -157,6 +162,256 @@ class MtpHead(DraftHead):
         stream, _ = self.stack(stream, batch, kv, attention)
         rows = self.final_norm(stream)
         return rows, rows
+
+
+_NOWHERE = -(1 << 30)
+"""Position of a root that there is not: everything lies behind its block."""
+
+
+class BlockHead(DraftHead):
+    """DFLASH (arXiv 2602.06036), and DSPARK, which adds what a token does to the next one's chances.
+
+    A block of places lies behind the committed text, of which the first holds the root's token and the others a mask.
+
+    context   keys and values are products of the target's normed features alone, so that no forward is needed for them
+    block     attends to the context and, in both directions, to itself; one forward for all its places, and one product
+              for their logits
+    node      takes its place's logits and, with DSPARK, adds markov_w2's product with `markov_rank` values that follow
+              from the node's own token
+
+    So a node below the root costs no forward and no product with the output matrix. Behind its block no guesses are
+    made.
+    """
+
+    def __init__(
+        self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, dtype, device, target_ids)
+        if config.block is None:
+            raise ConfigError("a block head needs the fields of a block")
+        self.block: BlockConfig = config.block
+        decoder, hidden = config.decoder, config.decoder.hidden_size
+        self._hidden = hidden
+        self._reducer = self.linear("fc", len(config.feature_layers) * config.target_hidden_size, config.fc_bias)
+        self.feature_norm = self.norm("hidden_norm", hidden)
+        self.final_norm = self.norm("norm", hidden)
+        self.layers += [DecoderLayer(decoder, number, dtype, device) for number in range(decoder.num_layers)]
+        self._injection = Linear(
+            hidden, 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim, decoder.qkv_bias, dtype, device
+        )
+        rank = self.block.markov_rank
+        self._markov: MarkovHead | None = None
+        if rank:
+            self._markov = MarkovHead(self.block, hidden, decoder.vocab_size, self.vocab_size, dtype, device)
+        self.state_size = rank if self.block.markov_kind == "rnn" else 0
+        self.num_scratch = self.block.size
+        self.block_bytes = config.block_bytes(dtype.itemsize)
+        self._key_norm: Tensor | None = None
+        self._key_eps = 0.0
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """See DraftHead."""
+        found = super().checkpoint_tensors()
+        if self._markov is not None:
+            found |= self._markov.checkpoint_tensors()
+        return found
+
+    def finish_loading(self) -> None:
+        """See DraftHead. Keys and values of all layers' contexts become one product."""
+        attentions = [layer.attention for layer in self.layers]
+        self._injection.weight.copy_(torch.cat([one.qkv.weight[one.q_size :] for one in attentions]))
+        biases = [one.qkv.bias[one.q_size :] for one in attentions if one.qkv.bias is not None]
+        if self._injection.bias is not None:
+            self._injection.bias.copy_(torch.cat(biases))
+        self._injection.pack()
+        super().finish_loading()
+        norms = [one.qk_norm for one in attentions if one.qk_norm is not None]
+        if norms:
+            self._key_norm = torch.stack([norm.weight[-self.num_kv_heads :] for norm in norms])
+            self._key_eps = norms[0].eps
+        if self._markov is not None:
+            self._markov.finish_loading()
+
+    @torch.inference_mode()
+    def project(self, features: Tensor) -> Tensor:
+        """See DraftModel."""
+        return self.feature_norm(super().project(features))
+
+    @torch.inference_mode()
+    def finish_product(self, product: Tensor) -> Tensor:
+        """See DraftModel."""
+        return self.feature_norm(super().finish_product(product))
+
+    @torch.inference_mode()
+    def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [layers, M, kv_heads, head_dim] of positions int [M] with features [M, feature_size]."""
+        shape = (self.num_layers, features.shape[0], self.num_kv_heads, self.head_dim)
+        k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        self._write_keys(features, positions, torch.arange(shape[1], device=self.device), k, v)
+        return k, v
+
+    def _write_keys(self, features: Tensor, positions: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        heads = self._injection(features).view(-1, self.num_layers, 2 * self.num_kv_heads, self.head_dim)
+        angles = rotary_angles(positions, self.rotary.half_frequencies, self.rotary.scale)
+        write_keys(heads, *angles, slots, k, v, self._key_norm, self._key_eps)
+
+    def extend(
+        self, batch: TokenBatch, features: Tensor | None, slots: Tensor, kv: KVCache, attention: AttentionBackend
+    ) -> None:
+        """See DraftModel. Takes no forward; what has a negative slot is not written."""
+        self._write_keys(required(features).contiguous(), batch.positions, slots, kv.k, kv.v)
+
+    def block_tokens(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [R * size] of the blocks of R roots."""
+        ids = tokens.new_full((tokens.shape[0], self.block.size), self.block.mask_token)
+        ids[:, 0] = tokens
+        places = positions[:, None] + torch.arange(self.block.size, device=positions.device, dtype=positions.dtype)
+        return ids.flatten(), places.flatten()
+
+    @torch.inference_mode()
+    def forward_blocks(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
+        """Run the blocks of R roots, as `block_tokens` lays them out: rows of their guesses [R * num_guesses, hidden].
+
+        In `batch` the places of a block see its context and all of the block.
+        """
+        plan = attention.plan(batch, kv, self.num_heads, self.rotary)
+        stream = self.embed(batch.token_ids)
+        for layer in self.layers:
+            stream = layer(stream, plan)
+        size, count = self.block.size, self.block.num_guesses
+        return self.final_norm(stream).view(-1, size, self._hidden)[:, size - count :].flatten(0, 1)
+
+    @torch.inference_mode()
+    def advance(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Of nodes' tokens [M], the rows of their places [M, hidden] and what their parents left [M, state_size].
+
+        `memory` is zeros for a root.
+
+        Returns rows for `logits` [M, hidden + markov_rank], and what the nodes leave to their children [M, state_size].
+        """
+        if self._markov is None:
+            return rows, memory
+        said, memory = self._markov(tokens, rows, memory)
+        return torch.cat((rows, said), 1), memory
+
+    @torch.inference_mode()
+    def logits(self, rows: Tensor) -> Tensor:
+        """See DraftModel. `rows` [M, hidden] are those of places alone; behind them, with DSPARK, what a token says."""
+        logits = super().logits(rows[:, : self._hidden].contiguous())
+        if self._markov is not None and rows.shape[1] > self._hidden:
+            logits += self._markov.product(rows[:, self._hidden :].contiguous())
+        return logits
+
+    def new_blocks(self, count: int) -> BlockStore:
+        """Room for the blocks of so many requests, with no block in it."""
+        num_places = count * self.block.num_guesses
+        return BlockStore(
+            torch.full((count,), _NOWHERE, dtype=torch.int32, device=self.device),
+            torch.zeros(num_places, self._hidden, dtype=self.dtype, device=self.device),
+            torch.zeros(num_places, self.vocab_size, device=self.device),
+        )
+
+    @torch.inference_mode()
+    def keep_blocks(self, blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tensor) -> None:
+        """Keep what `forward_blocks` returned for the requests `where`, int [R], of roots at `positions`, int [R]."""
+        keep_blocks(blocks, where, positions, rows, self.logits(rows))
+
+    @torch.inference_mode()
+    def read_blocks(
+        self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What M nodes' children may be.
+
+        Args:
+            where: int [M], the requests whose nodes they are, negative for padding; `tokens` and `positions`, int [M],
+                are their own.
+            memory: [M, state_size], what their parents left; of roots it does not count.
+
+        Returns logits float32 [M, vocab_size], -inf outside of the block, where there are no guesses, and what the
+        nodes leave to their children [M, state_size].
+        """
+        if self._markov is None:
+            return read_logits(blocks, where, positions), memory
+        said, memory = self._markov.read(blocks, where, tokens, positions, memory)
+        return read_logits(blocks, where, positions, self._markov.product(said)), memory
+
+    def forward(
+        self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
+    ) -> tuple[Tensor, Tensor | None]:
+        """Not for this kind: see `extend`, `forward_blocks` and `advance`."""
+        raise NotImplementedError("a block head has no forward of single tokens")
+
+
+class MarkovHead:
+    """DSPARK's sequential part: what the token before a place adds to the place's logits, in `markov_rank` values.
+
+    vanilla   the token's embedding
+    gated     the same times a gate, of the place's row and the embedding
+    rnn       a recurrent cell, of its memory, the embedding and the row; the memory begins as zeros at a block's root
+    """
+
+    def __init__(
+        self,
+        block: BlockConfig,
+        hidden: int,
+        vocab_size: int,
+        num_guessed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`vocab_size`: of the target; `num_guessed`: ids that the head guesses."""
+        self._rank = rank = block.markov_rank
+        self._kind = block.markov_kind
+        self._embedding = torch.empty(vocab_size, rank, dtype=dtype, device=device)
+        self._output = Linear(rank, num_guessed, False, dtype, device)
+        self._gate: Linear | None = None
+        if self._kind == "gated":
+            self._gate = Linear(hidden + rank, rank, True, dtype, device)
+        elif self._kind == "rnn":
+            self._gate = Linear(hidden + 2 * rank, 3 * rank, True, dtype, device)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Where tensors of the checkpoint belong."""
+        found = {MARKOV_INPUT: self._embedding, MARKOV_OUTPUT: self._output.weight}
+        if self._gate is not None:
+            found |= self._gate.tensors(f"markov_head.{'gate_proj' if self._kind == 'gated' else 'joint_proj'}")
+        return found
+
+    def finish_loading(self) -> None:
+        """See DraftHead."""
+        self._output.pack()
+        if self._gate is not None:
+            if self._kind == "gated":
+                # Checkpoints have the row's columns before the embedding's.
+                self._gate.weight.copy_(self._gate.weight.roll(self._rank, 1))
+            self._gate.pack()
+
+    def product(self, said: Tensor) -> Tensor:
+        """What is added to logits of places, float32 [M, num_guessed], for what the tokens before said [M, rank]."""
+        return self._output.to_float32(said)
+
+    def __call__(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens [M], rows [M, hidden] and memory [M, rank or 0]: values [M, rank], and the memory after them."""
+        embedded = functional.embedding(tokens, self._embedding)
+        if self._gate is None:
+            return embedded, memory
+        return self._said(self._gate, torch.cat((memory, embedded, rows), 1), memory)
+
+    def read(
+        self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same of nodes of blocks, see BlockHead.read_blocks."""
+        if self._gate is None:
+            return functional.embedding(tokens, self._embedding), memory
+        inputs = read_inputs(blocks, where, positions, memory, tokens, self._embedding)
+        return self._said(self._gate, inputs, memory)
+
+    def _said(self, gate: Linear, inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Of memory, embeddings and rows side by side [M, (rank or 0) + rank + hidden]."""
+        joint = gate(inputs)
+        if self._kind == "gated":
+            return joint.sigmoid() * inputs[:, : self._rank], memory
+        return recur(joint, inputs[:, : self._rank])
 
 
 class StandaloneDraft(DraftModel):

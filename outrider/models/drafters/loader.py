@@ -20,9 +20,8 @@ from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig
 from outrider.models.cuts import spans
 from outrider.models.drafters.base import DraftHead, DraftModel
-from outrider.models.drafters.block import BlockHead
 from outrider.models.drafters.config import EMBEDDING, MARKOV_OUTPUT, OUTPUT, HeadConfig, cut_head
-from outrider.models.drafters.heads import Eagle3Head, EagleHead, MtpHead, StandaloneDraft
+from outrider.models.drafters.heads import BlockHead, Eagle3Head, EagleHead, MtpHead, StandaloneDraft
 from outrider.models.drafters.kinds import (
     asked_window,
     check_own_vocabulary,

@@ -12,7 +12,7 @@ from outrider.attention.base import ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import TorchAttention
 from outrider.config.draft import DraftOptions
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 from outrider.models.drafters.loader import load_draft_model
 
 # From the pairs of a whole sequence, ids [L] and features [L, size]: logits [L, vocab], children's features [L, size].

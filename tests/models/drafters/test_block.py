@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from outrider.models.drafters.base import offered_projection
-from outrider.models.drafters.block import BlockHead
+from outrider.models.drafters.heads import BlockHead
 
 LENGTH, PATH = 9, [7, 30, 12, 55]
 
