@@ -130,16 +130,12 @@ class RadixCache:
             found += length
         return node, found
 
-    def _num_unused_at_end(self, node: _Node) -> int:
-        unused = 0
-        while unused < len(node.pages) and self._pool.num_refs(node.pages[-1 - unused]) == 1:
-            unused += 1
-        return unused
-
     def _trim(self, leaf: _Node, num_pages: int) -> int:
         """Give up to `num_pages` unused pages from the leaf's end back to the pool; an emptied leaf is unlinked."""
-        key = leaf.chunks[0]
-        keep = len(leaf.pages) - min(num_pages, self._num_unused_at_end(leaf))
+        key, keep = leaf.chunks[0], len(leaf.pages)
+        least = max(keep - num_pages, 0)
+        while keep > least and self._pool.num_refs(leaf.pages[keep - 1]) == 1:
+            keep -= 1
         gone = leaf.pages[keep:]
         self._evictable.remove(gone)
         self._pool.release(gone)

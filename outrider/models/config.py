@@ -168,7 +168,9 @@ class ModelConfig(ModelShape):
             attention_scale=_attention_scale(fields, head_dim),
             attention_softcap=get_float(fields, "attn_logit_softcapping", 0.0),
             logit_softcap=get_float(fields, "final_logit_softcapping", 0.0),
-            embedding_scale=_embedding_scale(fields, family, hidden_size),
+            embedding_scale=(
+                hidden_size**0.5 if family.scaled_embedding else _multiplier(fields, "embedding_multiplier")
+            ),
             residual_scale=_multiplier(fields, "residual_multiplier"),
             logit_scale=1.0 / _multiplier(fields, "logits_scaling"),
         )
@@ -353,10 +355,6 @@ def _attention_scale(fields: Mapping[str, Any], head_dim: int) -> float | None:
     if scalar <= 0.0:
         raise ConfigError(f"config.json: query_pre_attn_scalar must be above 0, got {scalar}")
     return None if scalar == head_dim else scalar**-0.5
-
-
-def _embedding_scale(fields: Mapping[str, Any], family: Family, hidden_size: int) -> float:
-    return hidden_size**0.5 if family.scaled_embedding else _multiplier(fields, "embedding_multiplier")
 
 
 def _multiplier(fields: Mapping[str, Any], name: str) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from outrider.config.verify import MAX_RANKS, VerifyOptions
 from outrider.errors import ConfigError, under
 from outrider.models.config import ModelConfig, ModelShape, text_fields
-from outrider.models.experts import EXPERT_MODULES, ExpertsConfig
+from outrider.models.experts import EXPERT_MODULES
 from outrider.models.fields import get_int, read_configs
 from outrider.models.foreign import choose_impl
 
@@ -40,7 +40,7 @@ def cut(config: ModelShape, world: int) -> ModelConfig:
         num_heads=heads // world,
         num_kv_heads=max(kv_heads // world, 1),
         intermediate_size=config.intermediate_size // world,
-        experts=None if experts is None else _cut_experts(experts, world),
+        experts=experts and replace(experts, size=experts.size // world, shared_size=experts.shared_size // world),
         vocab_cuts=world if config.vocab_size % world == 0 and world > 1 else 1,
     )
 
@@ -119,10 +119,6 @@ def _sections(name: str, size: int, whole: ModelConfig) -> list[int]:
     elif ".gate_up_proj." in name:
         parts = [1, 1]
     return [size * part // sum(parts) for part in parts]
-
-
-def _cut_experts(experts: ExpertsConfig, world: int) -> ExpertsConfig:
-    return replace(experts, size=experts.size // world, shared_size=experts.shared_size // world)
 
 
 def _fault(config: ModelConfig, world: int) -> str:

@@ -18,7 +18,7 @@ from outrider.models.families import FAMILIES
 from outrider.models.fields import read_configs
 from outrider.models.foreign import choose_impl
 from outrider.models.transformers_model import load_transformers
-from outrider.models.transformers_survey import TransformersConfig, describe_transformers
+from outrider.models.transformers_survey import TransformersConfig, survey_model
 from outrider.models.weights import EMBEDDING, HEAD, Progress, StoredTensor, check_tensors, fill, stored_tensors
 
 
@@ -29,7 +29,7 @@ def describe_model(path: str | Path, impl: str = "auto") -> ModelConfig | Transf
     """
     fields, generation = read_configs(Path(path))
     if choose_impl(fields, impl) == "transformers":
-        return describe_transformers(Path(path))
+        return survey_model(Path(path)).config
     return ModelConfig.from_fields(fields, generation)
 
 
@@ -50,7 +50,7 @@ def load_model(
     """
     if choose_impl(read_configs(Path(path))[0], impl) == "transformers":
         if exchange is not None:
-            cut(describe_transformers(Path(path)), exchange.world)
+            cut(survey_model(Path(path)).config, exchange.world)
         return load_transformers(Path(path), dtype, torch.device(device), progress)
     return load_decoder(path, dtype, device, progress, context_length, exchange, own_products)
 

@@ -69,11 +69,6 @@ class Survey:
         return [call.rules(self.config.head_dim) for call in self.calls]
 
 
-def describe_transformers(folder: Path) -> TransformersConfig:
-    """What transformers makes of a folder's config.json. Raises ConfigError: names what cannot run."""
-    return survey_model(folder).config
-
-
 def survey_model(folder: Path) -> Survey:
     """Look at a model without reading weights. Raises ConfigError: names what cannot run."""
     fields, generation = read_configs(folder)

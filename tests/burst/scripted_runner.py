@@ -21,7 +21,7 @@ from outrider.sampling.params import SamplingParams
 class PendingBurst:
     """A burst whose result is handed out when the test says so."""
 
-    has_begun = True
+    ran = True
 
     def __init__(self, result: BurstResult | Exception, run: Run | None = None) -> None:
         self._result = result

@@ -275,11 +275,11 @@ def test_requests_share_the_nodes_that_all_tries_may_have() -> None:
     for _ in range(100):
         for handle in range(1, 5):
             drafter.commit(handle, [rng.randrange(VOCAB) for _ in range(10)], 0, {0})
-    assert sum(len(request._trie) for request in drafter._requests.values()) <= 8192
+    assert sum(len(request.trie) for request in drafter._requests.values()) <= 8192
     for handle in range(1, 5):
         drafter.close(handle)
     opened([1, 2], drafter=drafter, handle=9)
-    assert drafter._requests[9]._trie.capacity == 4096
+    assert drafter._requests[9].trie.capacity == 4096
 
 
 def test_trust_falls_where_copies_fail_and_grows_where_they_hold() -> None:

@@ -28,7 +28,7 @@ from outrider.models.foreign import check_config, foreign_shape
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
 from outrider.models.transformers_modules import replace_modules
-from outrider.models.transformers_survey import describe_transformers
+from outrider.models.transformers_survey import survey_model
 from verify_service.engine.build import attention_backend
 
 
@@ -334,7 +334,7 @@ def test_the_heads_of_latent_attention_are_told_as_they_are_cached(tmp_path: Pat
     groups = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
     kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(SIZES | sizes | experts | groups | kind))
-    made, told = describe_transformers(tmp_path), foreign_shape(*read_configs(tmp_path))
+    made, told = survey_model(tmp_path).config, foreign_shape(*read_configs(tmp_path))
     assert (told.head_dim, told.num_kv_heads) == (made.head_dim, made.num_kv_heads)
 
 

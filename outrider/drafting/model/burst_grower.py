@@ -120,7 +120,7 @@ class BurstGrower(Grower):
         On a CPU one that was launched and has not begun is ended at once: it would run what is outdated now.
         """
         self._withhold(tree)
-        if self._active is not None and not self._active.pending.has_begun:
+        if self._active is not None and not self._active.pending.ran:
             self._active.pending.cut = True
             self._land(self._active)
 

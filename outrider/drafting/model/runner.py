@@ -75,6 +75,7 @@ class PendingBurst:
         self._num_steps = num_steps
         self._next: PendingBurst | None = None
         self.ran = False
+        """Whether it runs, or has run; on a CPU one that was launched is run later, and not at all if `cut` is set."""
         self.cut = False
         """Whether it ended before its last step because of an interruption."""
         self.error: Exception | None = None
@@ -91,11 +92,6 @@ class PendingBurst:
     def step_seconds(self) -> float:
         """What a step like its own takes, as far as that is known; else 0."""
         return self._runner.expected_seconds(self) / self.num_steps
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it runs, or has run; on a CPU one that was launched is run later, and not at all if `cut` is set."""
-        return self.ran or self.event is not None
 
     def done(self) -> bool:
         """Whether `wait` would return at once, or, without a device that works meanwhile, runs the burst."""

@@ -135,7 +135,7 @@ class NgramDrafter(Drafter):
         if share != self._share:
             self._share = share
             for own in self._requests.values():
-                own.set_capacity(share)
+                own.trie.capacity = share
 
     def _drop_tenants(self) -> None:
         """Forget tenants that nothing is done for, least recently opened first, until the rest is within its bounds."""

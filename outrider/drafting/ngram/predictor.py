@@ -207,7 +207,7 @@ class Predictor:
                     guesses.append(Guess(token, unit * weight, source))
             if mass < _MIN_MASS:
                 break
-        guesses.sort(key=_chance, reverse=True)
+        guesses.sort(key=lambda guess: guess.chance, reverse=True)
         return guesses
 
     def learn(self, own: Trie, context: NgramContext, local: LocalConfidence, token: int) -> None:
@@ -237,10 +237,6 @@ class Predictor:
                     yield source, self._confidence.cell(source, length, len(followers), occurrences), followers
 
 
-def _chance(guess: Guess) -> float:
-    return guess.chance
-
-
 Chances = dict[int, tuple[float, float]]
 """Token to its chance, plain and given the noise."""
 
@@ -257,7 +253,7 @@ class NgramRequest:
         self._num_indexed = 0
         self._num_shared = len(self._tokens)
         self._predictor = predictor
-        self._trie = trie
+        self.trie = trie
         self._max_match = max_match
         self._root = 0
         self._contexts: dict[int, NgramContext] = {0: NgramContext(trie.start(), predictor.shared.start())}
@@ -268,10 +264,6 @@ class NgramRequest:
     def ready(self) -> bool:
         """Whether all committed tokens are indexed; before that there are no guesses."""
         return self._num_indexed == len(self._tokens)
-
-    def set_capacity(self, num_nodes: int) -> None:
-        """Bound its trie."""
-        self._trie.capacity = num_nodes
 
     def index(self, max_tokens: int) -> None:
         """Feed up to `max_tokens` committed tokens to the trie, without learning from them."""
@@ -287,7 +279,7 @@ class NgramRequest:
             self._learn_noise(tokens)
             self._tokens.extend(tokens)
             for token in tokens:
-                self._predictor.learn(self._trie, context, self.local, token)
+                self._predictor.learn(self.trie, context, self.local, token)
                 context = self._advance(context, token)
         else:
             self._tokens.extend(tokens)
@@ -306,10 +298,10 @@ class NgramRequest:
         context = self._contexts.get(node.node)
         if context is None:
             above = self._contexts[node.parent]
-            own = self._trie.step(above.own, node.token)
+            own = self.trie.step(above.own, node.token)
             context = NgramContext(own, self._predictor.shared.step(above.shared, node.token))
             self._contexts[node.node] = context
-        return self._predictor.predict(self._trie, context, self.local)
+        return self._predictor.predict(self.trie, context, self.local)
 
     def match_length(self, node: int) -> int:
         """Tokens of an expanded node's context that occurred before."""
@@ -334,11 +326,11 @@ class NgramRequest:
         return len(self._tokens) - self._num_shared
 
     def _advance(self, context: NgramContext, token: int) -> NgramContext:
-        self._trie.append(token)
+        self.trie.append(token)
         self._num_indexed += 1
         shared: State = self._predictor.shared.step(context.shared, token)
         longest = self._max_match + 1
-        return NgramContext(self._trie.context()[:longest], shared[:longest])
+        return NgramContext(self.trie.context()[:longest], shared[:longest])
 
     def _learn_noise(self, tokens: Sequence[int]) -> None:
         node: int | None = self._root

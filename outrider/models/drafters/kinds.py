@@ -88,18 +88,14 @@ def algorithm_of(folder: Path) -> str:
         return "DSPARK" if MARKOV_INPUT in found else "DFLASH"
     if "fc.weight" in found:
         return "EAGLE"
-    if not any(map(_IN_LAYER.search, names)) or _is_of_speculators(folder):
+    path = folder / "config.json"
+    # What speculators write is a head, of whatever kind.
+    if not any(map(_IN_LAYER.search, names)) or (path.is_file() and "speculators_model_type" in read_json(path)):
         raise ConfigError(
             f"{folder}: holds no draft that is known here, but tensors such as {min(names, default='none')}; use "
             f"one of {', '.join(ALGORITHMS)}"
         )
     return "STANDALONE"
-
-
-def _is_of_speculators(folder: Path) -> bool:
-    """Whether config.json says that the folder holds a head, of whatever kind."""
-    path = folder / "config.json"
-    return path.is_file() and "speculators_model_type" in read_json(path)
 
 
 def check_drafter(options: DraftOptions, target: Path) -> None:

@@ -136,7 +136,9 @@ def _load_head(
     stored = _with_shared(stored, config, target, folder)
     path = options.speculative_token_map
     allowed = read_token_map(Path(path), config.decoder.vocab_size) if path else None
-    ids = _own_ids(stored.pop("d2t", None), config)
+    offsets = stored.pop("d2t", None)
+    sizes = config.draft_vocab_size, config.decoder.vocab_size
+    ids = None if offsets is None else ids_of_offsets(offsets.read(), *sizes, str(offsets.path))
     build = _HEADS[algorithm]
     # The meta device gives names and shapes without memory.
     check_tensors(stored, build(config, dtype, torch.device("meta")).checkpoint_tensors(), folder, CONFIG)
@@ -176,12 +178,6 @@ def _numbers(tensor: StoredTensor) -> Tensor:
     if not values.is_floating_point():
         raise ConfigError(f"{tensor.path}: tensor {tensor.name} is {values.dtype}; a head's weights are floats")
     return values
-
-
-def _own_ids(offsets: StoredTensor | None, config: HeadConfig) -> Tensor | None:
-    if offsets is None:
-        return None
-    return ids_of_offsets(offsets.read(), config.draft_vocab_size, config.decoder.vocab_size, str(offsets.path))
 
 
 def _with_shared(
