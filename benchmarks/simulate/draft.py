@@ -102,7 +102,7 @@ class SimulatedRunner(runner.BurstRunner):
     def launch(self, burst: Burst) -> runner.PendingBurst:
         """See BurstRunner."""
         bucket = self.buckets.fit(burst.width, len(burst.rows))
-        pending = runner.PendingBurst(self, burst, bucket, 0)
+        pending = runner.PendingBurst(self, burst, bucket)
         costs, rows = self._costs, len(burst.rows)
         self._actor.spend("launch", costs.launch + costs.launch_row * rows + costs.launch_step * burst.num_steps)
         pool = Pool(burst, bucket, self.shape, self._cells)
@@ -119,7 +119,7 @@ class SimulatedRunner(runner.BurstRunner):
         found = self._pools.get(id(pending.burst))
         if found is None or done + num_steps > self.shape.max_steps:
             return None
-        more = runner.PendingBurst(self, pending.burst, pending.bucket, 0, done, num_steps)
+        more = runner.PendingBurst(self, pending.burst, pending.bucket, done, num_steps)
         self._actor.spend("go_on", self._costs.go_on + self._costs.launch_step * num_steps)
         if reroots is not None:
             self._actor.spend("go_on", self._costs.go_on_roots + self._costs.go_on_row * len(reroots.rows))
@@ -153,6 +153,9 @@ class SimulatedRunner(runner.BurstRunner):
         raise NotImplementedError
 
     def _queue(self, pending: runner.PendingBurst) -> None:
+        raise NotImplementedError
+
+    def _read(self, pending: runner.PendingBurst) -> BurstResult:
         raise NotImplementedError
 
     def _run_context(self, chunks: Sequence[Any], features: Any) -> None:

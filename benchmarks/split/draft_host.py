@@ -142,16 +142,12 @@ class DrawnBurst:
     """Steps, if it is a further part of a burst."""
     state: dict[str, Any] = field(default_factory=dict)
     """Pool and free slots, from part to part."""
+    ran: bool = True
 
     @property
     def num_steps(self) -> int:
         """Steps of this part."""
         return self.further or self.burst.num_steps
-
-    @property
-    def has_begun(self) -> bool:
-        """See PendingBurst."""
-        return True
 
     def done(self) -> bool:
         """See PendingBurst."""

@@ -147,6 +147,13 @@ class BurstResult:
     cut: bool = False
     """Whether the burst ended early because of an interruption; steps that were not run have no nodes."""
 
+    @classmethod
+    def empty(cls, first: int, num_steps: int, width: int, branching: int) -> BurstResult:
+        """Of no nodes, to be filled."""
+        picked, slots = np.full((2, num_steps, width), -1, np.int32)
+        tokens = np.full((num_steps, width, branching), -1, np.int32)
+        return cls(first, picked, slots, tokens, np.full(tokens.shape, -np.inf, np.float32))
+
 
 @dataclass(frozen=True, slots=True)
 class BurstShape:

@@ -13,8 +13,8 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PromptChunk
 from outrider.cuda_ipc import ImportedMemory
 from outrider.device import share_l1
-from outrider.drafting.model.buffers import RerootInput
-from outrider.drafting.model.burst import BurstShape, Reroots, StepBucket
+from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput, RerootInput
+from outrider.drafting.model.burst import BurstResult, BurstShape, Reroots, StepBucket
 from outrider.drafting.model.cuda_forward import BlockSteps, ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import join_rows
 from outrider.drafting.model.features import MemoryMapper
@@ -40,6 +40,9 @@ class CudaRunner(BurstRunner):
         device = model.device
         self._on_gpu = device.type == "cuda"
         self._has_blocks = isinstance(model, BlockHead)
+        self._input = BurstInput(shape, device)
+        self._output = BurstOutput(shape, device)
+        self._turn = 0
         make: type[DraftSteps] = BlockSteps if self._has_blocks else DraftSteps
         self._steps = make(
             model,
@@ -131,8 +134,8 @@ class CudaRunner(BurstRunner):
         done = pending.first_step + pending.num_steps
         if not self._launched or self._launched[-1] is not pending or done + num_steps > self.shape.max_steps:
             return None
-        more = PendingBurst(self, pending.burst, pending.bucket, pending.copy, done, num_steps)
-        more.ran = True
+        more = PendingBurst(self, pending.burst, pending.bucket, done, num_steps)
+        more.ran, more.copy = True, pending.copy
         if reroots is not None:
             self.memory.take_features(reroots.features)
             self._reroot_input.to_device(reroots, more.bucket.rows)
@@ -143,9 +146,8 @@ class CudaRunner(BurstRunner):
         self._launched.append(more)
         return more
 
-    def _queue(self, pending: PendingBurst) -> None:
-        self._run(pending)
-        self._mark(pending)
+    def _read(self, pending: PendingBurst) -> BurstResult:
+        return self._output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
 
     def _mark(self, pending: PendingBurst) -> None:
         """Note where a part of a burst ends."""
@@ -153,16 +155,18 @@ class CudaRunner(BurstRunner):
             pending.event = torch.cuda.Event()
             pending.event.record()
 
-    def _run(self, pending: PendingBurst) -> None:
-        """Queue all work of a burst on the device."""
-        pending.ran = True
+    def _queue(self, pending: PendingBurst) -> None:
+        pending.ran, pending.copy = True, self._turn
+        self._turn = (self._turn + 1) % NUM_COPIES
         burst, bucket = pending.burst, pending.bucket
+        self._input.fill(pending.copy, burst)
         self.memory.flush()
         self.memory.take_features(burst.features)
         self._input.to_device(pending.copy, len(burst.rows))
         self._begins.run(bucket.sizes)
         self._run_steps(bucket, burst.num_steps, fresh=bool(burst.features))
         self._output.to_host(pending.copy, bucket, burst.num_steps)
+        self._mark(pending)
 
     def _run_steps(self, bucket: StepBucket, count: int, *, fresh: bool) -> None:
         """`fresh`: features came with these steps, which the first of them takes."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from kernels.attention_tiles import short_tokens
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PromptChunk
-from outrider.drafting.model.buffers import NUM_COPIES, BurstInput, BurstOutput
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
 from outrider.drafting.model.device_memory import DeviceMemory, project_features, working_on
 from outrider.drafting.model.features import MemoryMapper
@@ -61,16 +60,15 @@ class RunnerOptions:
 
 
 class PendingBurst:
-    """A burst that was launched, or a part of one; `copy` is the number of its host buffers."""
+    """A burst that was launched, or a part of one."""
 
     def __init__(
-        self, runner: BurstRunner, burst: Burst, bucket: StepBucket, copy: int, first_step: int = 0, num_steps: int = 0
+        self, runner: BurstRunner, burst: Burst, bucket: StepBucket, first_step: int = 0, num_steps: int = 0
     ) -> None:
         """`num_steps` 0 for those that the burst names."""
         self._runner = runner
         self.burst = burst
         self.bucket = bucket
-        self.copy = copy
         self.first_step = first_step
         self._num_steps = num_steps
         self._next: PendingBurst | None = None
@@ -80,6 +78,10 @@ class PendingBurst:
         """Whether it ended before its last step because of an interruption."""
         self.error: Exception | None = None
         self.event: torch.cuda.Event | None = None
+        """On a GPU, that it is over; `copy` is the number of its host buffers there."""
+        self.copy = 0
+        self.brought: BurstResult | None = None
+        """On a CPU, once it has run."""
         self.began = perf_counter()
         self._result: BurstResult | None = None
 
@@ -153,18 +155,14 @@ class BurstRunner(ABC):
     ) -> None:
         """Raises ValueError for a shape that does not fit the model or itself."""
         _check(model, shape)
-        device = model.device
         self.shape = shape
         self.options = options
         self.memory = DeviceMemory(model, shape)
         self.buckets = StepBuckets(shape, short_context(model), has_fresh=model.block_bytes > 0)
         self._model = model
         self._attention = attention
-        self._input = BurstInput(shape, device)
-        self._output = BurstOutput(shape, device)
         self._proposer = self._make_proposer()
         self._launched: deque[PendingBurst] = deque()
-        self._turn = 0
         self._step_seconds: dict[StepBucket, float] = {}
         self.launch_seconds = 0.0
         """What it takes the host to queue a part."""
@@ -237,9 +235,7 @@ class BurstRunner(ABC):
         """Queue a burst; returns before it has run. Two of them may be pending."""
         lengths = burst.rows.context_lens
         longest = int(lengths[0]) if len(lengths) == 1 else None
-        pending = PendingBurst(self, burst, self.buckets.fit(burst.width, len(lengths), longest), self._turn)
-        self._input.fill(pending.copy, burst)
-        self._turn = (self._turn + 1) % NUM_COPIES
+        pending = PendingBurst(self, burst, self.buckets.fit(burst.width, len(lengths), longest))
         self._queue(pending)
         self._launched.append(pending)
         return pending
@@ -253,7 +249,7 @@ class BurstRunner(ABC):
             raise pending.error
         if pending.event is not None and not pending.event.query():
             pending.event.synchronize()
-        return self._output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
+        return self._read(pending)
 
     def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         """See PendingBurst.go_on."""
@@ -313,6 +309,10 @@ class BurstRunner(ABC):
     @abstractmethod
     def _queue(self, pending: PendingBurst) -> None:
         """Queue a burst on a GPU; on a CPU `_run_launched` runs it."""
+
+    @abstractmethod
+    def _read(self, pending: PendingBurst) -> BurstResult:
+        """What a burst that is over, or a part, has brought."""
 
     @abstractmethod
     def _run_context(self, chunks: Sequence[PromptChunk], features: Tensor | None) -> None:

@@ -53,19 +53,13 @@ class TorchRunner(BurstRunner):
         finally:
             self._interrupted = _never
 
-    def finish(self, pending: PendingBurst) -> BurstResult:
-        """See BurstRunner."""
-        result = super().finish(pending)
-        result.cut = pending.cut
-        return result
-
     @on_device
     def _run_launched(self) -> None:
         for pending in self._launched:
             if not pending.ran:
                 try:
                     with torch_alone():
-                        self._run(pending)
+                        pending.brought = self._run(pending)
                 except Exception as error:
                     # Raised by `finish`, not by the call that happens to run the burst.
                     pending.error = error
@@ -78,8 +72,13 @@ class TorchRunner(BurstRunner):
     def _queue(self, pending: PendingBurst) -> None:
         """Left to `_run_launched`, so that the host can first send what the burst before brought."""
 
-    def _run(self, pending: PendingBurst) -> None:
-        """Run the steps of a burst, and write their results where `finish` reads them."""
+    def _read(self, pending: PendingBurst) -> BurstResult:
+        if pending.brought is None:
+            raise RuntimeError("a burst that has not run")
+        return pending.brought
+
+    def _run(self, pending: PendingBurst) -> BurstResult:
+        """Run the steps of a burst."""
         pending.ran = True
         began = perf_counter()
         self._round_seconds = _follow(self._round_seconds, began - self._ended_at)
@@ -87,9 +86,7 @@ class TorchRunner(BurstRunner):
         burst, width, branching = pending.burst, pending.bucket.width, pending.bucket.branching
         self.memory.flush()
         self.memory.take_features(burst.features)
-        lines = self._output.host_steps(pending.copy, pending.bucket, burst.num_steps)
-        lines[:, : (2 + branching) * width] = -1
-        lines[:, (2 + branching) * width :].view(np.float32)[:] = -np.inf
+        result = BurstResult.empty(self.shape.max_seeds, burst.num_steps, width, branching)
         frontier = HostFrontier(burst, width, self._masks, (self.shape.max_seeds, branching), self.shape.lag)
         head = self._model if isinstance(self._model, BlockHead) else None
         places = [] if head is not None else self._places(burst)
@@ -97,7 +94,7 @@ class TorchRunner(BurstRunner):
         ends = burst.rows.live.shape[1] - burst.rows.live[:, ::-1].argmax(1)
         used = np.where(burst.rows.live.any(1), ends, 0).tolist()
         num_run = 0
-        for number, line in enumerate(lines):
+        for number in range(burst.num_steps):
             if number and not step_pays(frontier.chances, burst.min_chance, least_gain):
                 break
             pending.cut = pending.cut or (number > 0 and self._interrupted())
@@ -112,15 +109,16 @@ class TorchRunner(BurstRunner):
                 tokens, scores = self._run_nodes(burst, nodes, rows, attention, branching)
             count, found = len(nodes), tokens.numpy()
             frontier.add(nodes, number * width, found.tolist(), scores.tolist())
-            line[:count] = [node.place for node in nodes]
-            line[width : width + count] = [node.slot for node in nodes]
-            size = count * branching
-            line[2 * width : 2 * width + size] = found.reshape(-1)
-            line[(2 + branching) * width :].view(np.float32)[:size] = scores.numpy().reshape(-1)
+            result.picked[number, :count] = [node.place for node in nodes]
+            result.slots[number, :count] = [node.slot for node in nodes]
+            result.tokens[number, :count] = found
+            result.scores[number, :count] = scores.numpy()
             num_run = number + 1
         self._ended_at = perf_counter()
         if num_run:
             self._seconds_a_step = _follow(self._seconds_a_step, (self._ended_at - began) / num_run)
+        result.cut = pending.cut
+        return result
 
     def _least_gain(self, burst: Burst) -> float:
         """Accepted tokens that a step must be likely to bring where verify waits for the burst: what rounds commit in
