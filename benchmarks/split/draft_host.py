@@ -29,7 +29,6 @@ import torch
 from benchmarks.split.bursts import row_list
 from outrider.config.draft import DraftOptions
 from outrider.drafting.base import Needs
-from outrider.drafting.model.buffers import BurstInput, BurstOutput
 from outrider.drafting.model.burst import (
     FORCED,
     Burst,
@@ -41,6 +40,7 @@ from outrider.drafting.model.burst import (
     StepBuckets,
 )
 from outrider.drafting.model.burst_grower import BurstGrower
+from outrider.drafting.model.cuda_runner import BurstInput, BurstOutput
 from outrider.drafting.model.drafter import ModelDrafter
 from outrider.drafting.requests import Requests
 from outrider.protocol.speculation import Commit, DraftMessage, Features, Grow, Open

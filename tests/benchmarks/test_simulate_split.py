@@ -16,8 +16,8 @@ from benchmarks.split.bursts import RowState, row_states, seeds_of
 from kernels.frontier_state import NUM_FIELDS, RegionPlan, StepTokens
 from kernels.frontier_state import CandidatePool as DevicePool
 from kernels.reference import frontier
-from outrider.drafting.model.buffers import BurstInput, RerootInput
 from outrider.drafting.model.burst import FORCED, Burst, BurstShape, Reroots, Seeds, StepBucket
+from outrider.drafting.model.cuda_runner import BurstInput, RerootInput
 from outrider.tree.author import TreeAuthor
 
 LANGUAGE = Language()

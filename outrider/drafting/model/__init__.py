@@ -12,9 +12,10 @@ head itself gave at the parent; such KV is not *final* and is computed again onc
 forest, entries     the nodes of all trees in arrays, which of them to run next, and re-rooting
 kv, context         where the KV of a request lies, and what of it is missing
 batch_manager       requests come and go, rows of the runner, what is to be done for whom
-planner, growth     what a burst runs; the loop
+planner             what a burst runs
+burst_grower        the loop
 publisher           entries of the forest become nodes of the trees that verify is sent
 burst               what runners are told and answer
-runner              torch_runner on a CPU, cuda_runner on a GPU; cuda_forward, device_memory, buffers
-round_drafter       the same steps behind a round of verify's, on its device; round_trees: what they grow
+runner              torch_runner on a CPU, cuda_runner on a GPU; cuda_forward, device_memory
+round_drafter       the same steps behind a round of verify's, on its device, and what they grow
 """
