@@ -87,8 +87,6 @@ class Drafter(ABC):
     """Names of where candidates come from."""
     needs: Needs = Needs()
     """Checked against the target before any request is opened."""
-    frontier_width: ClassVar[int] = 16
-    """Nodes that one call of `expand` gets at most."""
 
     @abstractmethod
     def open(self, tree: Tree) -> None:

@@ -20,6 +20,8 @@ _EXPAND = -1
 _NOTHING = float("-inf")
 """Score where there is nothing to do."""
 
+_FRONTIER_WIDTH = 16
+"""Nodes that a drafter is asked about at once at most."""
 _MAX_ASKS = 32
 """Nodes that a drafter beside a model is asked about after commits of all trees, each having an even share of them.
 
@@ -243,7 +245,7 @@ class NodeGrower(Grower):
         self._drafter.forget_target()
 
     def _step(self) -> None:
-        """Append guesses until the drafter must be asked, and ask it for up to `frontier_width` nodes of all trees."""
+        """Append guesses until the drafter must be asked, and ask it for some nodes of all trees."""
         frontier = self._collect()
         if not frontier:
             self._is_spent = self.limits.shared and not self._asks_left
@@ -270,11 +272,10 @@ class NodeGrower(Grower):
 
     def _collect(self) -> list[FrontierNode]:
         ranked = self._rank()
-        most = self._drafter.frontier_width
-        may_ask = min(most, self._asks_left) if self.limits.shared else most
+        may_ask = min(_FRONTIER_WIDTH, self._asks_left) if self.limits.shared else _FRONTIER_WIDTH
         floors: dict[int, float] = {}  # by handle: what scores less waits for the children of the tree's pending nodes
         frontier: list[FrontierNode] = []
-        while ranked and len(frontier) < most and self.growth.has_memory:
+        while ranked and len(frontier) < _FRONTIER_WIDTH and self.growth.has_memory:
             score, handle = -ranked[0][0], ranked[0][1]
             queue = self._queues[handle]
             node = None

@@ -138,12 +138,10 @@ class SelfAttention:
 
     def of_stream(self, stream: Tensor, norm: RMSNorm, plan: AttentionPlan) -> Tensor:
         """The residual stream [M, hidden] plus the attention's output for it, normed."""
-        if self.wide_norms or self._padding:
-            return self(norm(stream), stream, plan)
-        attended = plan.attend_stream(self.layer, stream, norm, self.qkv, self.qk_norm, self.rules)
-        if attended is None:
-            return self(norm(stream), stream, plan)
-        return self.output.add_to(stream, attended)
+        attended = None
+        if not self.wide_norms and not self._padding:
+            attended = plan.attend_stream(self.layer, stream, norm, self.qkv, self.qk_norm, self.rules)
+        return self(norm(stream), stream, plan) if attended is None else self.output.add_to(stream, attended)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """q, k and v as views of the fused matrix; norms of heads fill one row a head."""

@@ -285,20 +285,15 @@ class ContextKVManager:
         return served, failed
 
     def _extent(self, context: DraftContext, count: int) -> Extent:
-        if context.num_sinks:
-            return self._sinks(context)
-        start = context.end
-        tokens = context.tree.author.tokens[start : start + count]
-        if not context.lag:
-            return Extent(context.row, tokens, start, gap=context.cut.gap)
-        parts = [part for _, _, part in context.features.cut(start - 1, start - 1 + count)]
-        return Extent(context.row, tokens, start, parts, context.cut.gap)
-
-    def _sinks(self, context: DraftContext) -> Extent:
-        """The first tokens of a context that is cut."""
-        cut, lag = context.cut, context.lag
-        parts = [part for _, _, part in context.sinks.cut(0, cut.sinks)] if context.sinks is not None and lag else []
-        return Extent(context.row, context.tree.author.tokens[lag : lag + cut.sinks], lag + cut.gap, parts, cut.gap)
+        gap, first, features = context.cut.gap, context.end, context.features
+        start = first
+        if context.num_sinks and context.sinks is not None:
+            # The first tokens of a context that is cut.
+            first, features = context.lag, context.sinks
+            start = first + gap
+        tokens = context.tree.author.tokens[first : first + count]
+        parts = [part for _, _, part in features.cut(first - 1, first - 1 + count)] if context.lag else []
+        return Extent(context.row, tokens, start, parts, gap)
 
     def _note_extended(self, context: DraftContext, count: int) -> None:
         self.num_extended += count
