@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.cache.pages import PagePool
-from outrider.cache.radix import RadixCache
+from outrider.cache.pages import PagePool, RadixCache
 from verify_service.engine.memory import Memory
 
 

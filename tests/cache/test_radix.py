@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from page_integrity import check_pages, check_radix
 
-from outrider.cache.pages import PagePool
-from outrider.cache.radix import RadixCache
+from outrider.cache.pages import PagePool, RadixCache
 
 PAGE_SIZE = 2
 NUM_PAGES = 24
