@@ -1,8 +1,9 @@
-"""The KV cache: keys and values of all layers, slot by slot."""
+"""Stores on the device, slot by slot: keys and values of all layers, and beside them the target's features."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from kernels.kv_cache import compact, move
 from kernels.sampling_state import RoundTokens
+from outrider.layers.linear import Linear
+from outrider.tree.projection import PROJECTED, Projection
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -81,3 +84,101 @@ class KVCache:
         `accepted` [B, D] names the tokens of the round that were accepted, `num_tokens` [B] is one more than how many.
         """
         compact(self.k, self.v, tokens, page_tables, accepted, num_tokens, page_size)
+
+
+class FeatureStore:
+    """Hidden states for every KV slot, [num_slots, width] in the model's dtype.
+
+    A row has the states of `layers` one behind the other, and behind them, if there is a projection, the product of the
+    states of its layers with it. It lies in two halves, [2, num_slots + 1, width / 2], as keys and values do, so that
+    what compacts those compacts it too. The last slot takes what belongs to no token.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        hidden_size: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        projection: Projection | None = None,
+    ) -> None:
+        """Raises torch.OutOfMemoryError where there is no room, ValueError for a row of an odd width."""
+        self.layers = tuple(layers)
+        self.parts = self.layers if projection is None else (*self.layers, PROJECTED)
+        """Parts of a row, in order."""
+        self._factors = () if projection is None else projection.layers
+        self.inputs = tuple(sorted({*self.layers, *self._factors}))
+        """Layers whose states `write` takes, in this order."""
+        self._product = None if projection is None else _load(projection, hidden_size, dtype, device)
+        self._sizes = [hidden_size] * len(self.layers) + ([] if projection is None else [projection.num_columns])
+        self.width = sum(self._sizes)
+        self.num_slots = num_slots
+        if self.width % 2:
+            raise ValueError(f"a row of {self.width} values has no halves")
+        self._halves = zeros((2, num_slots + 1, self.width // 2), dtype, device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the features."""
+        return self._halves.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the features."""
+        return self._halves.device
+
+    def size_of(self, parts: Sequence[int]) -> int:
+        """Values that these parts of a row have."""
+        return sum(self._sizes[self.parts.index(part)] for part in parts)
+
+    def write(self, slots: Tensor, features: Sequence[Tensor]) -> None:
+        """Store rows [M, hidden_size] of each of `inputs` at slots [M], which must differ where they are not negative.
+
+        Rows of negative slots are padding. May be captured.
+        """
+        places = torch.where(slots < 0, self.num_slots, slots).long()
+        rows = self._rows(features).view(-1, 2, self.width // 2)
+        for half in range(2):
+            self._halves[half].index_copy_(0, places, rows[:, half])
+
+    def move(self, src_slots: Tensor, dst_slots: Tensor) -> None:
+        """Copy rows as `KVCache.move` does."""
+        self._halves.index_copy_(1, dst_slots, self._halves.index_select(1, src_slots))
+
+    def compact(
+        self, tokens: RoundTokens, accepted: Tensor, num_tokens: Tensor, page_tables: Tensor, page_size: int
+    ) -> None:
+        """Move the rows of accepted nodes as `KVCache.compact` does. May be captured."""
+        first, second = self._halves[:, None, :, None]
+        compact(first, second, tokens, page_tables, accepted, num_tokens, page_size)
+
+    def gather(self, slots: Tensor, parts: Sequence[int], into: Tensor) -> None:
+        """Copy parts of the rows at slots [N] (int32 or int64) to `into` [N, size_of(parts)]."""
+        rows = self._halves.index_select(1, slots)
+        if tuple(parts) == self.parts:
+            into.view(len(slots), 2, -1).copy_(rows.transpose(0, 1))
+            return
+        found = torch.cat([rows[0], rows[1]], 1).split(self._sizes, 1)
+        start = 0
+        for part in parts:
+            values = found[self.parts.index(part)]
+            into[:, start : start + values.shape[1]] = values
+            start += values.shape[1]
+
+    def _rows(self, features: Sequence[Tensor]) -> Tensor:
+        """Whole rows [M, width]."""
+        given = dict(zip(self.inputs, features, strict=True))
+        parts = [given[layer] for layer in self.layers]
+        if self._product is not None:
+            parts.append(self._product(torch.cat([given[layer] for layer in self._factors], 1)))
+        return torch.cat(parts, 1)
+
+
+def _load(projection: Projection, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Linear:
+    """The product with a projection, in the model's dtype."""
+    product = Linear(len(projection.layers) * hidden_size, projection.num_columns, False, dtype, device)
+    given = torch.frombuffer(bytearray(projection.data), dtype=getattr(torch, projection.dtype))
+    product.weight.copy_(given.view(product.weight.shape))
+    product.pack()
+    return product

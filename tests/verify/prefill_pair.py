@@ -12,7 +12,7 @@ from harness import Answer, make_request
 from torch import Tensor
 
 from outrider.attention.triton_backend import TritonAttention
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.request import Request

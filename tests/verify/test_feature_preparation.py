@@ -12,7 +12,7 @@ from harness import Answer, run_all, tokens
 from local_draft import oracle
 from threaded_engine import ThreadedEngine
 
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor
 from verify_service.executors.ranks import ROUND, ExecutorLink

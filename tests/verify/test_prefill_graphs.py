@@ -12,7 +12,7 @@ from cuda_harness import make_paged_engine
 from prefill_pair import PrefillPair, run_story
 
 from outrider.attention.paged import PromptChunk, PromptLayout, PromptShape
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.cache.pages import page_slots
 from outrider.models.decoder import CausalLM
 from verify_service.executors.cuda import CudaExecutor

@@ -12,7 +12,7 @@ from harness import Answer, run_all, tokens
 from local_draft import oracle
 from threaded_engine import ThreadedEngine
 
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
 from outrider.tree.projection import PROJECTED

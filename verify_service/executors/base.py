@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.models.base import LanguageModel
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending

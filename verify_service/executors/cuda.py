@@ -13,7 +13,7 @@ import torch
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import MAX_PATH, PATH_SPLITS, PromptShape, RoundTokens, TreeBuffers, choose_splits
 from outrider.attention.triton_backend import TritonAttention
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.device import num_processors, out_of_memory
 from outrider.drafting.model.round_drafter import RoundResults, RoundShape
 from outrider.grammar.compiler import Mask

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch, PromptChunk, PromptLayout, PromptShape
-from outrider.cache.features import FeatureStore
-from outrider.cache.kv import KVCache
+from outrider.cache.kv import FeatureStore, KVCache
 from outrider.cache.pages import page_slots
 from outrider.device import put
 from outrider.graphs import GraphPool

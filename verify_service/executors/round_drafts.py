@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PromptChunk, RoundTokens
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.drafting.model.burst import BurstShape
 from outrider.drafting.model.context import WHOLE, ContextCut, cut_context, num_sink_pages
 from outrider.drafting.model.round_drafter import (

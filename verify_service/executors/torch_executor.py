@@ -11,7 +11,7 @@ import torch
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.compiler import unpack
 from outrider.models.base import LanguageModel

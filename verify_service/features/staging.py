@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.cache.features import FeatureStore
+from outrider.cache.kv import FeatureStore
 from outrider.cuda_ipc import ExportedMemory
 from outrider.device import put
 from outrider.host.line import host_id
