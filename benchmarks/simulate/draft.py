@@ -149,9 +149,6 @@ class SimulatedRunner(runner.BurstRunner):
         self._free_at = start + seconds
         self.busy += seconds
 
-    def _make_proposer(self) -> Any:
-        raise NotImplementedError
-
     def _queue(self, pending: runner.PendingBurst) -> None:
         raise NotImplementedError
 

@@ -234,14 +234,22 @@ _FEATURES = (1, 3, 17, 48, 100)
 class CudaRunner(BurstRunner):
     """See BurstRunner. A step is one captured graph, which reads lengths and trees from device memory."""
 
-    _proposer: Proposer
-
     def __init__(
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
     ) -> None:
         super().__init__(model, shape, attention, options)
         device = model.device
         self._on_gpu = device.type == "cuda"
+        self._proposer = Proposer(
+            shape.num_rows + 1,
+            shape.max_width,
+            model.vocab_size,
+            model.target_vocab_size,
+            model.target_ids,
+            device,
+            options.rank_by_noise,
+            model.edge_scale,
+        )
         self._has_blocks = isinstance(model, BlockHead)
         self._input = BurstInput(shape, device)
         self._output = BurstOutput(shape, device)
@@ -317,19 +325,6 @@ class CudaRunner(BurstRunner):
     def memory_mapper(self) -> MemoryMapper | None:
         """See BurstRunner."""
         return partial(CudaMemory, device=self.memory.kv.k.device) if self._on_gpu else None
-
-    def _make_proposer(self) -> Proposer:
-        shape, model, options = self.shape, self._model, self.options
-        return Proposer(
-            shape.num_rows + 1,
-            shape.max_width,
-            model.vocab_size,
-            model.target_vocab_size,
-            model.target_ids,
-            model.device,
-            options.rank_by_noise,
-            model.edge_scale,
-        )
 
     @on_device
     def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:

@@ -150,6 +150,9 @@ class PendingBurst:
 class BurstRunner(ABC):
     """Runs a draft model. One thread calls it; all calls take effect in their order; at most two bursts are pending."""
 
+    _proposer: Proposer | HostProposer
+    """Finds the candidates of nodes; subclasses make it."""
+
     def __init__(
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
     ) -> None:
@@ -161,7 +164,6 @@ class BurstRunner(ABC):
         self.buckets = StepBuckets(shape, short_context(model), has_fresh=model.block_bytes > 0)
         self._model = model
         self._attention = attention
-        self._proposer = self._make_proposer()
         self._launched: deque[PendingBurst] = deque()
         self._step_seconds: dict[StepBucket, float] = {}
         self.launch_seconds = 0.0
@@ -301,10 +303,6 @@ class BurstRunner(ABC):
                     chunks, room = [], chunk_size
         if chunks:
             yield chunks
-
-    @abstractmethod
-    def _make_proposer(self) -> Proposer | HostProposer:
-        """What finds the candidates of nodes."""
 
     @abstractmethod
     def _queue(self, pending: PendingBurst) -> None:

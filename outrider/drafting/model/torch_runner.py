@@ -32,12 +32,12 @@ class TorchRunner(BurstRunner):
     keys and values that they attend to are gathered once a burst.
     """
 
-    _proposer: HostProposer
-
     def __init__(
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
     ) -> None:
         super().__init__(model, shape, attention, options)
+        sizes = (shape.num_rows, model.vocab_size, model.target_vocab_size)
+        self._proposer: HostProposer = HostProposer(*sizes, model.target_ids, options.rank_by_noise, model.edge_scale)
         self._masks = [[0] * shape.region for _ in range(shape.num_rows)]
         self._injected = [0] * shape.num_rows  # tree slots with KV of the target's features, as bits; of a block head
         self._interrupted: Callable[[], bool] = _never
@@ -63,11 +63,6 @@ class TorchRunner(BurstRunner):
                 except Exception as error:
                     # Raised by `finish`, not by the call that happens to run the burst.
                     pending.error = error
-
-    def _make_proposer(self) -> HostProposer:
-        model, options = self._model, self.options
-        sizes = (self.shape.num_rows, model.vocab_size, model.target_vocab_size)
-        return HostProposer(*sizes, model.target_ids, options.rank_by_noise, model.edge_scale)
 
     def _queue(self, pending: PendingBurst) -> None:
         """Left to `_run_launched`, so that the host can first send what the burst before brought."""
