@@ -56,7 +56,7 @@ log = get_logger(__name__)
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Instructions for products in bfloat16, as /proc/cpuinfo names them; the last one is ARM's."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str = "") -> torch.dtype:
@@ -68,7 +68,7 @@ def choose_dtype(name: str, device: torch.device | None = None, checkpoint: str 
     slower than float32.
     """
     if name != "auto":
-        return _DTYPES[name]
+        return DTYPES[name]
     if device is not None and device.type != "cpu":
         chosen = torch.float16 if checkpoint == "float16" else torch.bfloat16
         why = f"the checkpoint is {checkpoint}" if checkpoint else "the checkpoint names no format"

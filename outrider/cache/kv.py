@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.kv_cache import compact, move
 from kernels.sampling_state import RoundTokens
+from outrider.device import DTYPES
 from outrider.layers.linear import Linear
 from outrider.tree.projection import PROJECTED, Projection
 
@@ -178,7 +179,7 @@ class FeatureStore:
 def _load(projection: Projection, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Linear:
     """The product with a projection, in the model's dtype."""
     product = Linear(len(projection.layers) * hidden_size, projection.num_columns, False, dtype, device)
-    given = torch.frombuffer(bytearray(projection.data), dtype=getattr(torch, projection.dtype))
+    given = torch.frombuffer(bytearray(projection.data), dtype=DTYPES[projection.dtype])
     product.weight.copy_(given.view(product.weight.shape))
     product.pack()
     return product

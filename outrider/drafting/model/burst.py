@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from outrider.models.capacity import row_buckets, width_buckets
 from outrider.models.drafters.config import ALL_SEEN, ContextWindow
 
+Ints = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
 FORCED = np.float32(1e30)

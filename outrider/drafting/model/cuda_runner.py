@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.frontier import add_seeds, begin_burst, reroot_pool
@@ -35,7 +34,7 @@ from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PromptChunk
 from outrider.cuda_ipc import ImportedMemory
 from outrider.device import share_l1
-from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Reroots, StepBucket
+from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Int32s, Reroots, StepBucket
 from outrider.drafting.model.cuda_forward import BlockSteps, ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import join_rows
 from outrider.drafting.model.features import MemoryMapper
@@ -48,8 +47,6 @@ from outrider.sampling.proposer import Proposer
 NUM_COPIES = 2
 """Bursts that may be pending: each has host memory of its own."""
 
-Words = NDArray[np.int32]
-
 _SAME_ROOT = np.array([-1, -1, 0, 0], np.int32)
 """A row that keeps its root: see kernels.frontier.reroot_pool."""
 
@@ -60,7 +57,7 @@ class _StagedWords:
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_COPIES)]
-        self.host: list[Words] = [memory.numpy() for memory in self._pinned]
+        self.host: list[Int32s] = [memory.numpy() for memory in self._pinned]
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
         self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # kept: there are few different ones
 
@@ -104,7 +101,7 @@ class BurstInput:
             places = zip(sizes.items(), bounds, bounds[1:], strict=False)
             return {name: words[begin:end].reshape(size) for (name, size), begin, end in places}
 
-        self._host: list[dict[str, Words]] = [views(words) for words in self._words.host]
+        self._host: list[dict[str, Int32s]] = [views(words) for words in self._words.host]
         fields = views(self._words.device)
         self.header: Tensor = fields.pop("header")
         """On the device, as everything that follows; see kernels.frontier."""
@@ -208,7 +205,7 @@ class BurstOutput:
         line = bucket.num_words
         self._words.to_host(copy, first_step * line, (first_step + num_steps) * line)
 
-    def host_steps(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> Words:
+    def host_steps(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> Int32s:
         """In host memory, [num_steps, width * (2 + 2 * k)]."""
         line = bucket.num_words
         return self._words.host[copy][first_step * line : (first_step + num_steps) * line].reshape(num_steps, line)

@@ -8,19 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.frontier_state import BlockStore, RegionPlan
 from outrider.attention.paged import update_pages
-from outrider.device import put
-from outrider.drafting.model.burst import BurstShape
+from outrider.device import DTYPES, put
+from outrider.drafting.model.burst import BurstShape, Int32s
 from outrider.drafting.model.features import PartOfRows
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import BlockHead
 from outrider.protocol.speculation import Features
-
-Ints = NDArray[np.int32]
 
 
 class DeviceMemory:
@@ -150,12 +147,12 @@ class DeviceMemory:
         update_pages(self.plan.page_tables, nothing.view(2, 3))
         self.kv.move_pairs(nothing.view(3, 2))
 
-    def context_slots(self, row: int, start: int, end: int) -> Ints:
+    def context_slots(self, row: int, start: int, end: int) -> Int32s:
         """KV slots of the row's context positions start .. end - 1. Raises ValueError where there are no pages."""
         size = self._shape.page_size
         self._check_pages(row, start, end)
         positions = np.arange(start, end, dtype=np.int32)
-        slots: Ints = self._host[row, positions // size] * size + positions % size
+        slots: Int32s = self._host[row, positions // size] * size + positions % size
         return slots
 
     def region_start(self, row: int) -> int:
@@ -177,7 +174,7 @@ class DeviceMemory:
             raise ValueError(f"features of {list(rows[0].shape)} for a model that takes {size}")
         join_rows(rows, self.features[self.first_given : end, :size])
 
-    def _move_pairs(self) -> Ints:
+    def _move_pairs(self) -> Int32s:
         """[N, 2] KV slots from and to which KV moves."""
         size = self._shape.page_size
         counts = [len(slots) for _, slots, _ in self._moves]
@@ -194,9 +191,6 @@ class DeviceMemory:
         size = self._shape.page_size
         if not 0 <= start <= end <= self._num_known[row] * size:
             raise ValueError(f"context positions {start} to {end} of a row with {self._num_known[row]} pages of {size}")
-
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def working_on(device: torch.device) -> AbstractContextManager[None]:
@@ -227,7 +221,7 @@ def project_features(model: DraftModel, features: Features) -> Tensor:
 
 def _project(model: DraftModel, features: Features, given: Any, count: int) -> Tensor:
     """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
-    dtype = _DTYPES[features.dtype]
+    dtype = DTYPES[features.dtype]
     with working_on(model.device):
         if isinstance(given, Tensor):  # read from a ring: nobody else has it
             rows = given.view(dtype).view(count, -1).to(model.device, model.dtype)

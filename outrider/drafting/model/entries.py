@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.intp]
+from outrider.drafting.model.burst import Ints
 
 REFUSED = -2
 """In place of a node's id: its author forbids it, and all below it."""

@@ -31,11 +31,8 @@ class MappedMemory(Protocol):
         """Unmap it."""
 
 
-class MemoryMapper(Protocol):
-    """Maps memory of other processes."""
-
-    def __call__(self, handle: bytes, num_bytes: int) -> MappedMemory:
-        """Raises OSError, RuntimeError or ValueError where it cannot be mapped."""
+MemoryMapper = Callable[[bytes, int], MappedMemory]
+"""Maps so many bytes of another process by a handle. Raises OSError, RuntimeError or ValueError where it cannot."""
 
 
 class RingReader:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.drafting.model.burst import BurstResult, BurstShape
-from outrider.drafting.model.entries import DEAD, BurstCollector, Entries, Ints
+from outrider.drafting.model.burst import BurstResult, BurstShape, Int32s, Ints
+from outrider.drafting.model.entries import DEAD, BurstCollector, Entries
 from outrider.drafting.model.kv import TreeSlots
 from outrider.tree.author import TreeAuthor
 
@@ -21,8 +21,6 @@ _ROUNDING = 1e-3
 """Bound of the error of path scores in float32."""
 _MAX_DEAD = 512
 """Dead entries that are kept however few others there are."""
-
-Int32s = NDArray[np.int32]
 
 _NO_ENTRY = -2
 """An index that is no entry's parent; that of roots is -1."""

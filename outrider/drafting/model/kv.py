@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cache.pages import PagePool
-from outrider.drafting.model.burst import Extent
+from outrider.drafting.model.burst import Extent, Int32s, Ints
 from outrider.drafting.model.context import DraftContext
 from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.tree_growth import Refusal
@@ -18,9 +18,6 @@ from outrider.protocol.speculation import DeclineReason
 
 if TYPE_CHECKING:
     from outrider.drafting.model.runner import BurstRunner
-
-Int32s = NDArray[np.int32]
-Ints = NDArray[np.intp]
 
 _MIN_FORCED_TOKENS = 7
 """Uncached tokens of a request that a burst always computes: a forward apart delays the burst."""

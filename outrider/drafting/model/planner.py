@@ -15,6 +15,8 @@ from outrider.drafting.model.burst import (
     Burst,
     BurstResult,
     BurstShape,
+    Int32s,
+    Ints,
     Reroots,
     RowStates,
     Seeds,
@@ -22,9 +24,9 @@ from outrider.drafting.model.burst import (
 )
 from outrider.drafting.model.context import DraftContext, UncachedToken
 from outrider.drafting.model.drafter import GrowthOptions
-from outrider.drafting.model.entries import BurstCollector, Ints
+from outrider.drafting.model.entries import BurstCollector
 from outrider.drafting.model.forest import DraftForest
-from outrider.drafting.model.kv import ContextKVManager, Int32s
+from outrider.drafting.model.kv import ContextKVManager
 
 _WIDTH_FACTOR, _FRESH_WIDTH_FACTOR = 2, 4
 """Nodes of a step for each request, as a multiple of a node's candidates; the second after a miss."""

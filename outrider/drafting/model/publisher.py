@@ -9,8 +9,9 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.drafting.model.burst import Ints
 from outrider.drafting.model.context import DraftContext
-from outrider.drafting.model.entries import DEAD, REFUSED, Ints
+from outrider.drafting.model.entries import DEAD, REFUSED
 from outrider.drafting.model.forest import DraftForest, places_within
 from outrider.drafting.tree_growth import TreeGrowth, TreeLimits
 
