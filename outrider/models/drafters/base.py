@@ -24,28 +24,14 @@ from outrider.tree.projection import MAX_PROJECTION_BYTES, Projection, name_proj
 class DraftModel(ABC):
     """A model that guesses the target's tokens, with or without the target's features."""
 
-    dtype: torch.dtype
-    device: torch.device
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_positions: int
-    """Longest sequence that it serves."""
-    vocab_size: int
-    """Columns of `logits`: ids of the draft vocabulary."""
-    target_vocab_size: int
-    """Ids of the target's vocabulary that it knows as input."""
-    target_ids: Tensor | None
-    """int32 [vocab_size], the target's id of each draft id; None where they are the same."""
-    tokenizer_hash: str
+    tokenizer_hash: str = ""
     """SHA-256 of its own tokenizer.json, hexadecimal; empty for a head without one."""
-    hidden_size: int
+    hidden_size: int = 0
     """Width of the target's hidden state; 0 for a model without features."""
-    feature_layers: tuple[int, ...]
+    feature_layers: tuple[int, ...] = ()
     """Layers of the target that its features come from: number n is the residual stream as it enters layer n,
     num_layers the last layer's output, num_layers + 1 that output after the final norm. Empty without features."""
-    feature_size: int
+    feature_size: int = 0
     """Width of a feature as `forward` takes it, after `project`; 0 without features."""
     state_size: int = 0
     """Width of what a node leaves to its children, where that is not a feature; see BlockHead."""
@@ -64,20 +50,17 @@ class DraftModel(ABC):
         self, shape: ModelShape, num_ids: int, target_ids: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Without features. `target_ids` int32 are those of its output matrix's rows; None for `num_ids` rows."""
-        self.dtype = dtype
-        self.device = device
-        self.num_layers = shape.num_layers
-        self.num_heads = shape.num_heads
-        self.num_kv_heads = shape.num_kv_heads
-        self.head_dim = shape.head_dim
+        self.dtype, self.device = dtype, device
+        self.num_layers, self.head_dim = shape.num_layers, shape.head_dim
+        self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
         self.max_positions = shape.max_positions
+        """Longest sequence that it serves."""
         self.vocab_size = num_ids if target_ids is None else target_ids.numel()
+        """Columns of `logits`: ids of the draft vocabulary."""
         self.target_vocab_size = shape.vocab_size
+        """Ids of the target's vocabulary that it knows as input."""
         self.target_ids = target_ids
-        self.tokenizer_hash = ""
-        self.hidden_size = 0
-        self.feature_layers = ()
-        self.feature_size = 0
+        """int32 [vocab_size], the target's id of each draft id; None where they are the same."""
 
     @abstractmethod
     def forward(
