@@ -118,16 +118,7 @@ class FeatureStore:
         if self.width % 2:
             raise ValueError(f"a row of {self.width} values has no halves")
         self._halves = zeros((2, num_slots + 1, self.width // 2), dtype, device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the features."""
-        return self._halves.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the features."""
-        return self._halves.device
+        self.dtype, self.device = dtype, self._halves.device
 
     def size_of(self, parts: Sequence[int]) -> int:
         """Values that these parts of a row have."""

@@ -14,7 +14,6 @@ from kernels.frontier_state import BlockStore, RegionPlan
 from outrider.attention.paged import update_pages
 from outrider.device import DTYPES, put
 from outrider.drafting.model.burst import BurstShape, Int32s
-from outrider.drafting.model.features import PartOfRows
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import BlockHead
 from outrider.protocol.speculation import Features
@@ -206,20 +205,7 @@ def _enter(device: torch.device) -> Iterator[None]:
         yield
 
 
-def project_features(model: DraftModel, features: Features) -> Tensor:
-    """See BurstRunner.project; features that came together are projected at once."""
-    part = features.rows
-    if not isinstance(part, PartOfRows):
-        return _project(model, features, features.data if part is None else part, features.count)
-    joined = part.joined
-    if joined.projected is None:
-        joined.projected = _project(model, features, joined.rows, joined.count)
-    # Called for each request: a view is all that is made.
-    projected: Tensor = joined.projected
-    return projected[part.start : part.start + features.count]
-
-
-def _project(model: DraftModel, features: Features, given: Any, count: int) -> Tensor:
+def project_rows(model: DraftModel, features: Features, given: Any, count: int) -> Tensor:
     """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
     dtype = DTYPES[features.dtype]
     with working_on(model.device):

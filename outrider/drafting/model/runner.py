@@ -18,8 +18,8 @@ from kernels.attention_tiles import short_tokens
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PromptChunk
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
-from outrider.drafting.model.device_memory import DeviceMemory, project_features, working_on
-from outrider.drafting.model.features import MemoryMapper
+from outrider.drafting.model.device_memory import DeviceMemory, project_rows, working_on
+from outrider.drafting.model.features import MemoryMapper, PartOfRows
 from outrider.layers.linear import has_small_products
 from outrider.models.drafters.base import DraftModel
 from outrider.protocol.speculation import Features
@@ -220,9 +220,17 @@ class BurstRunner(ABC):
         """Target features as the model takes them: [N, feature_size] on its device, to be cut along its first axis.
 
         Their values are in `data`, whose memory may be used again as soon as this returns, or as a tensor of bytes in
-        `rows`, or there as a part of what came together (outrider.drafting.model.features).
+        `rows`, or there as a part of what came together, which is projected at once.
         """
-        return project_features(self._model, features)
+        part = features.rows
+        if not isinstance(part, PartOfRows):
+            return project_rows(self._model, features, features.data if part is None else part, features.count)
+        joined = part.joined
+        if joined.projected is None:
+            joined.projected = project_rows(self._model, features, joined.rows, joined.count)
+        # Called for each request: a view is all that is made.
+        projected: Tensor = joined.projected
+        return projected[part.start : part.start + features.count]
 
     @on_device
     def join(self, parts: Sequence[Tensor]) -> Tensor:
