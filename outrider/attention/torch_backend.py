@@ -64,25 +64,23 @@ class TorchAttention(AttentionBackend):
         return _TorchPlan(kv, HeadSplit(batch, kv, num_heads, rotary), torch.cat(own), groups, order)
 
 
+@dataclass
 class _TorchPlan(AttentionPlan):
     """Attention of all groups; `order` picks the batch's rows out of the groups' padded rows."""
 
-    def __init__(
-        self, kv: KVCache, split: HeadSplit, own_slots: Tensor, calls: list[_GroupAttention], order: Tensor | None
-    ) -> None:
-        self._kv = kv
-        self._split = split
-        self._own_slots = own_slots
-        self._calls = calls
-        self._order = order
+    kv: KVCache
+    split: HeadSplit
+    own_slots: Tensor
+    calls: list[_GroupAttention]
+    order: Tensor | None
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
-        q, k, v = self._split(heads, qk_norm, rules.rotary)
-        self._kv.write(layer, self._own_slots, k, v)
-        all_k, all_v = self._kv.k_layers[layer], self._kv.v_layers[layer]
-        outputs = [call(q, all_k, all_v, rules) for call in self._calls]
+        q, k, v = self.split(heads, qk_norm, rules.rotary)
+        self.kv.write(layer, self.own_slots, k, v)
+        all_k, all_v = self.kv.k_layers[layer], self.kv.v_layers[layer]
+        outputs = [call(q, all_k, all_v, rules) for call in self.calls]
         rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return rows if self._order is None else rows.index_select(0, self._order)
+        return rows if self.order is None else rows.index_select(0, self.order)
 
 
 class Member(NamedTuple):

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import unwrap
 from typing import Any
 
@@ -108,64 +108,53 @@ def attention(
     return current.attend(module, query, key, value, call), None
 
 
+@dataclass
 class PlannedForward(Attends):
-    """A forward: attention by its plan, and the features that are wanted of it."""
+    """A forward: attention by its plan, and the features that are wanted of it.
 
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        num_kv_heads: int,
-        head_dim: int,
-        still: Rotary | None,
-        rules: Sequence[LayerRules],
-        wanted: frozenset[int] = frozenset(),
-    ) -> None:
-        """`still` turns nothing: for heads that come rotated, if the plan turns those of other layers.
+    `still` turns nothing: for heads that come rotated, if the plan turns those of other layers. `rules`, by layer, are
+    those of `attend_heads`, and windows for all.
+    """
 
-        `rules`, by layer, are those of `attend_heads`, and windows for all.
-        """
-        self.wanted = wanted
-        self.seen: dict[int, Tensor] = {}
-        self._plan = plan
-        self._num_kv_heads = num_kv_heads
-        self._size = head_dim
-        self._still = still
-        self._rules = rules
-        self._told: dict[LayerCall, LayerRules] = {}
+    plan: AttentionPlan
+    num_kv_heads: int
+    head_dim: int
+    still: Rotary | None
+    rules: Sequence[LayerRules]
+    wanted: frozenset[int]
+    seen: dict[int, Tensor] = field(default_factory=dict)
+    _told: dict[LayerCall, LayerRules] = field(default_factory=dict)
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """See Attends. A layer with fewer kv heads than others has each of them several times in the KV cache."""
         # Made once a forward for all layers that ask for the same. Here there are no masks to tell windows.
-        call = replace(call, window=self._rules[layer.layer_idx].scores.window)
+        call = replace(call, window=self.rules[layer.layer_idx].scores.window)
         rules = self._told.get(call)
         if rules is None:
-            rules = self._told[call] = call.rules(self._size, self._still)
-        value_size = v.shape[-1]
+            rules = self._told[call] = call.rules(self.head_dim, self.still)
+        size, value_size = self.head_dim, v.shape[-1]
         # Zeros change no score.
-        parts = [
-            part if part.shape[-1] == self._size else pad(part, (0, self._size - part.shape[-1])) for part in (q, k, v)
-        ]
-        if (copies := self._num_kv_heads // k.shape[1]) > 1:
+        parts = [part if part.shape[-1] == size else pad(part, (0, size - part.shape[-1])) for part in (q, k, v)]
+        if (copies := self.num_kv_heads // k.shape[1]) > 1:
             parts[1:] = (part.repeat_interleave(copies, 1) for part in parts[1:])
         heads = torch.cat([part.squeeze(0).transpose(0, 1) for part in parts], 1)
-        attended = self._plan.attend(layer.layer_idx, heads, None, rules).view(1, q.shape[2], q.shape[1], self._size)
+        attended = self.plan.attend(layer.layer_idx, heads, None, rules).view(1, q.shape[2], q.shape[1], size)
         # Some families ask for a view of it.
-        return attended if value_size == self._size else attended[..., :value_size].contiguous()
+        return attended if value_size == size else attended[..., :value_size].contiguous()
 
     def attend_heads(self, number: int, heads: Tensor) -> Tensor:
         """See Attends."""
-        return self._plan.attend(number, heads, None, self._rules[number])
+        return self.plan.attend(number, heads, None, self.rules[number])
 
 
+@dataclass
 class DenseForward(Attends):
-    """Attention of one text over itself, to try modules with."""
+    """Attention of one text over itself, to try modules with. `positions` int64 [M]; `calls` by layer."""
 
-    def __init__(self, positions: Tensor, num_heads: int, rotary: Rotary, calls: Sequence[LayerCall]) -> None:
-        """int64 positions [M]; `calls` by layer."""
-        self._positions = positions
-        self._num_heads = num_heads
-        self._rotary = rotary
-        self._calls = calls
+    positions: Tensor
+    num_heads: int
+    rotary: Rotary
+    calls: Sequence[LayerCall]
 
     def attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """See Attends."""
@@ -174,12 +163,12 @@ class DenseForward(Attends):
 
     def attend_heads(self, number: int, heads: Tensor) -> Tensor:
         """See Attends."""
-        num_kv_heads = (heads.shape[1] - self._num_heads) // 2
-        qk, v = heads.split((self._num_heads + num_kv_heads, num_kv_heads), 1)
-        turned = rotate(qk, *self._rotary.angles(self._positions, heads.dtype))
-        q, k = turned.split((self._num_heads, num_kv_heads), 1)
+        num_kv_heads = (heads.shape[1] - self.num_heads) // 2
+        qk, v = heads.split((self.num_heads + num_kv_heads, num_kv_heads), 1)
+        turned = rotate(qk, *self.rotary.angles(self.positions, heads.dtype))
+        q, k = turned.split((self.num_heads, num_kv_heads), 1)
         parts = [part.transpose(0, 1).unsqueeze(0) for part in (q, k, v)]
-        return self.attend(None, parts[0], parts[1], parts[2], self._calls[number]).flatten(2).squeeze(0)
+        return self.attend(None, parts[0], parts[1], parts[2], self.calls[number]).flatten(2).squeeze(0)
 
 
 class HostConstants(TorchDispatchMode):
