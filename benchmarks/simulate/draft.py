@@ -102,7 +102,7 @@ class SimulatedRunner(runner.BurstRunner):
     def launch(self, burst: Burst) -> runner.PendingBurst:
         """See BurstRunner."""
         bucket = self.buckets.fit(burst.width, len(burst.rows))
-        pending = runner.PendingBurst(self, burst, bucket)
+        pending = runner.PendingBurst(self, burst, bucket, burst.num_steps)
         costs, rows = self._costs, len(burst.rows)
         self._actor.spend("launch", costs.launch + costs.launch_row * rows + costs.launch_step * burst.num_steps)
         pool = Pool(burst, bucket, self.shape, self._cells)
@@ -119,7 +119,7 @@ class SimulatedRunner(runner.BurstRunner):
         found = self._pools.get(id(pending.burst))
         if found is None or done + num_steps > self.shape.max_steps:
             return None
-        more = runner.PendingBurst(self, pending.burst, pending.bucket, done, num_steps)
+        more = runner.PendingBurst(self, pending.burst, pending.bucket, num_steps, done)
         self._actor.spend("go_on", self._costs.go_on + self._costs.launch_step * num_steps)
         if reroots is not None:
             self._actor.spend("go_on", self._costs.go_on_roots + self._costs.go_on_row * len(reroots.rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,17 +153,15 @@ Chunk = tuple[int | str, ...]
 """A page's tokens. A prefix's first one begins with the tenant's name, so that tenants share no page."""
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
     """A run of full pages; children are keyed by their first page's tokens, so siblings differ in their first page."""
 
-    __slots__ = ("children", "chunks", "last_used", "pages", "parent")
-
-    def __init__(self, parent: _Node | None, chunks: list[Chunk], pages: list[int]) -> None:
-        self.parent = parent
-        self.chunks = chunks
-        self.pages = pages
-        self.children: dict[Chunk, _Node] = {}
-        self.last_used = 0
+    parent: _Node | None
+    chunks: list[Chunk]
+    pages: list[int]
+    children: dict[Chunk, _Node] = field(default_factory=dict)
+    last_used: int = 0
 
 
 class RadixCache:

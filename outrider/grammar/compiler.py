@@ -22,6 +22,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -286,17 +287,15 @@ TokenPath = tuple[int, ...]
 """Draft tokens from below the newest committed token on."""
 
 
+@dataclass(slots=True, eq=False)
 class GrammarNode:
     """The state behind one token. It knows nothing of what is above it, so that dropping one frees all below."""
 
-    __slots__ = ("children", "gave_up", "mask")
-
-    def __init__(self) -> None:
-        self.gave_up = False
-        """Whether the library failed here; it is asked again only when this is the root."""
-        self.mask: Mask | None = None
-        """None until it was asked for."""
-        self.children: dict[int, GrammarNode] = {}
+    gave_up: bool = False
+    """Whether the library failed here; it is asked again only when this is the root."""
+    mask: Mask | None = None
+    """None until it was asked for."""
+    children: dict[int, GrammarNode] = field(default_factory=dict)
 
     def allows(self, token: int) -> bool:
         """Whether `token` may come next; False while the mask is not there."""

@@ -28,10 +28,10 @@ def pending(event: Event | None, expected: float) -> tuple[PendingBurst, list[fl
         note_launch=lambda seconds: None,
         note_seconds=lambda pending, seconds: noted.append(seconds),
         run_until=lambda interrupted: None,
-        go_on=lambda pending, num_steps, reroots: PendingBurst(runner, pending.burst, pending.bucket, 2, num_steps),
+        go_on=lambda pending, num_steps, reroots: PendingBurst(runner, pending.burst, pending.bucket, num_steps, 2),
     )
     burst: Any = None
-    made = PendingBurst(runner, burst, StepBucket(8, 1, 4))
+    made = PendingBurst(runner, burst, StepBucket(8, 1, 4), 2)
     made.event = event  # type: ignore[assignment]
     return made, noted
 

@@ -329,7 +329,7 @@ class CudaRunner(BurstRunner):
         done = pending.first_step + pending.num_steps
         if not self._launched or self._launched[-1] is not pending or done + num_steps > self.shape.max_steps:
             return None
-        more = PendingBurst(self, pending.burst, pending.bucket, done, num_steps)
+        more = PendingBurst(self, pending.burst, pending.bucket, num_steps, done)
         more.ran, more.copy = True, pending.copy
         if reroots is not None:
             self.memory.take_features(reroots.features)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from time import perf_counter
 from typing import Concatenate, ParamSpec, TypeVar
@@ -59,41 +59,34 @@ class RunnerOptions:
     use_graphs: bool = True
 
 
+@dataclass(eq=False)
 class PendingBurst:
     """A burst that was launched, or a part of one."""
 
-    def __init__(
-        self, runner: BurstRunner, burst: Burst, bucket: StepBucket, first_step: int = 0, num_steps: int = 0
-    ) -> None:
-        """`num_steps` 0 for those that the burst names."""
-        self._runner = runner
-        self.burst = burst
-        self.bucket = bucket
-        self.first_step = first_step
-        self._num_steps = num_steps
-        self._next: PendingBurst | None = None
-        self.ran = False
-        """Whether it runs, or has run; on a CPU one that was launched is run later, and not at all if `cut` is set."""
-        self.cut = False
-        """Whether it ended before its last step because of an interruption."""
-        self.error: Exception | None = None
-        self.event: torch.cuda.Event | None = None
-        """On a GPU, that it is over; `copy` is the number of its host buffers there."""
-        self.copy = 0
-        self.brought: BurstResult | None = None
-        """On a CPU, once it has run."""
-        self.began = perf_counter()
-        self._result: BurstResult | None = None
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of this part."""
-        return self._num_steps or self.burst.num_steps
+    runner: BurstRunner
+    burst: Burst
+    bucket: StepBucket
+    num_steps: int
+    """Of this part."""
+    first_step: int = 0
+    ran: bool = False
+    """Whether it runs, or has run; on a CPU one that was launched is run later, and not at all if `cut` is set."""
+    cut: bool = False
+    """Whether it ended before its last step because of an interruption."""
+    error: Exception | None = None
+    event: torch.cuda.Event | None = None
+    """On a GPU, that it is over; `copy` is the number of its host buffers there."""
+    copy: int = 0
+    brought: BurstResult | None = None
+    """On a CPU, once it has run."""
+    began: float = field(default_factory=perf_counter)
+    _next: PendingBurst | None = None
+    _result: BurstResult | None = None
 
     @property
     def step_seconds(self) -> float:
         """What a step like its own takes, as far as that is known; else 0."""
-        return self._runner.expected_seconds(self) / self.num_steps
+        return self.runner.expected_seconds(self) / self.num_steps
 
     def done(self) -> bool:
         """Whether `wait` would return at once, or, without a device that works meanwhile, runs the burst."""
@@ -103,9 +96,9 @@ class PendingBurst:
         """Wait until it is nearly over, or over, as `over` does; False if `interrupted()` meanwhile."""
         event = self.event
         if event is None:
-            self._runner.run_until(interrupted)
+            self.runner.run_until(interrupted)
             return True
-        quiet_until = self.began + self._runner.quiet_seconds(self)
+        quiet_until = self.began + self.runner.quiet_seconds(self)
         while perf_counter() < quiet_until and not event.query():
             if interrupted():
                 return False
@@ -124,7 +117,7 @@ class PendingBurst:
                 if interrupted():
                     return False
             ended = perf_counter()
-            self._runner.note_seconds(self, ended - self.began)
+            self.runner.note_seconds(self, ended - self.began)
             if self._next is not None:
                 self._next.began = ended
         return True
@@ -136,14 +129,14 @@ class PendingBurst:
         launched. None where that cannot be done.
         """
         began = perf_counter()
-        self._next = self._runner.go_on(self, num_steps, reroots)
-        self._runner.note_launch(perf_counter() - began)
+        self._next = self.runner.go_on(self, num_steps, reroots)
+        self.runner.note_launch(perf_counter() - began)
         return self._next
 
     def wait(self) -> BurstResult:
         """The results; waits without holding the interpreter."""
         if self._result is None:
-            self._result = self._runner.finish(self)
+            self._result = self.runner.finish(self)
         return self._result
 
 
@@ -245,7 +238,7 @@ class BurstRunner(ABC):
         """Queue a burst; returns before it has run. Two of them may be pending."""
         lengths = burst.rows.context_lens
         longest = int(lengths[0]) if len(lengths) == 1 else None
-        pending = PendingBurst(self, burst, self.buckets.fit(burst.width, len(lengths), longest))
+        pending = PendingBurst(self, burst, self.buckets.fit(burst.width, len(lengths), longest), burst.num_steps)
         self._queue(pending)
         self._launched.append(pending)
         return pending
