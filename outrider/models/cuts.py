@@ -12,10 +12,10 @@ from pathlib import Path
 
 from outrider.config.verify import MAX_RANKS, VerifyOptions
 from outrider.errors import ConfigError, under
-from outrider.models.config import ModelConfig, ModelShape, text_fields
+from outrider.models.config import ModelConfig, ModelShape
 from outrider.models.experts import EXPERT_MODULES
-from outrider.models.fields import get_int, read_configs
-from outrider.models.foreign import choose_impl
+from outrider.models.fields import read_configs
+from outrider.models.foreign import check_config
 
 Span = tuple[int, int]
 OPTION = "--tensor-parallel-size"
@@ -56,15 +56,11 @@ def check_target(folder: Path, options: VerifyOptions) -> None:
     """
     ranks = options.tensor_parallel_size
     with under("--model"):
-        fields, generation = read_configs(folder)
-        ours = choose_impl(fields, options.model_impl) == "outrider"
-        config = ModelConfig.from_fields(fields, generation) if ours else None
-        told = get_int(text_fields(fields), "max_position_embeddings", 0)
-        positions = told if config is None else config.max_positions
+        config, positions = check_config(folder, options.model_impl)
     options.check_lengths(positions)
     if config is None:
         if ranks > 1:
-            raise _not_ours(str(fields["architectures"][0]), ranks)
+            raise _not_ours(str(read_configs(folder)[0]["architectures"][0]), ranks)
         return
     if ranks > 1:
         cut(config, ranks)

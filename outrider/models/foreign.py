@@ -101,11 +101,14 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     )
 
 
-def check_config(folder: Path, wanted: str = "auto") -> int:
-    """Refuse a model that cannot run, as far as its config.json tells without torch; else return how many positions it
-    has, 0 where that is not told. Raises ConfigError.
+def check_config(folder: Path, wanted: str = "auto") -> tuple[ModelConfig | None, int]:
+    """Refuse a model that cannot run, as far as its config.json tells without torch; raises ConfigError.
+
+    Else returns what our decoder is built from, None if it is not ours, and how many positions the model has, 0 where
+    that is not told.
     """
     fields, generation = read_configs(folder)
-    if choose_impl(fields, wanted) == "outrider":
-        return ModelConfig.from_fields(fields, generation).max_positions
-    return get_int(text_fields(fields), "max_position_embeddings", 0)
+    if choose_impl(fields, wanted) != "outrider":
+        return None, get_int(text_fields(fields), "max_position_embeddings", 0)
+    config = ModelConfig.from_fields(fields, generation)
+    return config, config.max_positions
