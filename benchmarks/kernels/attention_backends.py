@@ -25,7 +25,7 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.device import num_processors
 from outrider.layers.rotary import Rotary
-from outrider.models.rope import RopeConfig
+from outrider.models.parts import RopeConfig
 from outrider_tools.bench.report import Row, write_report
 
 DEVICE = torch.device("cuda")

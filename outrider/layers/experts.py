@@ -18,7 +18,7 @@ from outrider.layers.formats import decode, weight_tensors
 from outrider.layers.humming_weight import HummingExperts, humming_experts
 from outrider.layers.linear import Linear, RMSNorm
 from outrider.models.config import ModelConfig
-from outrider.models.experts import ExpertsConfig
+from outrider.models.parts import ExpertsConfig
 from outrider.models.quantization import Scheme
 
 NAMES = {

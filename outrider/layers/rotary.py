@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.models.rope import RopeConfig, rotary_dim
+from outrider.models.parts import RopeConfig, rotary_dim
 
 
 class Rotary:

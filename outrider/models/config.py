@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.models.experts import EXPERT_MODULES, ExpertsConfig
 from outrider.models.families import FAMILIES, Family
 from outrider.models.fields import (
     MAX_LAYERS,
@@ -19,8 +18,8 @@ from outrider.models.fields import (
     get_strings,
     read_configs,
 )
+from outrider.models.parts import EXPERT_MODULES, ExpertsConfig, RopeConfig, read_ropes, rotary_dim
 from outrider.models.quantization import Quantization, Scheme, read_quantization
-from outrider.models.rope import RopeConfig, read_ropes, rotary_dim
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")

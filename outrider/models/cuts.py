@@ -13,9 +13,9 @@ from pathlib import Path
 from outrider.config.verify import MAX_RANKS, VerifyOptions
 from outrider.errors import ConfigError, under
 from outrider.models.config import ModelConfig, ModelShape
-from outrider.models.experts import EXPERT_MODULES
 from outrider.models.fields import read_configs
 from outrider.models.foreign import check_config
+from outrider.models.parts import EXPERT_MODULES
 
 Span = tuple[int, int]
 OPTION = "--tensor-parallel-size"

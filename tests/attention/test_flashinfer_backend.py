@@ -19,7 +19,7 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
 from outrider.layers.rotary import Rotary
-from outrider.models.rope import RopeConfig
+from outrider.models.parts import RopeConfig
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 4
 SHAPE = FlashInferShape(HEADS, KV_HEADS, DIM, PAGE, torch.bfloat16)

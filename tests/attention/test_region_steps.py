@@ -10,7 +10,7 @@ from outrider.attention.paged import PagedBatch
 from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.layers.rotary import Rotary
-from outrider.models.rope import RopeConfig
+from outrider.models.parts import RopeConfig
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
 CONTEXT, BASE, REGION = 9, 16, 32

@@ -12,7 +12,7 @@ from outrider.attention.torch_backend import HeadSplit, TorchAttention, folded_a
 from outrider.cache.kv import KVCache
 from outrider.layers.linear import RMSNorm
 from outrider.layers.rotary import Rotary
-from outrider.models.rope import RopeConfig
+from outrider.models.parts import RopeConfig
 
 HEADS, KV_HEADS, DIM, EPS = 6, 2, 8, 1e-5
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
 from outrider.layers.rotary import Rotary
 from outrider.models.decoder import CausalLM
-from outrider.models.rope import RopeConfig
+from outrider.models.parts import RopeConfig
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("flashinfer")

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.models.config import ModelConfig, check_heads, text_fields
-from outrider.models.rope import RopeConfig, read_ropes
+from outrider.models.parts import RopeConfig, read_ropes
 
 VALID: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
