@@ -16,7 +16,7 @@ from outrider.cli.cluster import Cluster
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
-from outrider.models.shipped import choose_drafters
+from outrider.models.drafters.kinds import choose_drafters
 from outrider_tools.bench.report import cpu_name
 
 

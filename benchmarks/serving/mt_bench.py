@@ -32,7 +32,7 @@ from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.metrics import MetricsPage
-from outrider.models.shipped import choose_drafters
+from outrider.models.drafters.kinds import choose_drafters
 from outrider.rpc.channel import open_channel
 from outrider.v1 import gateway_pb2_grpc, verify_pb2, verify_pb2_grpc
 from outrider_tools.bench.report import Row, cpu_name, write_report

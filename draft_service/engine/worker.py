@@ -23,7 +23,7 @@ from outrider.errors import ConfigError
 from outrider.host.line import listen
 from outrider.host.process import switch_threads_often
 from outrider.host.worker import BuiltEngine, Pipe, disable_automatic_collection, pin_to_cores, run_worker
-from outrider.models.shipped import without_model
+from outrider.models.drafters.kinds import without_model
 from outrider.protocol.speculation import LineOffer
 
 Build = Callable[[DraftOptions], tuple[AnyDrafter, MemoryMapper | None]]

@@ -15,7 +15,7 @@ from outrider.cli.flags import DRAFTING, SHARED, service_flags
 from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions, check_drafters
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.shipped import choose_drafters, shipped_head
+from outrider.models.drafters.kinds import choose_drafters, shipped_head
 
 PLACEMENTS = ("auto", "remote", "colocated")
 NGRAM = ("NGRAM",)

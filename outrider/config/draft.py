@@ -9,7 +9,7 @@ from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device
 from outrider.errors import ConfigError
 
 AUTO = ("AUTO",)
-"""In the place of drafters: those that `outrider.models.shipped.choose_drafters` finds for the target."""
+"""In the place of drafters: those that `outrider.models.drafters.kinds.choose_drafters` finds for the target."""
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
 """Heads that guess a block of tokens in one forward."""
 ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE")

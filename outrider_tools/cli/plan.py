@@ -20,10 +20,10 @@ from outrider.errors import ConfigError, under
 from outrider.models.capacity import CONTEXT_BYTES, GIB
 from outrider.models.config import ModelConfig, check_heads
 from outrider.models.cuts import check_target, cut
+from outrider.models.drafters.kinds import choose_drafters
 from outrider.models.elements import target_elements
 from outrider.models.fields import read_configs
 from outrider.models.foreign import choose_impl, foreign_shape
-from outrider.models.shipped import choose_drafters
 from outrider.models.store import config_folder
 from outrider_tools.plan import Capacity, DraftPlan, gpu_dtype, plan_draft, plan_inside, plan_target
 

@@ -12,7 +12,7 @@ from outrider.cli.placement import draft_for
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.shipped import choose_drafters, is_default_target, shipped_head
+from outrider.models.drafters.kinds import choose_drafters, is_default_target, shipped_head
 from outrider.models.store import DEFAULT_MODEL, DEFAULT_WHEEL
 
 

@@ -19,7 +19,7 @@ from outrider.cli.main import main
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
-from outrider.models.shipped import shipped_head
+from outrider.models.drafters.kinds import shipped_head
 from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.cli.doctor import _drafts, _place, running_cluster
 from outrider_tools.doctor import Finding, Level, machine, models

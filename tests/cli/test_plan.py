@@ -15,8 +15,8 @@ from outrider.models.capacity import CONTEXT_BYTES, GIB
 from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut
 from outrider.models.drafters.config import MARKOV_INPUT, HeadConfig, block_config, eagle_config, mtp_config
+from outrider.models.drafters.kinds import shipped_head
 from outrider.models.elements import head_elements, kv_elements, model_elements
-from outrider.models.shipped import shipped_head
 from outrider.models.store import config_folder
 from outrider_tools.cli.plan import GPUS, parse_size
 from outrider_tools.plan import count_graphs, plan_draft, plan_target
@@ -184,8 +184,8 @@ def test_heads_are_counted_as_they_are_built(model_path: Path) -> None:
     import torch
 
     from outrider.models.drafters.heads import BlockHead, EagleHead, MtpHead
+    from outrider.models.drafters.kinds import DraftOptions, choose_drafters
     from outrider.models.drafters.loader import load_draft_model
-    from outrider.models.shipped import DraftOptions, choose_drafters
 
     meta = torch.device("meta")
     folder = shipped_head("smollm2")

@@ -20,7 +20,7 @@ from outrider.config.draft import DraftOptions
 from outrider.drafting.base import CombinedDrafter, Needs
 from outrider.drafting.ngram.drafter import NgramDrafter
 from outrider.errors import ConfigError
-from outrider.models.shipped import drafters_of_service
+from outrider.models.drafters.kinds import drafters_of_service
 from outrider.protocol.speculation import Close, Grow, Hello
 from outrider.rpc.status import error_from_rpc
 

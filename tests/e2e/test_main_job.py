@@ -15,7 +15,7 @@ from service_process import wait_until
 from tiny_service import metric
 
 from outrider.cli.cluster import Cluster
-from outrider.models.shipped import shipped_head
+from outrider.models.drafters.kinds import shipped_head
 from outrider.v1 import common_pb2
 
 pytestmark = pytest.mark.xdist_group("cluster")

@@ -24,7 +24,7 @@ from outrider.cli.main import main
 from outrider.cli.models import installed_models
 from outrider.errors import ConfigError
 from outrider.models import store
-from outrider.models.shipped import is_default_target
+from outrider.models.drafters.kinds import is_default_target
 from outrider.models.store import PinnedWheel, embedded_model, resolve_model, served_name
 from outrider.models.store_folder import check_model_folder
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
-from outrider.models.shipped import shipped_head
+from outrider.models.drafters.kinds import shipped_head
 from verify_service.engine.loading import named_draft
 
 HEAD = VerifyOptions(speculative_algorithm=("EAGLE3",), speculative_draft_model_path="head")

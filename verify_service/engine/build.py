@@ -29,8 +29,8 @@ from outrider.models.base import LanguageModel
 from outrider.models.capacity import SCRATCH_BYTES, cpu_tokens, usable_cores
 from outrider.models.cuts import check_plain_attention
 from outrider.models.decoder import CausalLM
+from outrider.models.drafters.kinds import drafters_of_service, without_model
 from outrider.models.progress import ConsoleProgress
-from outrider.models.shipped import drafters_of_service, without_model
 from outrider.models.store import served_name
 from outrider.models.store_folder import hash_token_ids, hash_tokenizer
 from outrider.protocol.generation import VerifyInfo

@@ -24,12 +24,17 @@ from outrider.models.config import ModelConfig, check_heads
 from outrider.models.cuts import check_target, cut
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.kinds import check_drafter, named_head
+from outrider.models.drafters.kinds import (
+    can_do_without_model,
+    check_drafter,
+    drafters_of_service,
+    named_head,
+    without_model,
+)
 from outrider.models.drafters.loader import is_cut, load_draft_model
 from outrider.models.elements import model_elements
 from outrider.models.loader import describe_model, load_model
 from outrider.models.progress import ConsoleProgress
-from outrider.models.shipped import can_do_without_model, drafters_of_service, without_model
 from outrider.models.store import resolve_model
 from outrider.models.store_folder import TOKENIZER_FILE
 from outrider.models.transformers_survey import TransformersConfig
