@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
 
 from outrider.drafting.tree_growth import Tree
 from outrider.protocol.speculation import Features
@@ -61,32 +60,25 @@ class Candidate:
     """Index into the drafter's `sources`."""
 
 
-class AnyDrafter(Protocol):
+class AnyDrafter:
     """What guesses, in whatever way, as the service sees it."""
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Names of where its nodes come from."""
-
-    @property
-    def needs(self) -> Needs:
-        """Checked against the target before any request is opened."""
+    sources: tuple[str, ...]
+    """Names of where its nodes come from."""
+    needs: Needs = Needs()
+    """Checked against the target before any request is opened."""
 
     def gauges(self) -> Mapping[str, int]:
         """Sizes worth watching, by name."""
+        return {}
 
 
-class Drafter(ABC):
+class Drafter(AnyDrafter, ABC):
     """Guesses children of tree nodes. One thread calls it; state of nodes lives here, keyed by (handle, node id).
 
     `expand` takes nodes of many requests at once, because a model runs them as one batch. A handle is known from
     `open` until `close`; after a `commit` only the live nodes are asked about again.
     """
-
-    sources: ClassVar[tuple[str, ...]]
-    """Names of where candidates come from."""
-    needs: Needs = Needs()
-    """Checked against the target before any request is opened."""
 
     @abstractmethod
     def open(self, tree: Tree) -> None:
@@ -99,7 +91,7 @@ class Drafter(ABC):
         After a miss a new epoch begins: `root` is 0 and `live` holds nothing else.
         """
 
-    def take_features(self, request: int, features: Features) -> None:  # noqa: B027
+    def take_features(self, request: int, features: Features) -> None:
         """The target's true features of positions of a request, each position once; in order, but for what is resent.
 
         They may come before the commit of their tokens as well as behind it. The bytes are free afterwards.
@@ -129,12 +121,8 @@ class Drafter(ABC):
     def forget_target(self) -> None:
         """The next requests are of another target: forget what was learned from the old one. No request is open."""
 
-    def gauges(self) -> Mapping[str, int]:
-        """Sizes worth watching, by name."""
-        return {}
 
-
-class CombinedDrafter:
+class CombinedDrafter(AnyDrafter):
     """Several that grow one tree: one with a model at most, beside n-grams, which need nothing and serve any tokens."""
 
     def __init__(self, parts: Sequence[AnyDrafter]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -119,7 +119,7 @@ class GrowthOptions:
 
 
 @dataclass(frozen=True)
-class ModelDrafter:
+class ModelDrafter(AnyDrafter):
     """What the service knows of a draft model."""
 
     runner: BurstRunner
@@ -129,10 +129,6 @@ class ModelDrafter:
     def growth_options(self, options: DraftOptions) -> GrowthOptions:
         """How it grows."""
         return GrowthOptions.choose(options, self.runner.shape, self.needs)
-
-    def gauges(self) -> Mapping[str, int]:
-        """Nothing: its growth counts for itself."""
-        return {}
 
 
 def workplace(drafter: AnyDrafter) -> AbstractContextManager[None]:
