@@ -96,12 +96,13 @@ class TorchRunner(BurstRunner):
             nodes = [] if pending.cut else frontier.take()
             if not nodes:
                 break
+            rows = [int(burst.rows.rows[node.row]) for node in nodes]
             if head is not None:
-                logits = self._run_block(head, burst, frontier, nodes)
-                tokens, scores = self._propose_for(burst, nodes, logits, branching)
+                logits = self._run_block(head, burst, frontier, nodes, rows)
+                tokens, scores = self._propose_for(nodes, rows, logits, branching)
             else:
-                rows = self._row_steps(places, frontier, nodes, used)
-                tokens, scores = self._run_nodes(burst, nodes, rows, attention, branching)
+                batch = self._step_batch(places, frontier, nodes, rows, used)
+                tokens, scores = self._run_nodes(nodes, rows, batch, attention, branching)
             count, found = len(nodes), tokens.numpy()
             frontier.add(nodes, number * width, found.tolist(), scores.tolist())
             result.picked[number, :count] = [node.place for node in nodes]
@@ -123,33 +124,21 @@ class TorchRunner(BurstRunner):
         return min(_STEP_COST * self._seconds_a_step / self._round_seconds, _MOST_GAIN)
 
     def _run_nodes(
-        self, burst: Burst, nodes: list[StepNode], steps: list[RowSteps], attention: AttentionBackend, branching: int
+        self, nodes: list[StepNode], rows: list[int], batch: StepBatch, attention: AttentionBackend, branching: int
     ) -> tuple[Tensor, Tensor]:
-        """Run nodes; returns what `_propose_for` does."""
-        region, lag, rows = self.shape.region, self.shape.lag, burst.rows.rows
-        table_rows = [int(rows[node.row]) for node in nodes]
-        batch = StepBatch(
-            token_ids=torch.tensor([node.token for node in nodes]),
-            positions=torch.tensor([max(node.position - lag, 0) for node in nodes]),
-            kv_slots=self._kv_slots(table_rows, nodes),
-            rows=steps,
-        )
+        """Run nodes of these rows of the runner; returns what `_propose_for` does."""
         store, kv = self.memory.features, self.memory.kv
         if store is None:
             hidden, _ = self._model.forward(batch, None, kv, attention)
-            return self._propose_for(burst, nodes, self._model.logits(hidden), branching)
-        zero_row = (self.shape.num_rows + 1) * region
+            return self._propose_for(nodes, rows, self._model.logits(hidden), branching)
+        first = self.memory.first_given
         taken = [
-            zero_row + 1 + node.feature
-            if node.feature >= 0
-            else row * region + node.parent
-            if node.parent >= 0
-            else zero_row
-            for row, node in zip(table_rows, nodes, strict=True)
+            first + node.feature if node.feature >= 0 else self._place(row, node.parent)
+            for row, node in zip(rows, nodes, strict=True)
         ]
-        left = [row * region + node.slot for row, node in zip(table_rows, nodes, strict=True)]
+        left = [self._place(row, node.slot) for row, node in zip(rows, nodes, strict=True)]
         links = Links(store, torch.tensor(taken), torch.tensor(left))
-        found = self._model.step(batch, links, kv, self._proposer.ranking(table_rows, branching))
+        found = self._model.step(batch, links, kv, self._proposer.ranking(rows, branching))
         if found is None:
             given = store.index_select(0, links.taken)
             hidden, features = self._model.forward(batch, given, kv, attention)
@@ -157,29 +146,31 @@ class TorchRunner(BurstRunner):
                 store.index_copy_(0, links.left, features)
             found = Stepped(self._model.logits(hidden))
         if found.tokens is None or found.scores is None:
-            return self._propose_for(burst, nodes, found.logits, branching)
+            return self._propose_for(nodes, rows, found.logits, branching)
         return found.tokens, found.scores
 
-    def _run_block(self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode]) -> Tensor:
+    def _place(self, row: int, slot: int) -> int:
+        """Row of the feature store that belongs to a tree slot; that of zeros for none, -1."""
+        return row * self.shape.region + slot if slot >= 0 else self.memory.first_given - 1
+
+    def _run_block(
+        self, head: BlockHead, burst: Burst, frontier: HostFrontier, nodes: list[StepNode], rows: list[int]
+    ) -> Tensor:
         """Inject features that came, run the blocks of roots among their tokens, and read what blocks say of all nodes.
 
         Returns logits [M, vocab_size], -inf where there are no guesses.
         """
-        region, store = self.shape.region, self.memory.features
+        store = self.memory.features
         if store is None:
             raise ValueError("a block head needs features")
-        rows = [int(burst.rows.rows[node.row]) for node in nodes]
         tokens = torch.tensor([node.token for node in nodes])
-        zero_row = (self.shape.num_rows + 1) * region
-        sources = [
-            row * region + node.parent if node.parent >= 0 else zero_row for row, node in zip(rows, nodes, strict=True)
-        ]
+        sources = [self._place(row, node.parent) for row, node in zip(rows, nodes, strict=True)]
         for row, node in zip(rows, nodes, strict=True):
             self._injected[row] &= ~(1 << node.slot)
         fresh = [place for place, node in enumerate(nodes) if node.feature >= 0]
         if fresh:
             found = [nodes[place] for place in fresh]
-            given = store.index_select(0, torch.tensor([zero_row + 1 + node.feature for node in found]))
+            given = store.index_select(0, torch.tensor([self.memory.first_given + node.feature for node in found]))
             positions = torch.tensor([node.position - self.shape.lag for node in found])
             slots = self._kv_slots([rows[place] for place in fresh], found)
             batch = TokenBatch(tokens[fresh], positions)
@@ -201,7 +192,7 @@ class TorchRunner(BurstRunner):
         positions, size = torch.tensor([node.position for node in nodes]), head.state_size
         given = store[:, :size].index_select(0, torch.tensor(sources))
         logits, left = head.read_blocks(self.memory.room_for_blocks, torch.tensor(rows), tokens, positions, given)
-        targets = [row * region + node.slot for row, node in zip(rows, nodes, strict=True)]
+        targets = [self._place(row, node.slot) for row, node in zip(rows, nodes, strict=True)]
         store[:, :size].index_copy_(0, torch.tensor(targets), left)
         return logits
 
@@ -224,19 +215,18 @@ class TorchRunner(BurstRunner):
         return torch.tensor([self.memory.region_start(row) + node.slot for row, node in starts])
 
     def _propose_for(
-        self, burst: Burst, nodes: list[StepNode], logits: Tensor, branching: int
+        self, nodes: list[StepNode], rows: list[int], logits: Tensor, branching: int
     ) -> tuple[Tensor, Tensor]:
         """Candidates of nodes int32 [M, k] and edge scores float32 [M, k]."""
         tokens = torch.empty(len(nodes), branching, dtype=torch.int32)
         scores = torch.empty(len(nodes), branching)
-        rows = torch.tensor([int(burst.rows.rows[node.row]) for node in nodes])
         positions = torch.tensor([node.position for node in nodes])
-        self._proposer(logits, rows, positions, tokens, scores)
+        self._proposer(logits, torch.tensor(rows), positions, tokens, scores)
         return tokens, scores.masked_fill_(scores > 0, -torch.inf)
 
-    def _row_steps(
-        self, places: Sequence[Tensor], frontier: HostFrontier, nodes: list[StepNode], used: list[int]
-    ) -> list[RowSteps]:
+    def _step_batch(
+        self, places: Sequence[Tensor], frontier: HostFrontier, nodes: list[StepNode], rows: list[int], used: list[int]
+    ) -> StepBatch:
         for node in nodes:
             used[node.row] = max(used[node.row], node.slot + 1)
         seen = torch.from_numpy(frontier.sees(nodes, self.shape.region))
@@ -247,7 +237,12 @@ class TorchRunner(BurstRunner):
             own = torch.tensor([node.slot for node in nodes[first:end]])
             length = len(places[row]) - self.shape.region
             steps.append(RowSteps(row, own, places[row][: length + used[row]], seen[first:end, : used[row]]))
-        return steps
+        return StepBatch(
+            token_ids=torch.tensor([node.token for node in nodes]),
+            positions=torch.tensor([max(node.position - self.shape.lag, 0) for node in nodes]),
+            kv_slots=self._kv_slots(rows, nodes),
+            rows=steps,
+        )
 
     def _places(self, burst: Burst) -> list[Tensor]:
         """KV slots of each row's context, and of its tree region behind."""
