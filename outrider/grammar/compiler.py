@@ -140,19 +140,19 @@ _FIXES = {
 }
 
 
+@dataclass(eq=False)
 class CompiledGrammar:
     """A grammar ready to make matchers, which share what they learn about its tokens. One thread uses it at a time."""
 
-    def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, matcher: LLMatcher) -> None:
-        self.grammar = grammar
-        self.vocabulary = vocabulary
-        self.num_masks = 0
-        """Masks computed by all of its matchers."""
-        self.num_renewals = 0
-        """How often it was compiled anew, so that matchers share nothing with those made before."""
-        self.renew: Callable[[GrammarState], None] | None = None
-        """Has it compiled anew for an answer, which is told by `GrammarState.renewed`; None never does."""
-        self._pristine = matcher
+    grammar: Grammar
+    vocabulary: GrammarVocabulary
+    _pristine: LLMatcher
+    num_masks: int = 0
+    """Masks computed by all of its matchers."""
+    num_renewals: int = 0
+    """How often it was compiled anew, so that matchers share nothing with those made before."""
+    renew: Callable[[GrammarState], None] | None = None
+    """Has it compiled anew for an answer, which is told by `GrammarState.renewed`; None never does."""
 
     @property
     def worn(self) -> bool:
