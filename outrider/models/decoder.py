@@ -84,15 +84,17 @@ class SelfAttention:
         rotary: Rotary | None = None,
     ) -> None:
         self.layer = layer
-        self._fused = config.fused
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.weight_head_dim
         self._padding = (config.head_dim - self.head_dim) // 2
         self.q_size = self.num_heads * self.head_dim
         self.kv_size = self.num_kv_heads * self.head_dim
         # q, k and v are one matrix: heads in that order, so that q and k are rotated (and normed) as one tensor.
         name, num_out = f"model.layers.{layer}.self_attn", self.q_size + 2 * self.kv_size
-        parts = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
-        scheme = config.scheme_of(*(f"{name}.{part}" for part in parts))
+        self._parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
+        """Rows of the matrices that are apart in checkpoints."""
+        if config.fused:
+            self._parts = {"qkv_proj": num_out}
+        scheme = config.scheme_of(*(f"{name}.{part}" for part in self._parts))
         self.qkv = Linear(input_size, num_out, config.qkv_bias, dtype, device, scheme)
         scheme = config.scheme_of(f"{name}.o_proj")
         output = Linear(self.q_size, config.hidden_size, config.output_bias, dtype, device, scheme)
@@ -145,10 +147,7 @@ class SelfAttention:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """q, k and v as views of the fused matrix; norms of heads fill one row a head."""
-        if self._fused:
-            found = self.qkv.tensors("qkv_proj")
-        else:
-            found = self.qkv.tensors("q_proj", "k_proj", "v_proj", rows=(self.q_size, self.kv_size, self.kv_size))
+        found = self.qkv.tensors(*self._parts, rows=list(self._parts.values()))
         found |= self.output.linear.tensors("o_proj")
         if self.qk_norm is not None:
             found["q_norm.weight"] = self.qk_norm.weight[0]
@@ -197,11 +196,13 @@ class GatedMlp:
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         self.size = config.intermediate_size
-        self._fused = config.fused
         self._gelu = config.activation != "silu"
         name = f"model.layers.{layer}.mlp"
-        parts = ("gate_up_proj",) if config.fused else ("gate_proj", "up_proj")
-        scheme = config.scheme_of(*(f"{name}.{part}" for part in parts))
+        self._parts = (
+            {"gate_up_proj": 2 * self.size} if config.fused else {"gate_proj": self.size, "up_proj": self.size}
+        )
+        """See SelfAttention."""
+        scheme = config.scheme_of(*(f"{name}.{part}" for part in self._parts))
         self.gate_up = Linear(config.hidden_size, 2 * self.size, config.mlp_bias, dtype, device, scheme)
         scheme = config.scheme_of(f"{name}.down_proj")
         down = Linear(self.size, config.hidden_size, config.mlp_bias, dtype, device, scheme)
@@ -218,10 +219,7 @@ class GatedMlp:
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """gate and up as halves of one matrix."""
-        if self._fused:
-            gate_up = self.gate_up.tensors("gate_up_proj")
-        else:
-            gate_up = self.gate_up.tensors("gate_proj", "up_proj", rows=(self.size, self.size))
+        gate_up = self.gate_up.tensors(*self._parts, rows=list(self._parts.values()))
         return gate_up | self.down.linear.tensors("down_proj")
 
     def finish_loading(self) -> None:
