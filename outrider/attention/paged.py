@@ -1,4 +1,7 @@
-"""Batches whose lengths lie in device memory, so that one CUDA graph serves every round of a shape."""
+"""Batches whose lengths lie in device memory, so that one CUDA graph serves every round of a shape.
+
+Those of prompts are described on the host, as one array of int32 words that is copied at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, any device."""
+"""The reference backend: plain torch, any device. Beside it, attention of draft steps on a CPU."""
 
 from __future__ import annotations
 
