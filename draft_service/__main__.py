@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.imports import import_for_good
+from outrider import import_for_good
 
 if __name__ == "__main__":
     raise SystemExit(import_for_good("draft_service.main").main())

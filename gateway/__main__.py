@@ -2,7 +2,7 @@
 
 import sys
 
-from outrider.imports import import_for_good
+from outrider import import_for_good
 
 if __name__ == "__main__":
     sys.exit(import_for_good("gateway.main").main())

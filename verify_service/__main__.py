@@ -2,6 +2,6 @@
 
 import sys
 
-from outrider.imports import import_for_good
+from outrider import import_for_good
 
 sys.exit(import_for_good("verify_service.main").main())

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
+from outrider import import_for_good
 from outrider.host.parent import tie_to_parent
 from outrider.host.worker import exit_process
-from outrider.imports import import_for_good
 
 
 def main(arguments: list[str]) -> None:
