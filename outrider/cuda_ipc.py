@@ -99,6 +99,10 @@ class ImportedMemory:
             copy.record_stream(torch.cuda.current_stream())
             return copy
 
+    def peek(self, offset: int, num_bytes: int) -> bytes:
+        """The same on the host."""
+        return self.read(offset, num_bytes).cpu().numpy().tobytes()
+
     def close(self) -> None:
         """Unmap it."""
         with self._lock:

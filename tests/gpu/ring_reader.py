@@ -8,8 +8,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from outrider.cuda_ipc import ExportedMemory
-from outrider.drafting.model.cuda_runner import CudaMemory
+from outrider.cuda_ipc import ExportedMemory, ImportedMemory
 from outrider.drafting.model.features import map_ring
 from outrider.protocol.speculation import FeatureRing
 from verify_service.features.staging import RingPool
@@ -52,8 +51,8 @@ class Reader:
 
 
 def _read(pipe: Connection, device: str) -> None:
-    def map_memory(handle: bytes, num_bytes: int) -> CudaMemory:
-        return CudaMemory(handle, num_bytes, torch.device(device))
+    def map_memory(handle: bytes, num_bytes: int) -> ImportedMemory:
+        return ImportedMemory(handle, num_bytes, torch.device(device))
 
     ring = None
     while True:

@@ -15,7 +15,6 @@ from ring_reader import Offerer, Reader
 from threaded_engine import ThreadedEngine
 
 from outrider.cuda_ipc import HANDLE_BYTES, DriverError, ExportedMemory, ImportedMemory
-from outrider.drafting.model.cuda_runner import CudaMemory
 from outrider.drafting.model.features import map_ring
 from outrider.models.decoder import CausalLM
 from outrider.protocol.speculation import MAX_FEATURE_BYTES, Features, FeaturesBegin
@@ -172,7 +171,7 @@ def test_a_draft_that_is_killed_harms_nobody_and_its_ring_serves_the_next(
 def test_a_process_reads_on_or_is_told_when_the_ring_s_owner_is_killed() -> None:
     owner = Offerer()
     device = torch.device("cuda", 0)
-    ring = map_ring(owner.ring, lambda handle, num_bytes: CudaMemory(handle, num_bytes, device))
+    ring = map_ring(owner.ring, lambda handle, num_bytes: ImportedMemory(handle, num_bytes, device))
     assert ring is not None, "this process cannot map it"
 
     def read() -> bytes:

@@ -321,7 +321,7 @@ class CudaRunner(BurstRunner):
 
     def memory_mapper(self) -> MemoryMapper | None:
         """See BurstRunner."""
-        return partial(CudaMemory, device=self.memory.kv.k.device) if self._on_gpu else None
+        return partial(ImportedMemory, device=self.memory.kv.k.device) if self._on_gpu else None
 
     @on_device
     def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
@@ -379,11 +379,3 @@ class CudaRunner(BurstRunner):
         words = self._reroot_input.rows(bucket.rows)
         reroot_pool(self._input.header, pool, rows, self.memory.plan, words, bucket.num_candidates)
         add_seeds(pool, self._reroot_input.seeds)
-
-
-class CudaMemory(ImportedMemory):
-    """See MappedMemory. Bursts may be under way: `read` waits for none of them."""
-
-    def peek(self, offset: int, num_bytes: int) -> bytes:
-        """See MappedMemory."""
-        return self.read(offset, num_bytes).cpu().numpy().tobytes()
