@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,7 +47,9 @@ class ExportedMemory:
                 _call("cuMemFree_v2", pointer)
                 raise
         self.handle = bytes(handle.reserved)
-        view = _View(int(pointer.value), num_bytes)
+        data = (int(pointer.value), False)
+        described = {"shape": (num_bytes,), "typestr": "|u1", "data": data, "strides": None, "version": 2}
+        view = SimpleNamespace(__cuda_array_interface__=described)
         self.rows: Tensor = torch.as_tensor(view, device=torch.device("cuda", _index(device)))
         """uint8 [num_bytes]."""
 
@@ -110,19 +113,6 @@ class ImportedMemory:
             if pointer is not None:
                 with _context(self._device):
                     _call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
-
-
-class _View:
-    """Bytes on a device, for torch to make a tensor of."""
-
-    def __init__(self, pointer: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "strides": None,
-            "version": 2,
-        }
 
 
 def _index(device: torch.device) -> int:
