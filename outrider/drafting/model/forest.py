@@ -455,10 +455,7 @@ def _kill(forest: DraftForest, dead: Ints, steps: Sequence[RerootStep]) -> None:
     entries.kill(dead)
     slots = entries.slots[dead]
     ran = (slots >= 0).nonzero()[0]
-    if len(steps) == 1:
-        forest.slots.free_of(steps[0].row, slots[ran])
-    else:
-        forest.slots.free(entries.rows[dead[ran]], slots[ran])
+    forest.slots.free(steps[0].row if len(steps) == 1 else entries.rows[dead[ran]], slots[ran])
 
 
 def _rebase(forest: DraftForest, alive: Ints, steps: Sequence[RerootStep], roots: list[int], found: list[bool]) -> None:

@@ -102,10 +102,7 @@ class TreeSlots:
     def free_dead(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
         """A burst filled these slots with nodes that are dead by now. `rows` may be one row for all."""
         self._leased[rows, slots] = False
-        if isinstance(rows, int):
-            self.free_of(rows, slots)
-        else:
-            self.free(rows, slots)
+        self.free(rows, slots)
 
     def take_back(self, rows: NDArray[np.integer[Any]]) -> None:
         """End the leases of rows, ascending: what the burst did not fill is free."""
@@ -113,16 +110,18 @@ class TreeSlots:
         self._leased[rows] = False
         self._push(rows[places], self.region - 1 - slots)
 
-    def free(self, rows: NDArray[np.integer[Any]], slots: Int32s) -> None:
-        """Free live or taken slots. A burst that runs may still read them until it is told of what freed them."""
+    def free(self, rows: NDArray[np.integer[Any]] | int, slots: Int32s) -> None:
+        """Free live or taken slots. A burst that runs may still read them until it is told of what freed them.
+
+        `rows` may be one row for all.
+        """
+        if isinstance(rows, int):
+            self.live[rows][slots] = False
+            self._push_of(rows, slots)
+            return
         self.live[rows, slots] = False
         order = rows.argsort(kind="stable")
         self._push(rows[order], slots[order])
-
-    def free_of(self, row: int, slots: Int32s | list[int]) -> None:
-        """The same for slots of a single row."""
-        self.live[row][slots] = False
-        self._push_of(row, slots)
 
     def reset(self, row: int) -> None:
         """All slots of a row are free."""
@@ -141,7 +140,7 @@ class TreeSlots:
         self.stacks[rows, np.arange(len(rows)) + starts[rows]] = slots
         self.num_free += counts
 
-    def _push_of(self, row: int, slots: NDArray[np.integer[Any]] | list[int]) -> None:
+    def _push_of(self, row: int, slots: NDArray[np.integer[Any]]) -> None:
         start = int(self.num_free[row])
         self.num_free[row] = end = start + len(slots)
         self.stacks[row, start:end] = slots

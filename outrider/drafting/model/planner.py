@@ -169,7 +169,7 @@ def land_forced(forest: DraftForest, one: ForcedTokens) -> None:
             forest.slots.live[context.row, slot] = True
             context.uncached[index] = UncachedToken(slot, is_true)
     if unused:
-        forest.slots.free_of(context.row, unused)
+        forest.slots.free(context.row, np.array(unused, np.int32))
 
 
 def _runs(one: ForcedTokens) -> Iterator[tuple[int, int]]:
