@@ -177,7 +177,7 @@ class BatchManager:
         for context in changed:
             fresh = context.tree.author.tokens[context.known :]
             if refusal := self._refusal(context.tree, fresh):
-                self.fail(context, DeclinedError(refusal.reason, refusal.detail))
+                self._refuse(context.tree, refusal)
             elif fresh:
                 behind.append(context)
         self._reroot(behind, discards=self._options.lockstep_steps > 0 or self.is_lone)
