@@ -26,8 +26,7 @@ from typing import Any
 import psutil
 
 from benchmarks.serving.services import SHORT, Run, Worker, ours
-from outrider.cli.cluster import Cluster
-from outrider.cli.flags import DRAFTING
+from outrider.cli.cluster import DRAFTING, Cluster
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions

@@ -15,17 +15,19 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from outrider.cli.child import Child, LineSink, ServiceFailedError
-from outrider.config.base import options_to_argv, options_to_env
+from outrider.config.base import Option, describe_options, options_to_argv, options_to_env
 from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
@@ -45,7 +47,53 @@ OPTION_TYPES: dict[str, type[ServiceOptions]] = {
 }
 # (service, its option with addresses of the peer, the peer)
 LINKS = (("verify", "draft", "draft"), ("gateway", "verify", "verify"))
-ADDRESS_FIELDS = ("address", "metrics_address", "rest_address")
+ADDRESS_FIELDS = ("address", "rest_address", "metrics_address")
+SHARED = ("log_level", "drain_seconds", "lockstep", "watchdog_timeout")
+"""Options that every service that has them gets alike; they take no service's name."""
+TARGETS = ("device", "dtype", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
+"""Options of a model that verify and draft have; without a service's name they are verify's."""
+DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
+"""Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
+# What the cluster decides: where services report, who talks to whom, and where a draft model runs.
+HIDDEN = (
+    {(name, "ready_file") for name in SERVICES}
+    | {(name, field) for name, field, _ in LINKS}
+    | {("verify", name) for name in DRAFTING}
+)
+
+
+class ServiceFlag(NamedTuple):
+    """A service's option as `outrider up`, `demo` and `chat` spell it: see `outrider.cli.options`."""
+
+    flag: str
+    service: str
+    option: Option
+
+
+@cache
+def service_flags() -> Sequence[ServiceFlag]:
+    """Every option of every service that a user may set, in the order of the services."""
+    names = Counter(field.name for kind in OPTION_TYPES.values() for field in fields(kind))
+    # The gateway's verify_tls_ca is not the tls_ca of verify.
+    taken = {f"{service}_{name}" for name, count in names.items() if count > 1 for service in SERVICES}
+    flags = []
+    for service in SERVICES:
+        kind = OPTION_TYPES[service]
+        for option in describe_options(kind):
+            name = option.name
+            if (service, name) in HIDDEN:
+                continue
+            own = name in (TARGETS if service == "verify" else DRAFTING)
+            plain = (names[name] == 1 and name not in taken) or name in SHARED or own
+            flag = option.flag if plain else f"--{service}-{option.flag.removeprefix('--')}"
+            flags.append(ServiceFlag(flag, service, option))
+    return flags
+
+
+@cache
+def flag_names() -> Mapping[tuple[str, str], str]:
+    """The same flags by service and field."""
+    return {(service, option.name): flag for flag, service, option in service_flags()}
 
 
 def place(name: str, options: ServiceOptions, folder: Path, fixed_ports: bool) -> ServiceOptions:

@@ -21,8 +21,18 @@ from typing import NoReturn, TypeVar, cast
 from rich.console import Console
 
 from outrider.cli.child import LineSink
-from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, OPTION_TYPES, SERVICES, Cluster, is_default
-from outrider.cli.flags import SHARED, ServiceFlag, service_flags
+from outrider.cli.cluster import (
+    ADDRESS_FIELDS,
+    LINKS,
+    OPTION_TYPES,
+    SERVICES,
+    SHARED,
+    Cluster,
+    ServiceFlag,
+    flag_names,
+    is_default,
+    service_flags,
+)
 from outrider.cli.placement import NGRAM, PLACEMENTS, Placed, num_gpus, place_draft_model, place_drafts
 from outrider.cli.terminal import print_steadily
 from outrider.config.base import add_option, read_options
@@ -358,7 +368,7 @@ def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, 
     """Raise ConfigError for a door and a caller that do not fit each other: it would knock for ever."""
     if peer not in options or not is_default(options[caller], field):
         return
-    flags = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}
+    flags = flag_names()
     token, own_token = ("auth_token", "auth_token_file"), (f"{peer}_auth_token", f"{peer}_auth_token_file")
     for service, given, other, needed, fix, problem in (
         (peer, token, caller, own_token, own_token[1:], "has no token to show there"),
@@ -397,7 +407,7 @@ def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: 
         return
     if refusal is None:
         return
-    flags = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}
+    flags = flag_names()
     shown = {word: flags.get((peer, f"tls_{word}"), "") for word in _TLS_WORDS}
     trusted = {word: flags[caller, f"{peer}_tls_{word}"] for word in _TLS_WORDS}
     raise _refused(refusal, (f"the {peer} service", shown), (f"the {caller} service", trusted))

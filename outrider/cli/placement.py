@@ -10,8 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.cluster import is_default, num_cores
-from outrider.cli.flags import DRAFTING, SHARED, service_flags
+from outrider.cli.cluster import DRAFTING, SHARED, flag_names, is_default, num_cores
 from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions, check_drafters
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
@@ -88,8 +87,7 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
 
 def _of_draft_service(draft: DraftOptions) -> list[str]:
     """Options of a draft service that were given and that verify has not, as `outrider up` spells them."""
-    flags = {flag.option.name: flag.flag for flag in service_flags() if flag.service == "draft"}
-    return [flags.get(name, name) for name in _OTHERS if not is_default(draft, name)]
+    return [flag_names().get(("draft", name), name) for name in _OTHERS if not is_default(draft, name)]
 
 
 def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool) -> Placed:

@@ -8,8 +8,7 @@ import threading
 from rich.console import Console
 
 from outrider.cli.child import ServiceFailedError
-from outrider.cli.cluster import ADDRESS_FIELDS, Cluster
-from outrider.cli.flags import service_flags
+from outrider.cli.cluster import ADDRESS_FIELDS, Cluster, service_flags
 from outrider.cli.options import add_service_options, make_cluster
 from outrider.cli.terminal import drafters_text, log_printer, make_console, print_steadily
 from outrider.errors import ConfigError

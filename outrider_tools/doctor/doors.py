@@ -10,8 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from outrider.cli.cluster import MODULES
-from outrider.cli.flags import service_flags
+from outrider.cli.cluster import ADDRESS_FIELDS, MODULES, flag_names
 from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import PeerServiceOptions, ServiceOptions
@@ -19,9 +18,6 @@ from outrider.errors import ConfigError
 from outrider.rpc.server import bind_error
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
 from outrider_tools.doctor import Finding, note, ok, problem, warning
-
-_FIELDS = ("address", "rest_address", "metrics_address")
-_FLAGS = {(flag.service, flag.option.name): flag.flag for flag in service_flags()}
 
 
 @dataclass(frozen=True)
@@ -35,12 +31,12 @@ class Door:
     @property
     def flag(self) -> str:
         """The option that sets it, as `outrider up` spells it."""
-        return _FLAGS[self.service, self.field]
+        return flag_names()[self.service, self.field]
 
 
 def doors_of(options: Mapping[str, ServiceOptions]) -> list[Door]:
     """Every address that these services bind."""
-    found = ((name, field, getattr(one, field, "")) for name, one in options.items() for field in _FIELDS)
+    found = ((name, field, getattr(one, field, "")) for name, one in options.items() for field in ADDRESS_FIELDS)
     return [Door(name, field, address) for name, field, address in found if address]
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 import outrider.cli.options as options_module
-from outrider.cli.flags import SHARED, service_flags
+from outrider.cli.cluster import SHARED, service_flags
 from outrider.cli.main import COMMANDS, main, make_parser
 from outrider.cli.options import (
     PEOPLES,

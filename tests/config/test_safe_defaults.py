@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.cluster import OPTION_TYPES
-from outrider.cli.flags import service_flags
+from outrider.cli.cluster import OPTION_TYPES, service_flags
 from outrider.config.base import options_to_argv, options_to_env
 from outrider.config.service import PeerServiceOptions, peer_token, read_api_keys, read_secret
 from outrider.config.verify import VerifyOptions
