@@ -34,8 +34,13 @@ from outrider.errors import ConfigError
 from outrider.rpc.transport import split_host_port, unix_path
 from outrider_tools.doctor import Finding, Level, ok, problem
 from outrider_tools.doctor.doors import check_doors, check_exposure
-from outrider_tools.doctor.machine import check_disk, check_neighbours, check_packages, check_shared_memory
-from outrider_tools.doctor.models import check_models
+from outrider_tools.doctor.machine import (
+    check_disk,
+    check_models,
+    check_neighbours,
+    check_packages,
+    check_shared_memory,
+)
 from outrider_tools.doctor.services import check_services, endpoints_of
 
 Addresses = dict[str, dict[str, str]]

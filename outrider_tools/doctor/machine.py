@@ -1,20 +1,31 @@
-"""The machine without its GPUs: packages, shared memory, namespaces, disk."""
+"""The machine: packages, shared memory, namespaces, disk; GPUs and models, as a process with torch sees them."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
 
+from outrider.cli.options import first_gpu
 from outrider.cli.placement import num_gpus
+from outrider.config.base import expand, options_to_argv
+from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.verify import VerifyOptions
+from outrider.errors import OutriderError
 from outrider.host.line import host_id
-from outrider.models.store import default_cache_dir
-from outrider_tools.doctor import Finding, ok, problem, warning
+from outrider.models.store import DEFAULT_ALIASES, default_cache_dir, is_hub_id, local_folder
+from outrider.models.store_folder import CONFIG_FILE
+from outrider_tools.doctor import Finding, Level, ok, problem, warning
 
 _GIB = 2**30
 _LEAST_CACHE = _GIB
@@ -22,6 +33,13 @@ _LEAST_CACHE = _GIB
 _LEAST_SHM = 64 << 20
 _OPTIONAL = ("triton", "flashinfer-python", "humming-kernels")
 _TOLD = ("torch", "triton", "flashinfer-python", "humming-kernels", "grpcio", "protobuf", "tokenizers", "llguidance")
+PROBE_SECONDS = 180.0
+_FAST_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16")
+_FIXES = {
+    "target": "choose another --model, or fetch it: outrider models pull NAME",
+    "draft model": "choose another --speculative-draft-model-path or --speculative-algorithm (docs/drafters.md)",
+    "handshake": "use a drafter that was made for this target",
+}
 
 
 def check_packages() -> Iterator[Finding]:
@@ -116,3 +134,124 @@ def check_disk() -> Iterator[Finding]:
         yield warning("disk", text, "free some, or set OUTRIDER_HOME to another disk: a model needs its size")
     else:
         yield ok("disk", text)
+
+
+def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
+    """What a start with these options would find, before it reads any weights; AUTO where drafters cannot be had."""
+    findings: list[Finding] = []
+    asked: DraftOptions | None = None
+    if any(name not in ("NGRAM", *AUTO) for name in draft.speculative_algorithm):
+        asked = replace(draft, target_model_path=draft.target_model_path or verify.model)
+    elif draft.speculative_algorithm != AUTO:
+        findings.append(ok("draft model", f"{', '.join(draft.speculative_algorithm)} needs none"))
+    is_here = _is_here(verify.model)
+    if not is_here:
+        findings.append(warning("target", f"{verify.model} is not here yet", f"outrider models pull {verify.model}"))
+    try:
+        told = run_probe(verify.model, asked, verify.model_impl) if is_here else run_probe("", None)
+    except OutriderError as error:
+        fix = "python -c 'import torch; print(torch.cuda.is_available())' may say more"
+        return [*findings, problem("torch", error.message, fix)]
+    for found in told["models"]:
+        level = Level(found["level"])
+        findings.append(
+            Finding(found["check"], level, found["text"], "" if level is Level.OK else _FIXES[found["check"]])
+        )
+    return [*findings, *check_devices(told, verify, draft)]
+
+
+def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> dict[str, Any]:
+    """What `outrider_tools.doctor.probe` answers; it fetches nothing. Raises OutriderError, which says why."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "outrider_tools.doctor.probe", target, impl]
+    # Secrets are left out.
+    command += options_to_argv(draft) if draft is not None else []
+    what = "the process that looks at torch, GPUs and models"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, env=env, check=False)
+    except subprocess.TimeoutExpired:
+        raise OutriderError(f"{what} was not done after {PROBE_SECONDS:g} s") from None
+    except OSError as error:
+        raise OutriderError(f"{what} cannot be started: {error.strerror}") from None
+    if done.returncode != 0 or not done.stdout.strip():
+        last = next(iter(done.stderr.strip().splitlines()[-1:]), "nothing said")
+        raise OutriderError(f"{what} ended with {done.returncode}: {last}")
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def _is_here(name: str) -> bool:
+    """Whether looking at a model fetches nothing; of a name that no model can have the probe tells more."""
+    is_fetched = name.lower() in DEFAULT_ALIASES or (is_hub_id(name) and not expand(name).is_dir())
+    return not is_fetched or os.path.isfile(local_folder(name) / CONFIG_FILE)
+
+
+def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
+    """Of the probe's answer: GPUs and how they reach each other, or what a CPU has."""
+    gpus = told["gpus"]
+    if not gpus:
+        yield from _check_cpu(told, verify, draft)
+        return
+    driver = driver_version()
+    yield ok("gpu", f"{len(gpus)}, driver {driver or 'unknown'}, torch for CUDA {told['torch']['cuda'] or 'none'}")
+    for index, gpu in enumerate(gpus):
+        major, minor = gpu["capability"]
+        text = (
+            f"{index}: {gpu['name']}, {gpu['free'] / _GIB:.1f} of {gpu['total'] / _GIB:.1f} GiB free, sm_{major}{minor}"
+        )
+        if major < 8:
+            yield warning("gpu", text, "kernels and bfloat16 want compute capability 8.0 or more; try --device cpu")
+        elif gpu["free"] < 0.5 * gpu["total"]:
+            yield warning("gpu", text, "end what else runs on it, or lower --mem-fraction-static")
+        else:
+            yield ok("gpu", text)
+    last = first_gpu(verify.device) + verify.tensor_parallel_size
+    if last > len(gpus) and verify.device != "cpu":
+        text = f"--device {verify.device} with --tensor-parallel-size {verify.tensor_parallel_size} needs {last} GPUs"
+        yield problem("gpu", text, "lower it, or --device")
+    apart = [(a, b) for a, row in enumerate(told["peers"]) for b, reached in enumerate(row) if a < b and not reached]
+    if apart:
+        pairs = ", ".join(f"{a}-{b}" for a, b in apart)
+        yield warning(
+            "peer access",
+            f"no direct access between GPUs {pairs}",
+            "features then travel by gRPC, and ranks use NCCL; see docs/gpu.md",
+        )
+    elif len(gpus) > 1:
+        yield ok("peer access", "every GPU reaches every other one's memory")
+
+
+def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
+    wanted = [
+        f"--{word}device {options.device}"
+        for word, options in (("", verify), ("draft-", draft))
+        if "cuda" in options.device
+    ]
+    if wanted:
+        fix = "install a CUDA build of torch and the driver, or use --device cpu"
+        yield problem("gpu", f"torch sees none, and {' and '.join(wanted)} asks for one", fix)
+    if Path("/dev/nvidiactl").exists() or driver_version():
+        fix = "install a CUDA build: TORCH_INDEX=https://download.pytorch.org/whl/cu130"
+        yield warning("gpu", f"there is a driver, but torch {told['torch']['version']} sees no GPU", fix)
+    elif not wanted:
+        yield ok("gpu", "none: models run on the CPU")
+    found = [flag for flag in _FAST_FLAGS if flag in told["torch"]["cpu_flags"]]
+    text = f"{told['torch']['machine']}, torch uses {told['torch']['cpu']}; has {', '.join(found) or 'no wide vectors'}"
+    dtype, why = told["torch"]["cpu_dtype"]
+    if dtype == "bfloat16":
+        yield ok("cpu", f"{text}: models run in bfloat16 ({why})")
+    else:
+        yield warning("cpu", f"{text}: {why}", "float32 is used, at twice the memory")
+
+
+def driver_version() -> str:
+    """Of NVIDIA's driver; empty where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter(done.stdout.split()), "") if done.returncode == 0 else ""

@@ -22,10 +22,9 @@ from outrider.config.verify import VerifyOptions
 from outrider.models.drafters.kinds import shipped_head
 from outrider.v1 import gateway_pb2_grpc
 from outrider_tools.cli.doctor import _drafts, _place, running_cluster
-from outrider_tools.doctor import Finding, Level, machine, models
+from outrider_tools.doctor import Finding, Level, machine
 from outrider_tools.doctor.doors import check_doors, check_exposure
-from outrider_tools.doctor.machine import check_disk
-from outrider_tools.doctor.models import check_devices, check_models, run_probe
+from outrider_tools.doctor.machine import check_devices, check_disk, check_models, run_probe
 from outrider_tools.doctor.services import ServiceEndpoint, check_services
 
 pytestmark = pytest.mark.xdist_group("live")
@@ -317,7 +316,7 @@ def test_a_package_out_of_its_range_is_a_problem(monkeypatch: pytest.MonkeyPatch
 def test_a_model_that_is_not_here_is_told_and_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "empty"))
     # Asked for no model, the process that looks answers the same for all names.
-    monkeypatch.setattr(models, "run_probe", cache(run_probe))
+    monkeypatch.setattr(machine, "run_probe", cache(run_probe))
     for name in ("SmolLM2-135M-Instruct", "owner/name"):
         found = check_models(VerifyOptions(model=name), DraftOptions())
         assert f"{name} is not here yet -> outrider models pull {name}" in words(found, Level.WARNING)
