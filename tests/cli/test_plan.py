@@ -18,8 +18,7 @@ from outrider.models.drafters.config import MARKOV_INPUT, HeadConfig, block_conf
 from outrider.models.drafters.kinds import shipped_head
 from outrider.models.elements import head_elements, kv_elements, model_elements
 from outrider.models.store import config_folder
-from outrider_tools.cli.plan import GPUS, parse_size
-from outrider_tools.plan import count_graphs, plan_draft, plan_target
+from outrider_tools.cli.plan import GPUS, count_graphs, parse_size, plan_draft, plan_target
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
