@@ -26,10 +26,9 @@ from pathlib import Path
 from benchmarks.common import add_service_arguments, cost_of, device_name, make_cluster
 from outrider.cli.cluster import Cluster
 from outrider.metrics import MetricsPage
-from outrider_tools.bench.clients import Client, GrpcClient, LoadPoint, LoadRun, RequestOptions, RestClient, run_point
-from outrider_tools.bench.figures import errors_of, rows_of
+from outrider_tools.bench.clients import Client, GrpcClient, RequestOptions, RestClient, run_point
 from outrider_tools.bench.report import Row, write_report
-from outrider_tools.bench.requests import Prompt, read_prompts
+from outrider_tools.bench.requests import LoadPoint, LoadRun, Prompt, errors_of, read_prompts, rows_of
 
 WARM_SECONDS = 15.0
 """Before memory counts: caches fill, threads start."""

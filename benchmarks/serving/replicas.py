@@ -32,10 +32,9 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import UnavailableError
 from outrider.metrics import MetricsPage
-from outrider_tools.bench.clients import GrpcClient, LoadPoint, LoadRun, RequestOptions, run_point
-from outrider_tools.bench.figures import errors_of
+from outrider_tools.bench.clients import GrpcClient, RequestOptions, run_point
 from outrider_tools.bench.report import Row, write_report
-from outrider_tools.bench.requests import RequestRecord
+from outrider_tools.bench.requests import LoadPoint, LoadRun, RequestRecord, errors_of
 
 WARM_SECONDS = 10.0
 POLL_SECONDS = 0.25

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc
@@ -21,8 +21,8 @@ from outrider.config.service import KEY_FIX, TlsFiles
 from outrider.errors import OutriderError
 from outrider.metrics import SHOWS_CERTIFICATE
 from outrider.rpc.status import error_from_rpc
-from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from outrider_tools.bench.requests import Prompt, RequestRecord, arrivals
+from outrider.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider_tools.bench.requests import LoadPoint, LoadRun, Prompt, RequestRecord, arrivals
 
 Clock = Callable[[], float]
 
@@ -63,7 +63,12 @@ class GrpcClient:
                 record.take(clock(), len(response.token_ids))
                 record.take_origins(response.origins)
                 if response.HasField("usage"):
-                    _take_usage(record, response.usage)
+                    usage = response.usage
+                    record.prompt_tokens = usage.prompt_tokens
+                    record.cached_tokens = usage.cached_prompt_tokens
+                    record.rounds = usage.num_rounds
+                    record.draft_tokens = usage.num_draft_tokens
+                    record.accepted_tokens = usage.num_accepted_tokens
         except grpc.aio.AioRpcError as error:
             told = error_from_rpc(error, "the gateway")
             record.finish(clock(), told.code, told.message)
@@ -155,14 +160,6 @@ def _messages(prompt: Prompt) -> list[Message]:
     return [("system", prompt.system)] * bool(prompt.system) + [("user", prompt.text)]
 
 
-def _take_usage(record: RequestRecord, usage: common_pb2.Usage) -> None:
-    record.prompt_tokens = usage.prompt_tokens
-    record.cached_tokens = usage.cached_prompt_tokens
-    record.rounds = usage.num_rounds
-    record.draft_tokens = usage.num_draft_tokens
-    record.accepted_tokens = usage.num_accepted_tokens
-
-
 def _take_event(record: RequestRecord, text: str, clock: Clock) -> bool:
     """Note an event; whether it was an error, which ends the stream."""
     fields = json.loads(text)
@@ -215,36 +212,6 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float, option: s
         )
 
 
-@dataclass(frozen=True)
-class LoadPoint:
-    """One load to measure."""
-
-    concurrency: int = 0
-    """Most requests at once; 0 for any number, which needs a rate."""
-    rate: float = math.inf
-    """Mean requests a second; infinite for a closed loop."""
-    burstiness: float = 1.0
-    num_prompts: int = 0
-    """Requests in all; 0 goes on until `seconds` are over."""
-    seconds: float = 0.0
-    """No request begins later than this, and tokens that come later do not count for throughput; 0 for no end."""
-    timeout: float = 600.0
-    """Seconds that a request may take."""
-    seed: int = 0
-
-
-@dataclass
-class LoadRun:
-    """What a load gave."""
-
-    point: LoadPoint
-    records: list[RequestRecord] = field(default_factory=list)
-    window: float = 0.0
-    """Seconds that count for throughput."""
-    cpu_seconds: float = 0.0
-    """Processor time of the load generator itself."""
-
-
 async def run_point(
     client: Client, prompts: Sequence[Prompt], point: LoadPoint, tell: Callable[[LoadRun], None] = lambda run: None
 ) -> LoadRun:
@@ -260,7 +227,7 @@ class _LoadDriver:
         self._client = client
         self._prompts = prompts
         self._point = point
-        self._run = LoadRun(point)
+        self._run = LoadRun()
         self._next = 0
         self._begin = 0.0
         self._is_over = False

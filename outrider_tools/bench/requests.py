@@ -1,21 +1,32 @@
-"""One request of a load generator: what it asks for and when it is due, and what came of it."""
+"""Requests of a load generator: what they ask for, when they are due, what came of them, and the figures of that."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from outrider.errors import ConfigError
+from outrider.metrics import MetricsPage
+from outrider.protocol.generation import TokenOrigin
+from outrider_tools.bench.report import Row
 from outrider_tools.files import json_objects
 
 FIRST_RANDOM_ID = 256
 """Random ids begin here where the vocabulary allows it: the first ones are special tokens in many tokenizers."""
 MAX_PROMPT_TOKENS = 1 << 20
+PERCENTILES = (50, 90, 99)
+MAX_DEPTHS = 16
+_DRAFTS = "vllm:spec_decode_num_drafts"
+_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+_GATEWAY_ROUNDS = "outrider_gateway_rounds"
+_ACCEPT_LENGTH = "outrider_gateway_accept_length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +117,6 @@ def arrivals(rate: float, burstiness: float, seed: int) -> Iterator[float]:
             at += draw.gammavariate(burstiness, 1.0 / (rate * burstiness))
 
 
-ACCEPTED, BONUS, PLAIN = 1, 2, 3
-"""Where a token came from: the numbers of TokenOrigin."""
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """One request. Times are in seconds since the start of the measurement."""
@@ -165,11 +172,11 @@ class RequestRecord:
     def take_origins(self, origins: Iterable[int]) -> None:
         """The same tokens' origins, which tell rounds apart: accepted tokens, then the target's own."""
         for origin in origins:
-            if origin == ACCEPTED:
+            if origin == TokenOrigin.ACCEPTED:
                 self._run += 1
                 self.accepted_at[self._run] += 1
             else:
-                self._end_round(origin == BONUS or self._run > 0)
+                self._end_round(origin == TokenOrigin.BONUS or self._run > 0)
 
     def finish(self, at: float, error: str = "", detail: str = "") -> None:
         """The stream ended."""
@@ -194,3 +201,122 @@ class RequestRecord:
             "accepted_tokens": self.accepted_tokens,
             "error": self.error,
         }
+
+
+@dataclass(frozen=True)
+class LoadPoint:
+    """One load to measure."""
+
+    concurrency: int = 0
+    """Most requests at once; 0 for any number, which needs a rate."""
+    rate: float = math.inf
+    """Mean requests a second; infinite for a closed loop."""
+    burstiness: float = 1.0
+    num_prompts: int = 0
+    """Requests in all; 0 goes on until `seconds` are over."""
+    seconds: float = 0.0
+    """No request begins later than this, and tokens that come later do not count for throughput; 0 for no end."""
+    timeout: float = 600.0
+    """Seconds that a request may take."""
+    seed: int = 0
+
+
+@dataclass
+class LoadRun:
+    """What a load gave."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    window: float = 0.0
+    """Seconds that count for throughput."""
+    cpu_seconds: float = 0.0
+    """Processor time of the load generator itself."""
+
+
+def spread_of(values: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """Mean, percentiles and largest of values with weights; empty without any.
+
+    A percentile is the least value up to which that share of the weight lies.
+    """
+    if not values:
+        return {}
+    found, weights = np.array([value for value, _ in values]), np.array([weight for _, weight in values])
+    percentiles = np.percentile(found, PERCENTILES, weights=weights, method="inverted_cdf")
+    return {
+        "mean": float(np.average(found, weights=weights)),
+        **{f"p{share}": float(value) for share, value in zip(PERCENTILES, percentiles, strict=True)},
+        "max": float(found.max()),
+    }
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What speculation brought over a run; `at_depth` holds the share of drafted rounds by depth, the first being 1."""
+
+    accept_length: float
+    at_depth: dict[int, float]
+
+
+def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Acceptance | None:
+    """Of a run, from its records or, where they do not tell depths, from what the metrics page gained; None without.
+
+    The page counts every client's requests, and is asked for that reason only where the door tells no origins.
+    """
+    rounds = sum(record.rounds for record in records)
+    length = sum(record.tokens for record in records) / rounds if rounds else 0.0
+    drafted = sum(record.drafted_rounds for record in records)
+    if drafted:
+        total: Counter[int] = Counter()
+        for record in records:
+            total.update(record.accepted_at)
+        return Acceptance(length, {depth: count / drafted for depth, count in sorted(total.items())})
+    if page is not None and page.total(_GATEWAY_ROUNDS):
+        drafts = page.total(_DRAFTS)
+        depths: Counter[int] = Counter()
+        for labels, value in page.labelled(_PER_POSITION):
+            depths[int(labels.rpartition(",")[2]) + 1] += round(value)
+        shares = {depth: count / drafts for depth, count in sorted(depths.items()) if drafts}
+        return Acceptance(length or page.histogram(_ACCEPT_LENGTH).mean, shares)
+    return Acceptance(length, {}) if rounds else None
+
+
+def errors_of(records: Iterable[RequestRecord]) -> Counter[str]:
+    """Requests that failed, by code."""
+    return Counter(record.error for record in records if record.error)
+
+
+def rows_of(run: LoadRun, case: str, page: MetricsPage | None = None) -> Iterator[Row]:
+    """A run's result rows; `page` is what the gateway's metrics gained meanwhile."""
+    complete = [record for record in run.records if not record.error]
+    ended = [record for record in complete if record.end <= run.window]
+    window = run.window or 1e-9
+    yield Row(case, "requests", len(run.records), "")
+    yield Row(case, "failed", len(run.records) - len(complete), "")
+    for code, count in sorted(errors_of(run.records).items()):
+        yield Row(case, f"failed_{code}", count, "")
+    yield Row(case, "seconds", run.window, "s")
+    yield Row(case, "requests_per_second", len(ended) / window, "requests/s")
+    came = sum(count for record in run.records for at, count in record.arrivals if at <= run.window)
+    yield Row(case, "tokens_per_second", came / window, "tokens/s")
+    yield Row(case, "prompt_tokens_per_second", sum(record.prompt_tokens for record in ended) / window, "tokens/s")
+    yield Row(case, "prompt_tokens", sum(record.prompt_tokens for record in complete), "tokens")
+    yield Row(case, "cached_prompt_tokens", sum(record.cached_tokens for record in complete), "tokens")
+    yield Row(case, "completion_tokens", sum(record.tokens for record in complete), "tokens")
+    gaps = [gap for record in complete for gap in record.gaps()]
+    for name, values in (
+        ("ttft_ms", [(record.ttft, 1) for record in complete if record.ttft is not None]),
+        ("itl_ms", [(gap / count, count) for gap, count in gaps]),
+        ("message_gap_ms", [(gap, 1) for gap, _ in gaps]),
+        ("tpot_ms", [(record.tpot, 1) for record in complete if record.tpot is not None]),
+        ("e2e_ms", [(record.latency, 1) for record in complete]),
+    ):
+        for part, value in spread_of(values).items():
+            yield Row(case, f"{name}_{part}", value * 1e3, "ms")
+    if (found := acceptance(complete, page)) is not None:
+        yield Row(case, "accept_length", found.accept_length, "tokens")
+        if drafted := sum(record.draft_tokens for record in complete):
+            share = sum(record.accepted_tokens for record in complete) / drafted
+            yield Row(case, "accepted_over_draft_tokens", share, "ratio")
+        for depth, value in found.at_depth.items():
+            if depth <= MAX_DEPTHS:
+                yield Row(case, f"accept_rate_depth_{depth}", value, "ratio")
+    yield Row(case, "client_cpu_share", run.cpu_seconds / window, "cores")

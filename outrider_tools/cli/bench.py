@@ -21,19 +21,18 @@ from outrider.errors import ConfigError, UnavailableError
 from outrider.metrics import MetricsPage
 from outrider.rpc.tls import client_context
 from outrider.rpc.transport import is_http_url
-from outrider_tools.bench.clients import (
-    Client,
-    GrpcClient,
+from outrider_tools.bench.clients import Client, GrpcClient, RequestOptions, RestClient, first_answer, run_point
+from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib, write_report
+from outrider_tools.bench.requests import (
     LoadPoint,
     LoadRun,
-    RequestOptions,
-    RestClient,
-    first_answer,
-    run_point,
+    Prompt,
+    RandomLengths,
+    errors_of,
+    random_prompts,
+    read_prompts,
+    rows_of,
 )
-from outrider_tools.bench.figures import errors_of, rows_of
-from outrider_tools.bench.report import Row, cpu_name, draw, require_matplotlib, write_report
-from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts, read_prompts
 from outrider_tools.files import check_writable, writing
 
 DEFAULT_PROMPTS = 64

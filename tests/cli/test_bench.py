@@ -15,28 +15,22 @@ from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import Histogram, MetricsPage
-from outrider_tools.bench.clients import (
-    Clock,
-    GrpcClient,
-    LoadPoint,
-    LoadRun,
-    RequestOptions,
-    RestClient,
-    first_answer,
-    run_point,
-)
-from outrider_tools.bench.figures import acceptance, errors_of, rows_of, spread_of
+from outrider.protocol.generation import TokenOrigin
+from outrider_tools.bench.clients import Clock, GrpcClient, RequestOptions, RestClient, first_answer, run_point
 from outrider_tools.bench.report import Row, draw, load_text, points_of
 from outrider_tools.bench.requests import (
-    ACCEPTED,
-    BONUS,
-    PLAIN,
+    LoadPoint,
+    LoadRun,
     Prompt,
     RandomLengths,
     RequestRecord,
+    acceptance,
     arrivals,
+    errors_of,
     random_prompts,
     read_prompts,
+    rows_of,
+    spread_of,
 )
 from outrider_tools.cli.bench import table_of
 
@@ -65,8 +59,8 @@ def test_percentiles_are_values_below_which_that_share_of_the_weight_lies() -> N
 
 def test_origins_tell_rounds_and_depths_apart() -> None:
     record = RequestRecord(due=0.0)
-    record.take_origins([PLAIN, ACCEPTED, ACCEPTED])
-    record.take_origins([BONUS, BONUS, PLAIN, ACCEPTED])
+    record.take_origins([TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.ACCEPTED])
+    record.take_origins([TokenOrigin.BONUS, TokenOrigin.BONUS, TokenOrigin.PLAIN, TokenOrigin.ACCEPTED])
     record.finish(1.0)
     assert record.accepted_at == {1: 2, 2: 1}
     assert record.drafted_rounds == 3, "two that ended with a bonus token, one that a limit cut"
@@ -77,7 +71,7 @@ def test_tokens_of_one_message_share_its_time_and_later_ones_do_not_count_for_th
     for at, count in ((2.0, 1), (4.0, 4), (11.0, 1)):
         record.take(at, count)
     record.finish(11.0)
-    rows = rows_of(LoadRun(LoadPoint(concurrency=1, seconds=10.0), [record], window=10.0), "case")
+    rows = list(rows_of(LoadRun([record], window=10.0), "case"))
     assert values(rows, "tokens_per_second") == [0.5] and values(rows, "requests_per_second") == [0.0]
     assert values(rows, "ttft_ms_p50") == [1000.0] and values(rows, "itl_ms_p50") == [500.0]
     assert values(rows, "message_gap_ms_max") == [7000.0] and values(rows, "tpot_ms_p50") == [1800.0]
@@ -202,7 +196,7 @@ async def test_failures_are_counted_by_code(live: Cluster, door: str) -> None:
     )
     await client.close()
     assert sum(errors_of(run.records).values()) == 2
-    rows = rows_of(run, "case")
+    rows = list(rows_of(run, "case"))
     assert values(rows, "failed") == [2] and values(rows, "failed_invalid_value") == [2]
 
 

@@ -21,8 +21,8 @@ from outrider.cli.cluster import Cluster
 from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.metrics import MetricsPage
-from outrider_tools.bench.clients import GrpcClient, LoadPoint, RequestOptions, run_point
-from outrider_tools.bench.requests import Prompt, RandomLengths, random_prompts
+from outrider_tools.bench.clients import GrpcClient, RequestOptions, run_point
+from outrider_tools.bench.requests import LoadPoint, Prompt, RandomLengths, random_prompts
 from outrider_tools.cli.top import PageView, TopFigure, Watch, _fitted, line_of, page_url, page_view, picture_of
 
 pytestmark = pytest.mark.xdist_group("live")
