@@ -16,13 +16,12 @@ from outrider.errors import ConfigError
 from outrider.models.drafters.heads import BlockHead
 from outrider.models.drafters.kinds import algorithm_of
 from outrider_tools.training import trainer as trainer_module
-from outrider_tools.training.drafters import export_drafter, make_learner
+from outrider_tools.training.drafters import TrainableLM, export_drafter, make_learner, small_config
 from outrider_tools.training.evaluate import read_text
 from outrider_tools.training.generate import answer_questions
 from outrider_tools.training.learner import TrainableHead
 from outrider_tools.training.prompts import ChatForm, Question
 from outrider_tools.training.rollout import NodeRollout
-from outrider_tools.training.standalone import TrainableLM, small_config
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 from outrider_tools.training.trainer import Trainer
