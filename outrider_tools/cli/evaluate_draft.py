@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         words = words.replace("--speculative-draft-model-path", "--draft")
         raise ConfigError(words if words.startswith("--") else f"--draft {arguments.draft}: {words}") from error
     tree = TreeShape(arguments.nodes, arguments.depth, arguments.branching)
-    with import_module("outrider_tools.training.report").Report() as report:
+    with import_module("outrider_tools.training.figures").Report() as report:
         evaluations = [
             evaluation
             for beginning, form in _forms(arguments, prompts.ChatForm(target_folder))

@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             parallel, rank = import_module("outrider_tools.training.parallel"), "outrider_tools.training.run:train_rank"
             parallel.run_ranks(count, device.type, rank, folder, arguments.out, options)
         else:
-            with import_module("outrider_tools.training.report").Report() as report:
+            with import_module("outrider_tools.training.figures").Report() as report:
                 module.train(folder, arguments.out, device, options, report)
     return 0
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config.draft import BLOCK_ALGORITHMS
-from outrider_tools.training.figures import Evaluation, decoding, length_table, markdown, rate_table
-from outrider_tools.training.report import Report
+from outrider_tools.training.figures import Evaluation, Report, decoding, length_table, markdown, rate_table
 
 CARD = "README.md"
 

@@ -14,6 +14,7 @@ import numpy as np
 from outrider.errors import ConfigError, under
 from outrider.models.decoder import CausalLM
 from outrider_tools.files import replacing, writing
+from outrider_tools.training.figures import Report
 from outrider_tools.training.generate import GenerationJob, Generator
 from outrider_tools.training.options import WORK_FOLDER, CorpusOptions, RunOptions
 from outrider_tools.training.parallel import RankGroup
@@ -26,7 +27,6 @@ from outrider_tools.training.prompts import (
     endings,
     read_questions,
 )
-from outrider_tools.training.report import Report
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 

@@ -19,11 +19,10 @@ from outrider.models.drafters.heads import StandaloneDraft
 from outrider.models.drafters.kinds import check_tokenizer
 from outrider.models.drafters.loader import load_draft_model
 from outrider_tools.training.attention import Spans
-from outrider_tools.training.figures import AnswerCounts, Evaluation, Flags, figures_of, loops
+from outrider_tools.training.figures import AnswerCounts, Evaluation, Flags, Report, figures_of, loops
 from outrider_tools.training.generate import Answers, answer_questions
 from outrider_tools.training.options import TreeShape
 from outrider_tools.training.prompts import Question, QuestionForm
-from outrider_tools.training.report import Report
 from outrider_tools.training.rollout import CHUNK_ROOTS, CandidateRanker, NodeRollout, TextRollout, tree_accepts
 from outrider_tools.training.target import target_states
 

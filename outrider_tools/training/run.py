@@ -17,10 +17,10 @@ from outrider_tools.training.card import write_card, write_plots
 from outrider_tools.training.corpus import run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
 from outrider_tools.training.evaluate import load_drafter, measure
+from outrider_tools.training.figures import Report
 from outrider_tools.training.options import RECORD_FILE, STATE_FILE, WORK_FOLDER, RunOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm
-from outrider_tools.training.report import Report
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import coverage
 from outrider_tools.training.trainer import Trainer

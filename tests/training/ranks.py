@@ -15,11 +15,11 @@ from training_world import make_head, random_texts
 
 from outrider.errors import ConfigError
 from outrider_tools.training.corpus import Corpus
+from outrider_tools.training.figures import Report
 from outrider_tools.training.learner import Learner
 from outrider_tools.training.options import CorpusOptions, TrainerOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm, Question
-from outrider_tools.training.report import Report
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import TextBatch, Texts
 from outrider_tools.training.trainer import Trainer

@@ -16,10 +16,10 @@ from training_world import make_head, random_texts, states
 from outrider.models.loader import load_decoder
 from outrider_tools.training.attention import Spans
 from outrider_tools.training.corpus import Corpus, StoredTexts, run_texts
+from outrider_tools.training.figures import Report
 from outrider_tools.training.learner import DraftInput
 from outrider_tools.training.options import CorpusOptions, RunOptions
 from outrider_tools.training.prompts import SYSTEM_MESSAGES, Beginnings, ChatForm, Question, endings
-from outrider_tools.training.report import Report
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Batches, Texts
 

@@ -18,9 +18,9 @@ from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import algorithm_of
 from outrider_tools.files import replacing, writing
 from outrider_tools.training import card as card_module
+from outrider_tools.training.figures import Report
 from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
 from outrider_tools.training.prompts import ChatForm, QuestionForm, read_questions
-from outrider_tools.training.report import Report
 from outrider_tools.training.run import train
 from outrider_tools.training.texts import Texts, choose_vocabulary, coverage
 
