@@ -1,23 +1,29 @@
-"""All of a training: questions, text, drafter, evaluation, card. Stages that are done are not done again."""
+"""All of a training: questions, text, drafter, evaluation, record, and the card and plots that tell of the record.
+
+Stages that are done are not done again.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import outrider
+from outrider.config.draft import BLOCK_ALGORITHMS
 from outrider_tools.files import writing
-from outrider_tools.training.card import write_card, write_plots
 from outrider_tools.training.corpus import run_texts
 from outrider_tools.training.drafters import export_drafter, make_learner, resolved
 from outrider_tools.training.evaluate import load_drafter, measure
-from outrider_tools.training.figures import Report
+from outrider_tools.training.figures import Evaluation, Report, decoding, length_table, markdown, rate_table
 from outrider_tools.training.options import RECORD_FILE, STATE_FILE, WORK_FOLDER, RunOptions
 from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import ChatForm
@@ -119,6 +125,18 @@ def train(
     report.evaluations(evaluations)
 
 
+def _summary(record: dict[str, Any]) -> list[tuple[str, str]]:
+    points = record["training"]["points"]
+    loss = f"{points[-1]['loss']:.3f}" if points else "none"
+    return [
+        ("answers, tokens", f"{record['answers']}, {record['answer_tokens']}"),
+        ("steps, last loss", f"{record['training']['total_steps']}, {loss}"),
+        ("tokens in the draft vocabulary", f"{record['vocabulary_coverage']:.4f}"),
+        ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB"),
+        ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in record["seconds"].items())),
+    ]
+
+
 class _Clock:
     """Seconds that each stage took."""
 
@@ -132,13 +150,181 @@ class _Clock:
         self._last = now
 
 
-def _summary(record: dict[str, Any]) -> list[tuple[str, str]]:
-    points = record["training"]["points"]
-    loss = f"{points[-1]['loss']:.3f}" if points else "none"
-    return [
-        ("answers, tokens", f"{record['answers']}, {record['answer_tokens']}"),
-        ("steps, last loss", f"{record['training']['total_steps']}, {loss}"),
-        ("tokens in the draft vocabulary", f"{record['vocabulary_coverage']:.4f}"),
-        ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB"),
-        ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in record["seconds"].items())),
+CARD = "README.md"
+
+KINDS = {
+    "EAGLE3": "an EAGLE-3 head (arXiv 2503.01840)",
+    "EAGLE": "an EAGLE-2 head (arXiv 2406.16858)",
+    "DFLASH": "a DFLASH head (arXiv 2602.06036), which guesses a block of tokens in one forward",
+    "DSPARK": "a DSPARK head, which guesses a block of tokens in one forward, and what each does to the next",
+    "NEXTN": "a multi-token prediction module in MiMo's layout",
+    "STANDALONE": "a small language model that learned to speak as its target",
+}
+# Who else reads such a folder. What was not tried is not claimed.
+OTHER_ENGINES = {
+    "EAGLE3": "The folder has the key names and config of public EAGLE-3 heads (`LlamaForCausalLMEagle3`), which "
+    "SGLang and vLLM read. It holds no embedding: they take the target's.",
+    "EAGLE": "The folder has the key names of public EAGLE and EAGLE-2 heads, which SGLang reads as `EAGLE`. It holds "
+    "neither embedding nor output matrix: both are the target's.",
+    **dict.fromkeys(
+        ("DFLASH", "DSPARK"),
+        "The tensors have the names of DeepSpec's heads (`Qwen3DSparkModel`), with a vocabulary of its own (`d2t`) as "
+        "in vLLM's speculators, and no embedding: it is the target's. No other engine was tried.",
+    ),
+    "NEXTN": "The tensors have MiMo's names (`model.mtp_layers.0.`). Engines that serve MiMo expect them in the "
+    "checkpoint of a MiMo target; beside a target of another family, as a folder of its own, Outrider alone "
+    "reads them.",
+    "STANDALONE": "The folder is an ordinary model of its target's architecture with the target's tokenizer. Every "
+    "engine with draft models reads it, and it can be served on its own.",
+}
+
+
+def write_card(record: dict[str, Any], evaluations: Sequence[Evaluation], folder: Path, plots: Sequence[str]) -> None:
+    """Write README.md to `folder`. `record` is what training.json holds; `plots` are files in the folder."""
+    algorithm, target = record["algorithm"], record["target"]
+    parts = [
+        f"---\nlibrary_name: outrider\nbase_model: {target}\ntags:\n- speculative-decoding\n---",
+        f"# {algorithm} drafter for {target}\n\nThis is {KINDS[algorithm]}, for speculative decoding of {target}. "
+        "What it guesses the target checks, so it changes speed and never the answer.",
+        "## Results\n\n" + _how_measured(record) + "\n\n" + markdown(length_table(evaluations)),
+        markdown(rate_table(evaluations)),
+        *(f"![{Path(name).stem.replace('_', ' ')}]({name})" for name in plots),
+        "## Training\n\n" + markdown([["", ""], *_training(record)]),
+        "## Use\n\n" + _use(record),
+        "## Text and licence\n\n" + _licence(record),
     ]
+    (folder / CARD).write_text("\n\n".join(parts) + "\n", "utf-8")
+
+
+def _how_measured(record: dict[str, Any]) -> str:
+    options, tree = record["options"], record["options"]["tree"]
+    asked = options["eval_prompts"] or "questions that the target invented and that were held back"
+    return (
+        f"On the target's own answers to {asked}, up to {options['eval_new_tokens']} tokens, end of sequence obeyed. "
+        f"*chain* and *tree* are accept lengths, accepted tokens + 1 a round, with chains of {tree['depth']} and trees "
+        f"of {tree['nodes']} nodes and depth {tree['depth']}. The *accept rate* at a depth is that of the drafter's "
+        "likeliest token at every position, with the target's tokens and the drafter's own features before it. At a "
+        "temperature above 0 both rank by the shared noise. *Loops* are answers whose last 64 tokens repeat with a "
+        "period of at most 32. `outrider evaluate-draft` measures the same."
+    )
+
+
+def _training(record: dict[str, Any]) -> list[list[str]]:
+    trainer, training, seconds = record["options"]["trainer"], record["training"], record["seconds"]
+    points = training["points"]
+    rows = [
+        ["target", record["target"]],
+        ["answers", str(record["answers"])],
+        ["tokens of answers", str(record["answer_tokens"])],
+        ["questions given", str(record["questions_given"] or "none")],
+        ["steps", str(training["total_steps"])],
+        ["tokens a step", str(trainer["batch_tokens"] * record["processes"])],
+        ["steps on own features", str(trainer["unroll"])],
+        ["peak learning rate", _rates(trainer)],
+        ["seed", str(trainer["seed"])],
+        ["last loss", f"{points[-1]['loss']:.3f}" if points else "none"],
+        ["parameters trained", str(record["trained_parameters"])],
+        ["weights", f"{record['weight_bytes'] / 1e6:.1f} MB"],
+        ["device", f"{record['processes']} x {record['device']}" if record["processes"] > 1 else record["device"]],
+        ["minutes of training", f"{training['seconds'] / 60:.1f}"],
+        ["minutes of the run that wrote this", f"{sum(seconds.values()) / 60:.1f}"],
+        ["made with", ", ".join(f"{name} {number}" for name, number in record["versions"].items())],
+    ]
+    if record["beginnings"]:
+        counts = ", ".join(f"{name} {count}" for name, count in record["beginnings"].items())
+        rows.insert(3, ["texts by what they begin with", counts])
+    if record["options"].get("init_from"):
+        rows.insert(1, ["begun as", record["options"]["init_from"]])
+    if record["algorithm"] == "STANDALONE":
+        rows = [row for row in rows if row[0] != "steps on own features"]
+    if record["algorithm"] in ("EAGLE3", *BLOCK_ALGORITHMS):
+        size, share = record["options"]["draft_vocab_size"], record["vocabulary_coverage"]
+        rows.insert(-4, ["draft vocabulary", f"{size} tokens, {100 * share:.2f} % of the answers'"])
+    return [*rows, ["all options", "`training.json`"]]
+
+
+def _use(record: dict[str, Any]) -> str:
+    algorithm = record["algorithm"]
+    return (
+        "```console\n"
+        f"outrider up --model {record['target']} --speculative-algorithm {algorithm},NGRAM \\\n"
+        "    --speculative-draft-model-path THIS_FOLDER\n"
+        f"outrider evaluate-draft --model {record['target']} --draft THIS_FOLDER --prompts QUESTIONS.jsonl\n"
+        f"```\n\n{OTHER_ENGINES[algorithm]}"
+    )
+
+
+def _rates(trainer: dict[str, Any]) -> str:
+    if trainer["optimizer"] == "muon":
+        return f"{trainer['muon_learning_rate']:g} (Muon), {trainer['learning_rate']:g} (AdamW)"
+    return f"{trainer['learning_rate']:g}"
+
+
+def _licence(record: dict[str, Any]) -> str:
+    count = record["questions_given"]
+    asked = f", and to {count} questions that it was given, whose licence is their own" if count else ""
+    begun = record["options"].get("init_from")
+    before = f" It began as {begun}, whose own text and licence are told beside it." if begun else ""
+    return (
+        f"The text that it learned from was written by {record['target']} itself, in answer to questions that it "
+        f"invented{asked}. No other text was used.{before} The weights derive from the target's, and begin from some "
+        "of them, so the target's licence holds for them, with what it says of a model's output and of derived works."
+    )
+
+
+CURVE, DEPTHS = "training.png", "accept_rate.png"
+SIZE, DPI = (9.0, 3.6), 110
+# Depths that get a line of their own in the curve.
+SHOWN_DEPTHS = (1, 2, 4, 6, 8)
+
+
+def write_plots(record: dict[str, Any], folder: Path, report: Report) -> list[str]:
+    """Draw a training's record; returns the files' names, none where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        report.line("no plots: matplotlib is not installed (pip install matplotlib)")
+        return []
+    names = []
+    for name, draw in ((CURVE, _curve), (DEPTHS, _depths)):
+        # Not pyplot, which would look for a display.
+        figure = import_module("matplotlib.figure").Figure(figsize=SIZE, layout="constrained")
+        if draw(figure, record):
+            figure.savefig(folder / name, dpi=DPI)
+            names.append(name)
+    return names
+
+
+def _curve(figure: Any, record: dict[str, Any]) -> bool:
+    """Loss, and agreement by depth, over the steps."""
+    points = record["training"]["points"]
+    if not points:
+        return False
+    steps = [point["step"] for point in points]
+    loss, rates = figure.subplots(1, 2)
+    loss.plot(steps, [point["loss"] for point in points])
+    loss.set(xlabel="step", ylabel="loss", title="loss")
+    for depth in SHOWN_DEPTHS:
+        if depth <= len(points[0]["rates"]):
+            rates.plot(steps, [point["rates"][depth - 1] for point in points], label=f"depth {depth}")
+    rates.set(xlabel="step", ylabel="share of places", title="agreement in training", ylim=(0, None))
+    rates.legend()
+    for axes in (loss, rates):
+        axes.grid(alpha=0.3)
+    return True
+
+
+def _depths(figure: Any, record: dict[str, Any]) -> bool:
+    """Accept rates at the end, and how far rounds get."""
+    rates, rounds = figure.subplots(1, 2, sharex=True)
+    for evaluation in record["evaluation"]:
+        found, name = evaluation["all"], decoding(evaluation["temperature"])
+        places = range(1, len(found["rates"]) + 1)
+        rates.plot(places, found["rates"], marker="o", label=name)
+        for kind in ("chain", "tree"):
+            reached = found[kind]["reached"]
+            rounds.plot(range(1, len(reached) + 1), reached, marker="o", label=f"{name}, {kind}")
+    rates.set(xlabel="depth", ylabel="accept rate", title="accept rate, teacher-forced", ylim=(0, None))
+    rounds.set(xlabel="depth", ylabel="share of rounds", title="rounds that accept so many", ylim=(0, 1))
+    for axes in (rates, rounds):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return True

@@ -17,7 +17,7 @@ from outrider.cli.main import main, make_parser
 from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import algorithm_of
 from outrider_tools.files import replacing, writing
-from outrider_tools.training import card as card_module
+from outrider_tools.training import run as run_module
 from outrider_tools.training.figures import Report
 from outrider_tools.training.options import CorpusOptions, RunOptions, TrainerOptions
 from outrider_tools.training.prompts import ChatForm, QuestionForm, read_questions
@@ -67,7 +67,7 @@ def earlier(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes as long as a small training."""
-    monkeypatch.setattr(card_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -124,7 +124,7 @@ def test_the_card_has_the_numbers_of_the_record(earlier: Path) -> None:
 def test_every_head_with_a_vocabulary_of_its_own_says_how_large_it_is(earlier: Path) -> None:
     record = json.loads((earlier / "training.json").read_text())
     for algorithm, told in (("EAGLE3", True), ("DSPARK", True), ("EAGLE", False)):
-        rows = card_module._training(record | {"algorithm": algorithm})
+        rows = run_module._training(record | {"algorithm": algorithm})
         assert any(name == "draft vocabulary" and size.startswith("150 tokens") for name, size in rows) == told
 
 
@@ -133,7 +133,7 @@ def test_plots_are_drawn_beside_the_card(earlier: Path, no_plots: None, tmp_path
         assert (earlier / name).read_bytes().startswith(b"\x89PNG")
         assert f"({name})" in (earlier / "README.md").read_text()
     output = StringIO()
-    assert card_module.write_plots({}, tmp_path, Report(output)) == []
+    assert run_module.write_plots({}, tmp_path, Report(output)) == []
     assert "matplotlib is not installed" in output.getvalue()
 
 
