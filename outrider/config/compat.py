@@ -34,161 +34,125 @@ class Foreign:
         return flag.startswith(self.flag[:-1]) if self.flag.endswith("*") else flag == self.flag
 
 
-def _same(flag: str, *ours: str) -> Foreign:
-    return Foreign(flag, renamed=ours)
-
-
-def _parallel(*flags: str) -> tuple[Foreign, ...]:
-    return tuple(
-        Foreign(
-            flag,
-            moot="one verify service is one replica",
-            refused=(
-                "start several behind one gateway, each with --device cuda:N; --tensor-parallel-size divides a model "
-                "among GPUs"
-            ),
-            moot_values=("1",),
-        )
-        for flag in flags
-    )
-
-
 _DRAFT_ATTENTION = "a draft's attention is ours on a GPU and torch's on a CPU"
 _ADDRESS = "an address is host and port in one; use "
-
-SERVING = (
-    Foreign("--host", refused=_ADDRESS),
-    Foreign("--port", refused=_ADDRESS),
-    _same("--model-path", "--model"),
-    _same("--tokenizer-path", "--tokenizer"),
-    _same("--max-model-len", "--context-length"),
-    _same("--gpu-memory-utilization", "--mem-fraction-static"),
-    _same("--max-num-seqs", "--max-running-requests"),
-    _same("--max-num-batched-tokens", "--chunked-prefill-size"),
-    _same("--block-size", "--page-size"),
-    _same("--enforce-eager", "--disable-cuda-graph"),
-    _same("--no-enable-prefix-caching", "--disable-radix-cache"),
-    _same("--enable-deterministic-inference", "--deterministic"),
-    _same("--allowed-origins", "--cors-origins"),
-    _same("--ssl-certfile", "--gateway-tls-cert", "--tls-cert"),
-    _same("--ssl-keyfile", "--gateway-tls-key", "--tls-key"),
-    _same("--ssl-ca-certs", "--gateway-tls-ca", "--tls-ca"),
-    _same("--speculative-model", "--speculative-draft-model-path"),
-    _same("--num-speculative-tokens", "--speculative-num-steps"),
-    *(_same(flag, "--tensor-parallel-size") for flag in ("--tp-size", "--tp", "-tp")),
-    *_parallel("--pipeline-parallel-size", "--pp-size", "--data-parallel-size", "--dp-size"),
-    Foreign(
-        "--enable-prefix-caching", moot="prefixes are always shared; --disable-radix-cache stops it", takes_value=False
-    ),
-    Foreign("--enable-chunked-prefill", moot="prompts are always computed in chunks", takes_value=False),
-    Foreign(
-        "--enable-metrics", moot="/metrics is always there; --sglang-metrics adds SGLang's names", takes_value=False
-    ),
-    Foreign("--disable-log-requests", moot="requests are not logged", takes_value=False),
-    Foreign(
-        "--load-format",
-        moot="weights are read as safetensors, whatever is asked",
-        refused="only safetensors are read",
-        moot_values=("auto", "safetensors"),
-    ),
-    Foreign(
-        "--quantization",
-        refused="a checkpoint is quantized as its config.json says; leave it out, or make one with `outrider quantize`",
-    ),
-    Foreign("--trust-remote-code", refused="code of a checkpoint is never run", takes_value=False),
-    Foreign("--revision", refused="a revision stands behind the hub id: --model OWNER/NAME@REVISION"),
-    Foreign("--download-dir", refused="set the environment variable OUTRIDER_HOME to the folder"),
-    Foreign("--chat-template", refused="the model's own template is used; write it into tokenizer_config.json"),
-    Foreign(
-        "--speculative-config",
-        refused="each part is an option: --speculative-algorithm, --speculative-draft-model-path, "
-        "--speculative-num-steps",
-    ),
+_RENAMED = {
+    "--model-path": "--model",
+    "--tokenizer-path": "--tokenizer",
+    "--max-model-len": "--context-length",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-num-seqs": "--max-running-requests",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--block-size": "--page-size",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--enable-deterministic-inference": "--deterministic",
+    "--allowed-origins": "--cors-origins",
+    "--ssl-certfile": "--gateway-tls-cert --tls-cert",
+    "--ssl-keyfile": "--gateway-tls-key --tls-key",
+    "--ssl-ca-certs": "--gateway-tls-ca --tls-ca",
+    "--speculative-model": "--speculative-draft-model-path",
+    "--num-speculative-tokens": "--speculative-num-steps",
+    "--tp-size": "--tensor-parallel-size",
+    "--tp": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
+    "--speculative-draft-model": "--speculative-draft-model-path",
+    "--speculative-num-draft-tokens": "--max-draft-tokens",
+    "--speculative-accept-threshold-single": "--accept-threshold-single",
+    "--speculative-accept-threshold-acc": "--accept-threshold-acc",
+    "--speculative-ngram-min-match-window-size": "--min-match-window-size",
+    "--speculative-ngram-max-match-window-size": "--max-match-window-size",
+    "--speculative-ngram-min-bfs-breadth": "--min-bfs-breadth",
+    "--speculative-ngram-max-bfs-breadth": "--max-bfs-breadth",
+    "--speculative-ngram-match-type": "--match-type",
+    "--speculative-ngram-branch-length": "--branch-length",
+    "--speculative-ngram-max-trie-depth": "--branch-length",
+    "--speculative-ngram-capacity": "--capacity",
+}
+"""What is called otherwise here: each by the first of these that a command has."""
+_MOOT_SWITCHES = {
+    "--enable-prefix-caching": "prefixes are always shared; --disable-radix-cache stops it",
+    "--enable-chunked-prefill": "prompts are always computed in chunks",
+    "--enable-metrics": "/metrics is always there; --sglang-metrics adds SGLang's names",
+    "--disable-log-requests": "requests are not logged",
+    "--speculative-adaptive": "how much is verified follows measured acceptance in every round, always",
+    "--speculative-use-rejection-sampling": "acceptance is exact for every tree: the target's own sample is taken, "
+    "and no draft probability is needed",
+    "--enable-torch-compile": "rounds and draft steps are CUDA graphs of our kernels",
+    "--disable-overlap-schedule": "draft and verify always overlap; --lockstep runs them in turn",
+    "--enable-mixed-chunk": "chunks of prompts always run beside decoding",
+    "--enable-spec-v2": "draft and verify always overlap",
+}
+"""Switches that change nothing here, and why."""
+_MOOT = {
+    "--speculative-draft-attention-backend": _DRAFT_ATTENTION,
+    "--draft-attention-backend": _DRAFT_ATTENTION,
+    "--speculative-attention-mode": "one kernel serves prompts and trees alike",
+    "--speculative-adaptive-config": "how much is verified follows measured acceptance, without tuning",
+    "--torch-compile-max-bs": "nothing is compiled by torch",
+}
+"""The same for options that take a value."""
+_REFUSED_SWITCHES = {
+    "--trust-remote-code": "code of a checkpoint is never run",
+    "--enable-multi-layer-eagle": "one MTP layer drafts all positions; heads with a layer for each are not supported",
+    "--enable-dp-attention": "a verify service is one replica; start several behind one gateway",
+    "--speculative-skip-dp-mlp-sync": "there is no data-parallel attention here",
+}
+"""Switches that are not to be had, and why."""
+_REFUSED = {
+    "--host": _ADDRESS,
+    "--port": _ADDRESS,
+    "--quantization": "a checkpoint is quantized as its config.json says; leave it out, or make one with `outrider "
+    "quantize`",
+    "--revision": "a revision stands behind the hub id: --model OWNER/NAME@REVISION",
+    "--download-dir": "set the environment variable OUTRIDER_HOME to the folder",
+    "--chat-template": "the model's own template is used; write it into tokenizer_config.json",
+    "--speculative-config": "each part is an option: --speculative-algorithm, --speculative-draft-model-path, "
+    "--speculative-num-steps",
+    "--speculative-dflash-block-size": "the head says its own block_size; leave it out",
+    "--speculative-dflash-*": "no such option of DFLASH is supported; leave it out",
+    "--speculative-dspark-*": "no such option of DSPARK is supported; leave it out",
+    "--speculative-ngram-external-*": "the trie is filled by prompts and answers alone",
+    "--decoupled-spec-role": "drafts are services of their own: `outrider up`, or --draft of verify",
+}
+"""The same for options that take a value. A flag that ends with * is a family."""
+_ONE_REPLICA = (
+    "one verify service is one replica",
+    "start several behind one gateway, each with --device cuda:N; --tensor-parallel-size divides a model among GPUs",
+    ("1",),
 )
+_FORMAT = "weights are read as safetensors, whatever is asked"
+_NO_EXPERTS = ("no drafter here has experts", "mixture-of-experts drafters are not supported")
+_BY_VALUE = {
+    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--data-parallel-size", "--dp-size"), _ONE_REPLICA),
+    "--load-format": (_FORMAT, "only safetensors are read", ("auto", "safetensors")),
+    "--speculative-draft-load-format": (
+        _FORMAT,
+        "only safetensors are read; run `outrider convert` on other formats once",
+        ("auto", "safetensors"),
+    ),
+    "--speculative-draft-model-quantization": (
+        "a draft is quantized as its own config.json says, whatever the target is",
+        "a draft is quantized as its own config.json says; leave it out, or make one with `outrider quantize`",
+        ("unquant", "none"),
+    ),
+    "--speculative-draft-kv-cache-dtype": (
+        "the draft's KV has the draft's dtype",
+        "the draft's KV has the draft's dtype; choose that with --dtype of the draft",
+        ("auto",),
+    ),
+    "--speculative-moe-runner-backend": (*_NO_EXPERTS, ("auto",)),
+    "--speculative-moe-a2a-backend": (*_NO_EXPERTS, ("none",)),
+}
+"""Why the values named last change nothing, and why all others are not to be had."""
 
 FOREIGN = (
-    *SERVING,
-    _same("--speculative-draft-model", "--speculative-draft-model-path"),
-    Foreign("--speculative-draft-attention-backend", moot=_DRAFT_ATTENTION),
-    Foreign("--draft-attention-backend", moot=_DRAFT_ATTENTION),
-    _same("--speculative-num-draft-tokens", "--max-draft-tokens"),
-    _same("--speculative-accept-threshold-single", "--accept-threshold-single"),
-    _same("--speculative-accept-threshold-acc", "--accept-threshold-acc"),
-    _same("--speculative-ngram-min-match-window-size", "--min-match-window-size"),
-    _same("--speculative-ngram-max-match-window-size", "--max-match-window-size"),
-    _same("--speculative-ngram-min-bfs-breadth", "--min-bfs-breadth"),
-    _same("--speculative-ngram-max-bfs-breadth", "--max-bfs-breadth"),
-    _same("--speculative-ngram-match-type", "--match-type"),
-    _same("--speculative-ngram-branch-length", "--branch-length"),
-    _same("--speculative-ngram-max-trie-depth", "--branch-length"),
-    _same("--speculative-ngram-capacity", "--capacity"),
-    Foreign(
-        "--speculative-draft-load-format",
-        moot="weights are read as safetensors, whatever is asked",
-        refused="only safetensors are read; run `outrider convert` on other formats once",
-        moot_values=("auto", "safetensors"),
-    ),
-    Foreign(
-        "--speculative-draft-model-quantization",
-        moot="a draft is quantized as its own config.json says, whatever the target is",
-        refused="a draft is quantized as its own config.json says; leave it out, or make one with `outrider quantize`",
-        moot_values=("unquant", "none"),
-    ),
-    Foreign(
-        "--speculative-draft-kv-cache-dtype",
-        moot="the draft's KV has the draft's dtype",
-        refused="the draft's KV has the draft's dtype; choose that with --dtype of the draft",
-        moot_values=("auto",),
-    ),
-    Foreign("--speculative-attention-mode", moot="one kernel serves prompts and trees alike"),
-    Foreign(
-        "--speculative-moe-runner-backend",
-        moot="no drafter here has experts",
-        refused="mixture-of-experts drafters are not supported",
-        moot_values=("auto",),
-    ),
-    Foreign(
-        "--speculative-moe-a2a-backend",
-        moot="no drafter here has experts",
-        refused="mixture-of-experts drafters are not supported",
-        moot_values=("none",),
-    ),
-    Foreign(
-        "--speculative-adaptive",
-        moot="how much is verified follows measured acceptance in every round, always",
-        takes_value=False,
-    ),
-    Foreign("--speculative-adaptive-config", moot="how much is verified follows measured acceptance, without tuning"),
-    Foreign(
-        "--speculative-use-rejection-sampling",
-        moot="acceptance is exact for every tree: the target's own sample is taken, and no draft probability is needed",
-        takes_value=False,
-    ),
-    Foreign("--enable-torch-compile", moot="rounds and draft steps are CUDA graphs of our kernels", takes_value=False),
-    Foreign("--torch-compile-max-bs", moot="nothing is compiled by torch"),
-    Foreign(
-        "--disable-overlap-schedule",
-        moot="draft and verify always overlap; --lockstep runs them in turn",
-        takes_value=False,
-    ),
-    Foreign("--enable-mixed-chunk", moot="chunks of prompts always run beside decoding", takes_value=False),
-    Foreign("--enable-spec-v2", moot="draft and verify always overlap", takes_value=False),
-    Foreign(
-        "--enable-multi-layer-eagle",
-        refused="one MTP layer drafts all positions; heads with a layer for each are not supported",
-        takes_value=False,
-    ),
-    Foreign(
-        "--enable-dp-attention",
-        refused="a verify service is one replica; start several behind one gateway",
-        takes_value=False,
-    ),
-    Foreign("--speculative-skip-dp-mlp-sync", refused="there is no data-parallel attention here", takes_value=False),
-    Foreign("--speculative-dflash-block-size", refused="the head says its own block_size; leave it out"),
-    Foreign("--speculative-dflash-*", refused="no such option of DFLASH is supported; leave it out"),
-    Foreign("--speculative-dspark-*", refused="no such option of DSPARK is supported; leave it out"),
-    Foreign("--speculative-ngram-external-*", refused="the trie is filled by prompts and answers alone"),
-    Foreign("--decoupled-spec-role", refused="drafts are services of their own: `outrider up`, or --draft of verify"),
+    *(Foreign(flag, renamed=tuple(ours.split())) for flag, ours in _RENAMED.items()),
+    *(Foreign(flag, moot=why, takes_value=False) for flag, why in _MOOT_SWITCHES.items()),
+    *(Foreign(flag, moot=why) for flag, why in _MOOT.items()),
+    *(Foreign(flag, refused=why, takes_value=False) for flag, why in _REFUSED_SWITCHES.items()),
+    *(Foreign(flag, refused=why) for flag, why in _REFUSED.items()),
+    *(Foreign(flag, (), moot, refused, values) for flag, (moot, refused, values) in _BY_VALUE.items()),
 )
 
 
