@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from outrider.errors import OutriderError
@@ -109,7 +110,8 @@ class Child:
         if process is None:
             return None
         with self._reaping:
-            if process.returncode is None and _has_ended(process.pid):
+            look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if process.returncode is None and os.waitid(os.P_PID, process.pid, look) is not None:
                 # Before the leader is reaped, so that the group's number cannot belong to anybody else.
                 _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
@@ -184,16 +186,10 @@ class Child:
                 self._on_line(self.name, line)
 
 
-def _has_ended(pid: int) -> bool:
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
+    # Gone, or (macOS) nothing but a zombie is left of it.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        # Gone, or (macOS) nothing but a zombie is left of it.
-        return
 
 
 def main(arguments: list[str]) -> None:

@@ -19,14 +19,7 @@ from outrider.cli.options import (
     make_cluster,
     whole_number,
 )
-from outrider.cli.terminal import (
-    FinishedAnswer,
-    StartDisplay,
-    drafters_text,
-    legend,
-    make_console,
-    show_answer,
-)
+from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
 
 # An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.

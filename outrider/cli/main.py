@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import NoReturn
 
 from outrider import __version__
@@ -56,18 +56,14 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized") and unknown and not unknown[0].startswith("-"):
             message = f"nothing takes {unknown[0]!r} here"
         elif message.startswith("unrecognized") and unknown:
-            known = [flag for action in self._every_action() for flag in action.option_strings]
+            actions = list(self._actions)  # and those of the commands below
+            for action in self._actions:
+                if isinstance(action, argparse._SubParsersAction):
+                    actions += [inner for parser in action.choices.values() for inner in parser._actions]
+            known = [flag for action in actions for flag in action.option_strings]
             close = difflib.get_close_matches(unknown[0], known, n=1)
             message = f"unknown option {unknown[0]}" + (f"; did you mean {close[0]}?" if close else "")
         self.exit(EXIT_CONFIG, f"{self.prog}: error: {message}; see --help\n")
-
-    def _every_action(self) -> list[argparse.Action]:
-        """Options of this parser and of the commands below it."""
-        actions = list(self._actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                actions += [inner for parser in action.choices.values() for inner in parser._actions]
-        return actions
 
 
 def make_parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
@@ -106,18 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"{error.filename}: {error.strerror}; let this user have it, or name another place"
             print(f"outrider: error: {text}", file=sys.stderr)
             return EXIT_CONFIG
-        if not _is_of_output(error):
+        # Whether what is written to takes no more: nobody reads it, or its disk is full.
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
             raise
         # What was not written yet would fail once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             print(f"outrider: error: the output cannot be written: {error.strerror}", file=sys.stderr)
         return EXIT_FAILURE
-
-
-def _is_of_output(error: OSError) -> bool:
-    """Whether what is written to takes no more: nobody reads it, or its disk is full."""
-    return error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO) and error.filename is None
 
 
 def _run(words: list[str]) -> int:
@@ -135,14 +127,10 @@ def _run(words: list[str]) -> int:
         return 0
     # Whatever asks us to end ends as Ctrl-C does: through the `with` blocks that end the services.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)
     return int(_module(arguments.command).run(arguments))
 
 
 def _module(command: str) -> ModuleType:
     package = "outrider_tools" if command in TOOLS else "outrider"
     return importlib.import_module(f"{package}.cli.{command.replace('-', '_')}")
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt

@@ -127,9 +127,8 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
 
 def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Say) -> DraftOptions:
     """The options of a draft service with drafters chosen where that was left open."""
-    on_gpu = gpus and verify.device != "cpu"
     is_open = draft.speculative_algorithm == AUTO and not draft.speculative_draft_model_path
-    if is_open and on_gpu and gpus <= verify.tensor_parallel_size and is_default(draft, "device"):
+    if is_open and is_on_gpu(verify, gpus) and gpus <= verify.tensor_parallel_size and is_default(draft, "device"):
         if shipped_head(verify.model) is not None:
             say("n-grams alone draft: a remote head wants a GPU of its own, or --draft-device")
         return replace(draft, speculative_algorithm=NGRAM)
