@@ -45,44 +45,12 @@ def _rates(text: str) -> list[float]:
 
 
 def _concurrencies(text: str) -> list[int]:
-    one = whole_number(1, MAX_CONCURRENCY)
-    return [one(part.strip()) for part in text.split(",")]
+    return [whole_number(1, MAX_CONCURRENCY)(part.strip()) for part in text.split(",")]
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    _add_door(parser.add_argument_group("the gateway"))
-    _add_load(parser.add_argument_group("the load"))
-    _add_prompts(parser.add_argument_group("the prompts"))
-    _add_sampling(parser.add_argument_group("the answers"))
-    _add_report(parser.add_argument_group("the report"))
-
-
-def points_of(arguments: argparse.Namespace) -> list[LoadPoint]:
-    """The loads to measure: every rate with every concurrency. Raises ConfigError."""
-    rates: list[float] = arguments.request_rate
-    concurrencies: list[int] = arguments.max_concurrency or [0]
-    if concurrencies == [0] and any(map(math.isinf, rates)) and arguments.num_prompts is None and arguments.duration:
-        raise ConfigError("--max-concurrency: not set; with --duration a closed loop needs it, or set --request-rate")
-    count = arguments.num_prompts
-    if count is None:
-        count = 0 if arguments.duration else DEFAULT_PROMPTS
-    return [
-        LoadPoint(
-            concurrency=most,
-            rate=rate,
-            burstiness=arguments.burstiness,
-            num_prompts=count,
-            seconds=arguments.duration,
-            timeout=arguments.timeout,
-            seed=arguments.seed,
-        )
-        for rate in rates
-        for most in concurrencies
-    ]
-
-
-def _add_door(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("the gateway")
     group.add_argument(
         "--backend",
         choices=("grpc", "openai", "openai-chat"),
@@ -103,8 +71,7 @@ def _add_door(group: argparse._ArgumentGroup) -> None:
     add_connect_tls_options(group)
     group.add_argument("--model", default="", help="Name of the model; empty for the served one.")
 
-
-def _add_load(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("the load")
     group.add_argument(
         "--num-prompts",
         type=whole_number(1, 10_000_000),
@@ -145,8 +112,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--seed", type=whole_number(0, MAX_SEED), default=0, help="Of prompts and arrivals. Default: 0.")
 
-
-def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("the prompts")
     group.add_argument(
         "--dataset-path",
         type=expand,
@@ -172,8 +138,7 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--raw", action="store_true", help="Over gRPC, send texts as they are and not as a user's turn.")
 
-
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("the answers")
     group.add_argument("--temperature", type=number(0, 2), default=0.0, help="Default: 0, greedy.")
     group.add_argument("--top-p", type=number(1e-6, 1), help="By default, the server's.")
     group.add_argument("--top-k", type=whole_number(0, 1 << 24), help="By default, the server's.")
@@ -181,13 +146,36 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="Answers go on to their most tokens.")
     group.add_argument("--plain", action="store_true", help="Ask for plain decoding, without speculation.")
 
-
-def _add_report(group: argparse._ArgumentGroup) -> None:
+    group = parser.add_argument_group("the report")
     group.add_argument("--out", type=expand, help="JSON file to write.")
     group.add_argument("--plot", type=expand, help="Image to draw; needs matplotlib.")
     group.add_argument("--label", default="gateway", help="First words of each case: model, drafter, mode.")
     group.add_argument("--device-name", default="", help="What the services run on; by default this processor.")
     group.add_argument("--save-detailed", action="store_true", help="Write every request's figures into --out, too.")
+
+
+def points_of(arguments: argparse.Namespace) -> list[LoadPoint]:
+    """The loads to measure: every rate with every concurrency. Raises ConfigError."""
+    rates: list[float] = arguments.request_rate
+    concurrencies: list[int] = arguments.max_concurrency or [0]
+    if concurrencies == [0] and any(map(math.isinf, rates)) and arguments.num_prompts is None and arguments.duration:
+        raise ConfigError("--max-concurrency: not set; with --duration a closed loop needs it, or set --request-rate")
+    count = arguments.num_prompts
+    if count is None:
+        count = 0 if arguments.duration else DEFAULT_PROMPTS
+    return [
+        LoadPoint(
+            concurrency=most,
+            rate=rate,
+            burstiness=arguments.burstiness,
+            num_prompts=count,
+            seconds=arguments.duration,
+            timeout=arguments.timeout,
+            seed=arguments.seed,
+        )
+        for rate in rates
+        for most in concurrencies
+    ]
 
 
 TIMED_PROMPTS = 4096
