@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
@@ -56,21 +56,16 @@ class PageView:
     error: str = ""
 
 
-def kind_of(page: MetricsPage) -> str:
-    """Whose page it is."""
-    for kind, prefix in (("gateway", _GATEWAY), ("verify", _VERIFY), ("draft", _DRAFT)):
-        if any(name.startswith(prefix) for name in (*page.gauges, *page.counters)):
-            return kind
-    return "unknown"
-
-
 def page_view(source: str, now: MetricsPage, before: MetricsPage, seconds: float) -> PageView:
     """A page's figures, over the `seconds` between its readings."""
-    kind = kind_of(now)
-    make = _MAKERS.get(kind)
-    if make is None:
-        return PageView(kind, source, (), "none of our services' pages")
-    return PageView(kind, source, tuple(make(now, now.since(before), max(seconds, 1e-6))))
+    for kind, prefix, make in (
+        ("gateway", _GATEWAY, _gateway),
+        ("verify", _VERIFY, _verify),
+        ("draft", _DRAFT, _draft),
+    ):
+        if any(name.startswith(prefix) for name in (*now.gauges, *now.counters)):
+            return PageView(kind, source, tuple(make(now, now.since(before), max(seconds, 1e-6))))
+    return PageView("unknown", source, (), "none of our services' pages")
 
 
 def _gateway(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[TopFigure]:
@@ -84,22 +79,20 @@ def _gateway(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[
     lengths = gained.histogram(f"{_GATEWAY}accept_length")
     yield TopFigure("accept length", f"{lengths.mean:.2f}" if lengths.count else "-")
     yield _by_depth(gained, "vllm:spec_decode_num_accepted_tokens_per_pos", lengths.count)
-    yield _ms("ttft p50", gained.histogram("vllm:time_to_first_token_seconds"), 0.5)
-    yield _ms("ttft p99", gained.histogram("vllm:time_to_first_token_seconds"), 0.99)
-    yield _ms("itl p50", gained.histogram("vllm:inter_token_latency_seconds"), 0.5)
-    yield _ms("itl p99", gained.histogram("vllm:inter_token_latency_seconds"), 0.99)
+    for name, family in (("ttft", "time_to_first_token"), ("itl", "inter_token_latency")):
+        for share in (0.5, 0.99):
+            yield _ms(f"{name} p{100 * share:.0f}", gained.histogram(f"vllm:{family}_seconds"), share)
     yield TopFigure("pages", f"{100 * now.total('vllm:kv_cache_usage_perc'):.0f}%")
     yield TopFigure("drafts", f"{now.total(f'{_GATEWAY}healthy_drafts'):.0f}")
-    yield from _replicas(now)
-    yield from _errors(gained, f"{_GATEWAY}errors")
-    if now.total(f"{_GATEWAY}draining"):
-        yield TopFigure("draining", "yes", alarm=True)
-
-
-def _replicas(now: MetricsPage) -> Iterator[TopFigure]:
     states = [labels.rpartition(",")[2] for labels, value in now.labelled(f"{_GATEWAY}verify_state") if value]
     ready = sum(state == "ready" for state in states)
     yield TopFigure("replicas", f"{ready} of {len(states)} ready", alarm=ready < len(states))
+    errors = {labels: count for labels, count in gained.labelled(f"{_GATEWAY}errors") if count}
+    yield TopFigure("errors", f"{sum(errors.values()):.0f}", alarm=bool(errors))
+    for labels, count in sorted(errors.items()):
+        yield TopFigure(f"  {labels.replace(',', ' ')}", f"{count:.0f}", alarm=True)
+    if now.total(f"{_GATEWAY}draining"):
+        yield TopFigure("draining", "yes", alarm=True)
 
 
 def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[TopFigure]:
@@ -117,10 +110,9 @@ def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[T
     yield TopFigure("nodes/round", f"{gained.histogram(f'{_VERIFY}round_draft_tokens').mean:.1f}")
     yield _ms("round p50", gained.histogram(f"{_VERIFY}round_seconds"), 0.5)
     yield _ms("gap p50", gained.histogram(f"{_VERIFY}host_gap_seconds"), 0.5)
-    if gained.histogram(f"{_VERIFY}gpu_seconds").count:
-        yield _ms("gpu p50", gained.histogram(f"{_VERIFY}gpu_seconds"), 0.5)
-    if gained.histogram(f"{_VERIFY}drafting_seconds").count:
-        yield _ms("drafting p50", gained.histogram(f"{_VERIFY}drafting_seconds"), 0.5)
+    for name in ("gpu", "drafting"):
+        if (times := gained.histogram(f"{_VERIFY}{name}_seconds")).count:
+            yield _ms(f"{name} p50", times, 0.5)
     hold = gained.total(f"{_VERIFY}hold_seconds") / rounds * 1e3 if rounds else 0.0
     yield TopFigure("hold", f"{hold:.2f} ms a round")
     used, pages = now.total(f"{_VERIFY}kv_pages_used"), now.total(f"{_VERIFY}kv_pages")
@@ -168,13 +160,6 @@ def _by_depth(gained: MetricsPage, family: str, rounds: float) -> TopFigure:
     return TopFigure("accepted by depth, %", " ".join(shares) or "-")
 
 
-def _errors(gained: MetricsPage, family: str) -> Iterator[TopFigure]:
-    found = {labels: count for labels, count in gained.labelled(family) if count}
-    yield TopFigure("errors", f"{sum(found.values()):.0f}", alarm=bool(found))
-    for labels, count in sorted(found.items()):
-        yield TopFigure(f"  {labels.replace(',', ' ')}", f"{count:.0f}", alarm=True)
-
-
 def _count(name: str, value: float) -> TopFigure:
     return TopFigure(name, f"{value:.0f}")
 
@@ -185,13 +170,6 @@ def _share(part: float, whole: float) -> str:
 
 def _ms(name: str, histogram: Histogram, share: float) -> TopFigure:
     return TopFigure(name, f"{histogram.quantile(share) * 1e3:.2f} ms" if histogram.count else "-")
-
-
-_MAKERS: dict[str, Callable[[MetricsPage, MetricsPage, float], Iterator[TopFigure]]] = {
-    "gateway": _gateway,
-    "verify": _verify,
-    "draft": _draft,
-}
 
 
 _MEANINGS = (

@@ -77,7 +77,8 @@ async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tup
         return [problem(endpoint.service, error.message, "correct the option")], False
     async with channel:
         try:
-            status = await _health(channel, timeout)
+            request = health_pb2.HealthCheckRequest()
+            answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             told = error_from_rpc(error, endpoint.service)
             if must_run:
@@ -86,6 +87,7 @@ async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tup
                 return [problem(endpoint.service, f"{said}: {reason}", fix)], False
             return [note(endpoint.service, f"{said}: does not run, or cannot be reached")], False
         findings = [await _echo(channel, endpoint, timeout)]
+        status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         if status != "SERVING":
             fix = "wait if it is loading its model; else see its log"
             return [problem(endpoint.service, f"{said}: {status}", fix), *findings], True
@@ -93,21 +95,15 @@ async def _ask(endpoint: ServiceEndpoint, must_run: bool, timeout: float) -> tup
         return findings, True
 
 
-async def _health(channel: grpc.aio.Channel, timeout: float) -> str:
-    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
-
-
 async def _info(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: float) -> Finding:
-    said = endpoint.address
     try:
-        return await _INFO[endpoint.service](channel, said, timeout)
+        return await _INFO[endpoint.service](channel, endpoint.address, timeout)
     except grpc.aio.AioRpcError as error:
         told: OutriderError = error_from_rpc(error, endpoint.service)
         fix = "see its log"
         if "credentials" in told.code:
             fix = KEY_FIX if endpoint.service == "gateway" else "set the token that its door asks for"
-        return problem(endpoint.service, f"{said}: {told.message}", fix)
+        return problem(endpoint.service, f"{endpoint.address}: {told.message}", fix)
 
 
 async def _gateway_info(channel: grpc.aio.Channel, said: str, timeout: float) -> Finding:
