@@ -105,7 +105,7 @@ class Mode:
         with StartedTarget(options, [case.drafter for case in remote], on_line) as target:
             target.start()
             print(f"{self.name}: verify started in {target.start_seconds:.1f} s", flush=True)
-            self._dtype = asyncio.run(dtype_of(target.cluster.verify_address))
+            self._dtype = asyncio.run(dtype_of(target.cluster.address("verify")))
             for case in cases:
                 if case not in remote:
                     self._answer_in(target, case, batches, scarce)

@@ -149,7 +149,7 @@ class MtBench:
             self._stubs[name] = gateway_pb2_grpc.GatewayServiceStub(channel)
         first = next(iter(self._clusters.values()), None)
         if first is not None:
-            channel = await channels.enter_async_context(open_channel(first.verify_address))
+            channel = await channels.enter_async_context(open_channel(first.address("verify")))
             info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
             self.dtype = info.dtype
         for text in WARM:

@@ -72,7 +72,7 @@ def start(arguments: argparse.Namespace, stack: ExitStack) -> tuple[list[Cluster
     with ThreadPoolExecutor() as pool:
         list(pool.map(stack.enter_context, replicas))
     gateway = Cluster(
-        gateway=GatewayOptions(verify=tuple(one.verify_address for one in replicas)),
+        gateway=GatewayOptions(verify=tuple(one.address("verify") for one in replicas)),
         services=("gateway",),
         on_line=printer(arguments.verbose),
     )

@@ -177,7 +177,7 @@ async def main() -> None:
     prompts = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
     prompts = [prompt for prompt in prompts if arguments.kind in (None, prompt["kind"])]
     with Cluster(verify=VerifyOptions(dtype=arguments.dtype, disable_radix_cache=True)) as cluster:
-        channel = open_channel(cluster.verify_address)
+        channel = open_channel(cluster.address("verify"))
         info = await verify_pb2_grpc.VerifyServiceStub(channel).GetInfo(verify_pb2.VerifyServiceGetInfoRequest())
         await channel.close()
         kinds = await measure(cluster, prompts, arguments.max_tokens, info.dtype)

@@ -62,7 +62,7 @@ class StartedTarget:
         link.unlink(missing_ok=True)
         # On a CPU a drafter in verify's own process counts, too.
         self._others = self.page().gauges.get(_HEALTHY, 0.0)
-        link.symlink_to(draft.cluster.draft_address.removeprefix("unix:"))
+        link.symlink_to(draft.cluster.address("draft").removeprefix("unix:"))
         self._wait(lambda page: page.gauges.get(_HEALTHY, 0.0) > self._others, "connect to the draft")
         # Requests that begin before would be answered without, and beside captures.
         what = "store features for the draft"

@@ -289,16 +289,6 @@ class Cluster:
         return self.address("gateway")
 
     @property
-    def verify_address(self) -> str:
-        """Of the verify service's gRPC door."""
-        return self.address("verify")
-
-    @property
-    def draft_address(self) -> str:
-        """Of the draft service's gRPC door."""
-        return self.address("draft")
-
-    @property
     def drafters(self) -> dict[str, tuple[str, ...]]:
         """By service the drafters that guess there, as it said when it was ready: n-grams alone where a draft model
         cannot draft, whatever it was told."""

@@ -57,8 +57,7 @@ def _print_summary(console: Console, cluster: Cluster) -> None:
         ("page", cluster.page_url),
         ("REST", f"{cluster.rest_url}/v1"),
         ("gRPC", cluster.gateway_address),
-        ("verify", cluster.verify_address),
-        *((("draft", cluster.draft_address),) if "draft" in cluster.services else ()),
+        *((name, cluster.address(name)) for name in ("verify", "draft") if name in cluster.services),
         *((f"metrics of {name}", cluster.metrics_url(name)) for name in cluster.services),
     ]
     lines = [f"  {name:<19} {where}" for name, where in rows if where]

@@ -47,7 +47,7 @@ def cluster(model_path: Path, chromium: Any) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def locked(cluster: Cluster) -> Iterator[Cluster]:
     """A second gateway before the same verify service, which asks for a key."""
-    options = GatewayOptions(api_key="k3y-for-pages", verify=(cluster.verify_address,))
+    options = GatewayOptions(api_key="k3y-for-pages", verify=(cluster.address("verify"),))
     with Cluster(gateway=options, services=["gateway"]) as running:
         yield running
 

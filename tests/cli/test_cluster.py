@@ -34,8 +34,8 @@ def test_entering_starts_three_processes_and_leaving_ends_them() -> None:
         assert cluster.gateway_address == "127.0.0.1:4711"
         assert cluster.rest_url == "http://127.0.0.1:4711"
         assert cluster.metrics_url("verify") == "http://127.0.0.1:4711/metrics"
-        assert cluster.verify_address.startswith("unix:/") and cluster.draft_address != cluster.verify_address
-        folder = Path(cluster.draft_address.removeprefix("unix:")).parent
+        assert cluster.address("verify").startswith("unix:/") and cluster.address("draft") != cluster.address("verify")
+        folder = Path(cluster.address("draft").removeprefix("unix:")).parent
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not any(map(is_alive, started))
     assert not folder.exists()
@@ -45,8 +45,8 @@ def test_entering_starts_three_processes_and_leaving_ends_them() -> None:
 def test_services_are_told_of_their_peers_and_only_verify_gets_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     with FakeCluster() as cluster:
-        assert f"--draft={cluster.draft_address}" in ready_arguments(cluster, "verify")
-        assert f"--verify={cluster.verify_address}" in ready_arguments(cluster, "gateway")
+        assert f"--draft={cluster.address('draft')}" in ready_arguments(cluster, "verify")
+        assert f"--verify={cluster.address('verify')}" in ready_arguments(cluster, "gateway")
         assert "--threads=7" in ready_arguments(cluster, "verify")
         wait_until(lambda: len(cluster.lines) == 3)
     lines = dict(reversed(cluster.lines))
@@ -107,12 +107,12 @@ def test_a_service_that_ignores_the_request_to_end_is_killed(monkeypatch: pytest
 
 def test_a_killed_service_stays_dead_until_it_is_restarted_on_its_address() -> None:
     with FakeCluster() as cluster:
-        address, pid = cluster.draft_address, cluster.draft.pid
+        address, pid = cluster.address("draft"), cluster.draft.pid
         cluster.draft.kill()
         assert not cluster.draft.running and cluster.draft.poll() == -signal.SIGKILL
         cluster.restart("draft")
         assert cluster.draft.running and cluster.draft.pid != pid
-        assert cluster.draft_address == address
+        assert cluster.address("draft") == address
         cluster.restart("gateway")
         assert "--rest-address=127.0.0.1:4711" in ready_arguments(cluster, "gateway")
 
@@ -130,7 +130,7 @@ def test_a_supervised_service_comes_back_by_itself() -> None:
 def test_a_supervised_service_comes_back_and_is_found_by_the_others_when_the_folder_of_sockets_was_removed() -> None:
     with FakeCluster(supervise=True) as cluster:
         pids = {name: child.pid for name, child in cluster.children.items()}
-        shutil.rmtree(Path(cluster.draft_address.removeprefix("unix:")).parent)
+        shutil.rmtree(Path(cluster.address("draft").removeprefix("unix:")).parent)
         os.kill(cluster.gateway.pid, signal.SIGKILL)
         for name in cluster.services:
             wait_until(lambda name=name: f"{name} serves again" in cluster.events)  # type: ignore[misc]
@@ -142,7 +142,7 @@ def test_a_service_whose_socket_lies_elsewhere_outlives_the_folder_of_sockets(tm
     draft = DraftOptions(drain_seconds=1, address=f"unix:{tmp_path}/draft.sock")
     with FakeCluster(supervise=True, draft=draft) as cluster:
         pid = cluster.draft.pid
-        shutil.rmtree(Path(cluster.verify_address.removeprefix("unix:")).parent)
+        shutil.rmtree(Path(cluster.address("verify").removeprefix("unix:")).parent)
         os.kill(cluster.gateway.pid, signal.SIGKILL)
         for name in ("verify", "gateway"):
             wait_until(lambda name=name: f"{name} serves again" in cluster.events)  # type: ignore[misc]

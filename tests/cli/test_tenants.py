@@ -23,7 +23,7 @@ def locked(live: Cluster, tmp_path: Path) -> Iterator[Cluster]:
     """A second gateway, which asks for keys, before services that have answered others without one."""
     keys = tmp_path / "keys"
     keys.write_text("key-alpha\nkey-beta\n")
-    options = GatewayOptions(api_key_file=keys, verify=(live.verify_address,))
+    options = GatewayOptions(api_key_file=keys, verify=(live.address("verify"),))
     with Cluster(gateway=options, services=("gateway",)) as running:
         yield running
 

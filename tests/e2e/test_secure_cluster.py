@@ -141,8 +141,8 @@ async def test_neither_token_nor_certificate_alone_opens_a_door(secure: Secure, 
 async def test_a_cancelled_call_leaves_verify_and_draft_at_once(secure: Secure) -> None:
     async with (
         secure.channel(secure.cluster.gateway_address, KEY) as channel,
-        secure.channel(secure.cluster.verify_address, VERIFY_TOKEN) as verify_channel,
-        secure.channel(secure.cluster.draft_address, DRAFT_TOKEN) as draft_channel,
+        secure.channel(secure.cluster.address("verify"), VERIFY_TOKEN) as verify_channel,
+        secure.channel(secure.cluster.address("draft"), DRAFT_TOKEN) as draft_channel,
     ):
         verify, draft = VerifyServiceStub(verify_channel), DraftServiceStub(draft_channel)
 
