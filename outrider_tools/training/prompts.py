@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -71,19 +70,22 @@ class ChatForm(QuestionForm):
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError where the folder has no chat template, or one that cannot be cut."""
-        self._template = _Template(folder)
+        template = ChatTemplate.load(folder)
+        if template is None:
+            raise ConfigError(f"{folder} has no chat template; training text is made of answers in a chat")
+        self._folder, self._template = folder, template
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        super().__init__(tokenizer, *self._template.cut(self._template.render(_USER)))
+        super().__init__(tokenizer, *self._cut(self._render(_USER)))
 
     def behind(self, system: str) -> QuestionForm:
         """The same chat behind that system message; "" for none, not even one that the template has of its own.
 
         Raises ConfigError where the template takes no system message, or cannot do without.
         """
-        text = self._template.render(_system(system), _USER) if system else self._template.without_system()
+        text = self._render(_system(system), _USER) if system else self._without_system()
         if system.strip() not in text:
             raise ConfigError(f"the chat template leaves out the system message {system!r}")
-        return QuestionForm(self.tokenizer, *self._template.cut(text))
+        return QuestionForm(self.tokenizer, *self._cut(text))
 
     def raw(self) -> QuestionForm:
         """No chat: the user's words alone, behind the token that the tokenizer begins every text with, if any."""
@@ -94,7 +96,30 @@ class ChatForm(QuestionForm):
 
         Raises ConfigError where the template takes no system message.
         """
-        return QuestionForm(self.tokenizer, *self._template.cut(self._template.render(_system(_PLACE))))
+        return QuestionForm(self.tokenizer, *self._cut(self._render(_system(_PLACE))))
+
+    def _render(self, *messages: Mapping[str, str]) -> str:
+        """The text of a conversation; where the user spoke last, up to where the answer begins."""
+        try:
+            return self._template.render(messages, add_generation_prompt=messages[-1]["role"] == "user")
+        except ChatTemplateError as error:
+            raise ConfigError(f"{self._folder}: the chat template cannot be rendered: {error}") from None
+
+    def _without_system(self) -> str:
+        """A user's turn alone. A template may put a system message where none is given, so one is given and cut off."""
+        given = _system("Be brief.")
+        system, whole = self._render(given), self._render(given, _USER)
+        if not whole.startswith(system):
+            raise ConfigError(f"{self._folder}: the chat template does not part a system message from the user's words")
+        rest, bos = whole.removeprefix(system), self._template.special_tokens.get("bos_token", "")
+        return bos + rest if system.startswith(bos) and not rest.startswith(bos) else rest
+
+    def _cut(self, text: str) -> tuple[str, str]:
+        """What stands before and after the place of what is said, which must be there once."""
+        parts = text.split(_PLACE)
+        if len(parts) != 2:
+            raise ConfigError(f"{self._folder}: the chat template repeats or changes what is said")
+        return parts[0], parts[1]
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -102,48 +127,14 @@ def read_questions(path: Path) -> list[Question]:
 
     Raises ConfigError: names the line that is at fault.
     """
-    return [_question(where, fields) for where, fields in json_objects(path, str(path))]
-
-
-def _question(where: str, fields: dict[str, Any]) -> Question:
-    turns = fields.get("turns")
-    text = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{where}: neither a prompt nor turns")
-    return Question(text, str(fields.get("category", "")))
-
-
-class _Template:
-    """A model folder's chat template."""
-
-    def __init__(self, folder: Path) -> None:
-        template = ChatTemplate.load(folder)
-        if template is None:
-            raise ConfigError(f"{folder} has no chat template; training text is made of answers in a chat")
-        self._folder, self._template = folder, template
-
-    def render(self, *messages: Mapping[str, str]) -> str:
-        """The text of a conversation; where the user spoke last, up to where the answer begins."""
-        try:
-            return self._template.render(messages, add_generation_prompt=messages[-1]["role"] == "user")
-        except ChatTemplateError as error:
-            raise ConfigError(f"{self._folder}: the chat template cannot be rendered: {error}") from None
-
-    def without_system(self) -> str:
-        """A user's turn alone. A template may put a system message where none is given, so one is given and cut off."""
-        given = _system("Be brief.")
-        system, whole = self.render(given), self.render(given, _USER)
-        if not whole.startswith(system):
-            raise ConfigError(f"{self._folder}: the chat template does not part a system message from the user's words")
-        rest, bos = whole.removeprefix(system), self._template.special_tokens.get("bos_token", "")
-        return bos + rest if system.startswith(bos) and not rest.startswith(bos) else rest
-
-    def cut(self, text: str) -> tuple[str, str]:
-        """What stands before and after the place of what is said, which must be there once."""
-        parts = text.split(_PLACE)
-        if len(parts) != 2:
-            raise ConfigError(f"{self._folder}: the chat template repeats or changes what is said")
-        return parts[0], parts[1]
+    found = []
+    for where, fields in json_objects(path, str(path)):
+        turns = fields.get("turns")
+        text = turns[0] if isinstance(turns, list) and turns else fields.get("prompt")
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"{where}: neither a prompt nor turns")
+        found.append(Question(text, str(fields.get("category", ""))))
+    return found
 
 
 def _system(content: str) -> dict[str, str]:
