@@ -51,7 +51,8 @@ class StoredTexts:
 
     Attributes:
         held_out: invented questions that are not in it, as token ids.
-        options: what it was made with; of which target and questions; `given` says how many those were.
+        options: what it was made with; of which target and questions; `given` says how many of those it answers beside
+            invented ones.
         beginnings: how many of the texts begin in which way.
     """
 
@@ -264,24 +265,11 @@ class Corpus:
         return Texts.join(prompts[: len(answers)], answers)
 
 
-@dataclass(frozen=True, slots=True)
-class RunTexts:
-    """What is trained on, and the questions that are evaluated with."""
-
-    texts: Texts
-    questions: list[Question]
-    options: dict[str, Any]
-    """What the text was made with; `given` questions are those that it answers beside invented ones."""
-    beginnings: dict[str, int]
-    """How many of the texts begin in which way."""
-    digest: str
-    """Of the text before what is evaluated with was taken out."""
-
-
 def run_texts(
     target: TargetModel, form: ChatForm, options: RunOptions, work: Path, report: Report, ranks: RankGroup | None = None
-) -> RunTexts:
-    """Questions and text of a run, the same for all `ranks`.
+) -> tuple[Texts, list[Question], StoredTexts]:
+    """What is trained on, the questions that are evaluated with, and the text before those were taken out of it; the
+    same for all `ranks`.
 
     Raises:
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
@@ -305,7 +293,7 @@ def run_texts(
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
     # Whatever text it is: what is evaluated with is not trained on.
     texts = found.texts.without(ending for question in asked for ending in endings(form, question.text))
-    return RunTexts(texts, asked, found.options, found.beginnings, found.texts.digest())
+    return texts, asked, found
 
 
 def _earlier(folder: Path, target: TargetModel) -> StoredTexts:

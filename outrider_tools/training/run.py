@@ -64,15 +64,14 @@ def train(
     form = ChatForm(model_folder)
     clock.lap("load")
 
-    found = run_texts(target, form, options, work, report, ranks)
-    texts = found.texts
+    texts, questions, found = run_texts(target, form, options, work, report, ranks)
     clock.lap("text")
     report.line(f"{len(texts)} answers, {texts.num_answer_tokens} tokens")
 
     report.line("preparing the drafter, and its first step")
     learner = make_learner(target, texts, options)
     module, ids = learner.module, learner.module.target_ids
-    must_fit = {**options.of_drafter, "target": target.fingerprint, "text": found.digest}
+    must_fit = {**options.of_drafter, "target": target.fingerprint, "text": found.texts.digest()}
     trainer = Trainer(learner, texts, options.trainer, work / STATE_FILE, ranks, must_fit)
     history = trainer.run(report.point)
     ranks.close()
@@ -88,12 +87,12 @@ def train(
         target.model,
         form,
         drafter,
-        found.questions,
+        questions,
         report,
         temperatures=options.eval_temperatures,
         max_new_tokens=options.eval_new_tokens,
         tree=options.tree,
-        num_rows=min(options.corpus.num_rows, len(found.questions)),
+        num_rows=min(options.corpus.num_rows, len(questions)),
     )
     clock.lap("evaluation")
     record = {

@@ -69,8 +69,8 @@ def test_a_question_without_words_that_is_held_out_leaves_the_text_as_it_is(
 ) -> None:
     texts = Texts.join([chat.ask(QUESTION)], [[7, 8]])
     StoredTexts(texts, [[1, 0, 1], chat.words("Who?")]).save(tmp_path)
-    found = run_texts(target, chat, RunOptions(text=tmp_path), tmp_path, Report(StringIO()))
-    assert len(found.texts) == 1 and found.questions == [Question("Who?")]
+    kept, asked, _ = run_texts(target, chat, RunOptions(text=tmp_path), tmp_path, Report(StringIO()))
+    assert len(kept) == 1 and asked == [Question("Who?")]
 
 
 def test_the_record_says_what_texts_begin_with(target: TargetModel, chat: ChatForm, tmp_path: Path) -> None:
