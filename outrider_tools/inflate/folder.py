@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -86,7 +85,9 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     stored = decoder_tensors(source, config)
     inflater = Inflater(stored, config, shape_map, vocab_size, options.dtype, options.device, options.seed)
     fields = inflated_fields(fields, shape_map, vocab_size, inflater.rms_norm_eps, options.dtype)
-    shapes = _tensor_shapes(fields)
+    # From the class that will load them.
+    empty = CausalLM(ModelConfig.from_fields(fields, {}), torch.float32, torch.device("meta"))
+    shapes = {name: tensor.shape for name, tensor in empty.checkpoint_tensors().items()}
     total = sum(map(math.prod, shapes.values())) * options.dtype.itemsize
     with whole_output(out, f"--out {out}", total) as work:
         work.mkdir()
@@ -97,13 +98,6 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
         tensors = ((name, inflater.tensor(name)) for name in shapes)
         write_shards(work, tensors, options.max_shard_bytes, lambda done: progress(stage, done, total))
     return total
-
-
-def _tensor_shapes(fields: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the target's tensors, from the class that will load them."""
-    config = ModelConfig.from_fields(fields, {})
-    model = CausalLM(config, torch.float32, torch.device("meta"))
-    return {name: tuple(tensor.shape) for name, tensor in model.checkpoint_tensors().items()}
 
 
 def _write_notice(work: Path, name: str, source: Path, shape_map: ShapeMap, vocab_size: int, seed: int) -> None:

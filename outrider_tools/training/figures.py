@@ -9,7 +9,7 @@ from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from outrider.cli.terminal import aligned
 from outrider.models.progress import StageBars
@@ -231,16 +231,12 @@ EVERY_SECONDS = 5.0
 MANY = 100_000
 
 
-def _note_columns() -> Sequence[ProgressColumn]:
-    names, notes = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
-    return names, BarColumn(), notes, TimeElapsedColumn(), TimeRemainingColumn()
-
-
 class Report(StageBars):
     """Bars on a terminal, lines every few seconds elsewhere; tables on standard output. Use it in a `with`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        super().__init__(stream, _note_columns)
+        names, notes = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+        super().__init__(stream, lambda: (names, BarColumn(), notes, TimeElapsedColumn(), TimeRemainingColumn()))
         self._start = time.monotonic()
         self._last: dict[str, float] = {}
 
@@ -255,11 +251,15 @@ class Report(StageBars):
 
     def progress(self, what: str, done: float, total: float, note: str) -> None:
         """`done` of `total` (0: unknown) of a piece of work; `note` says the same in words."""
-        if self.bars is None:
-            if self._due(what) or (total and done >= total):
-                self.line(f"{what}: {note}")
+        if self.bars is not None:
+            self.draw(self.bars, what, done, total, note=note)
             return
-        self.draw(self.bars, what, done, total, note=note)
+        now = time.monotonic()
+        is_due = now - self._last.get(what, -EVERY_SECONDS) >= EVERY_SECONDS
+        if is_due:
+            self._last[what] = now
+        if is_due or (total and done >= total):
+            self.line(f"{what}: {note}")
 
     def generated(self, what: str, done: int, total: int) -> None:
         """`done` tokens of `what` are there, of `total` (0: unknown)."""
@@ -287,10 +287,3 @@ class Report(StageBars):
         for rows, meaning in ((length_table(found), LENGTHS), (rate_table(found), RATES)):
             self.table(rows)
             print(meaning)
-
-    def _due(self, what: str) -> bool:
-        now = time.monotonic()
-        if now - self._last.get(what, -EVERY_SECONDS) < EVERY_SECONDS:
-            return False
-        self._last[what] = now
-        return True

@@ -24,10 +24,6 @@ def flag(default: Any, group: str, help: str, **how: Any) -> Any:
 _MINUTES, _RATE, _SHARE = number(0, 1e6), number(1e-9, 10), number(0, 1)
 
 
-def _temperatures(text: str) -> tuple[float, ...]:
-    return tuple(number(0, 100)(part) for part in text.split(","))
-
-
 def _layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text else ()
@@ -116,7 +112,10 @@ class CorpusOptions:
         type=_SHARE,
     )
     temperatures: tuple[float, ...] = flag(
-        (0.0, 0.0, 0.8, 1.0), "text", "Answers take these in turn. Default: 0,0,0.8,1.", type=_temperatures
+        (0.0, 0.0, 0.8, 1.0),
+        "text",
+        "Answers take these in turn. Default: 0,0,0.8,1.",
+        type=lambda text: tuple(map(number(0, 100), text.split(","))),
     )
     text_minutes: float = flag(0.0, "text", "Bound on questions, and on answers. Default: none.", type=_MINUTES)
     """After so long no more questions begin, and as long after that no more answers; 0 is no limit."""

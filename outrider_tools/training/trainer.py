@@ -41,16 +41,15 @@ def make_optimizers(module: TrainableDrafter, options: TrainerOptions) -> Optimi
     by_muon = {"params": matrices, "peak": options.muon_learning_rate if muon else peak}
     by_adamw = [{"params": others, "peak": peak}, {"params": inherited, "peak": peak * options.output_share}]
     by_adamw = [group for group in ([] if muon else [by_muon]) + by_adamw if group["params"]]
-    found: Optimizers = [_adamw(by_adamw, options)] if by_adamw else []
+    found: Optimizers = []
+    if by_adamw:
+        fused = True if by_adamw[0]["params"][0].is_cuda else None
+        betas, rate = (0.9, 0.95), options.learning_rate
+        found.append(torch.optim.AdamW(by_adamw, lr=rate, betas=betas, weight_decay=0.0, fused=fused))
     if muon and matrices:
         rate = options.muon_learning_rate
         found.append(torch.optim.Muon([by_muon], lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     return found
-
-
-def _adamw(groups: list[dict[str, Any]], options: TrainerOptions) -> torch.optim.AdamW:
-    fused = True if groups[0]["params"][0].is_cuda else None
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
 
 
 class Average:
