@@ -176,7 +176,9 @@ def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[s
             translated.append(hyphened + equals + value if hyphened in known else word)
             continue
         if entry.renamed:
-            ours = _ours(entry, known)
+            # The draft service's, though verify has an option of our name, too.
+            is_anothers = entry.flag.startswith("--speculative-draft-") and "--target-model-path" not in known
+            ours = "" if is_anothers else next((flag for flag in entry.renamed if flag in known), "")
             translated.append(ours + equals + value if ours else word)
             continue
         # A switch may be given a value by an equals sign alone.
@@ -186,25 +188,15 @@ def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[s
     return translated
 
 
-def _ours(entry: Foreign, known: Collection[str]) -> str:
-    """Our flag in the place of a renamed one; empty if the command has none."""
-    if entry.flag.startswith("--speculative-draft-") and "--target-model-path" not in known:
-        return ""
-    return next((flag for flag in entry.renamed if flag in known), "")
-
-
-def _address_flags(known: Collection[str]) -> str:
-    """What a command has in the place of --host and --port."""
-    grpc = "--gateway-address" if "--gateway-address" in known else "--address"
-    http = "--rest-address HOST:PORT for HTTP, " if "--rest-address" in known else ""
-    return f"{http}{grpc} HOST:PORT for gRPC"
-
-
 def _judge(entry: Foreign, flag: str, value: str, warn: Warn, known: Collection[str]) -> None:
     """Warn of what is moot, raise for what is refused."""
     is_moot = value in entry.moot_values if entry.moot_values else bool(entry.moot)
     shown = f"{flag} {value}".rstrip() if entry.takes_value else flag
     if not is_moot:
-        ours = _address_flags(known) if entry.refused == _ADDRESS else ""
-        raise ConfigError(f"{shown}: {entry.refused}{ours}")
+        fix = ""
+        if entry.refused == _ADDRESS:
+            grpc = "--gateway-address" if "--gateway-address" in known else "--address"
+            http = "--rest-address HOST:PORT for HTTP, " if "--rest-address" in known else ""
+            fix = f"{http}{grpc} HOST:PORT for gRPC"
+        raise ConfigError(f"{shown}: {entry.refused}{fix}")
     warn(f"{shown} changes nothing: {entry.moot}")

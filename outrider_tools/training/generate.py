@@ -93,7 +93,7 @@ class Generator:
         self._mask = torch.ones(num_rows, 1, dtype=torch.int32, device=device)
         self._graph = self._capture() if device.type == "cuda" else None
 
-    def _begin(self, jobs: dict[int, GenerationJob]) -> None:
+    def _admit(self, jobs: dict[int, GenerationJob]) -> None:
         """Rows start anew: with the prompts of their jobs, which have KV but for the last token."""
         device = self._tokens.device
         rows = put(list(jobs), device).long()
@@ -111,13 +111,18 @@ class Generator:
         for row, job in jobs.items():
             self._seeds[row] = job.seed
         self._active[rows] = True
-
-    def _run_step(self) -> None:
-        """Every active row gets a token."""
-        if self._graph is None:
-            self._step()
-        else:
-            self._graph.replay()
+        part: dict[int, Sequence[int]] = {}
+        size = 0
+        for row, job in jobs.items():
+            # The last token is left to the first decode step.
+            if len(job.prompt) > 1:
+                part[row] = job.prompt[:-1]
+                size += len(job.prompt) - 1
+            if size >= PREFILL_TOKENS:
+                self._prefill(part)
+                part, size = {}, 0
+        if part:
+            self._prefill(part)
 
     def _ended(self, rows: Sequence[int]) -> dict[int, NDArray[np.int32]]:
         """Those of `rows` that are not active any more, with all their tokens."""
@@ -131,6 +136,7 @@ class Generator:
 
     @torch.inference_mode()
     def _step(self) -> None:
+        """Every active row gets a token."""
         place = self._length.long().unsqueeze(1)
         slots = torch.where(self._active, self._rows * self._row_slots + self._length, -1)
         batch = PagedBatch(
@@ -210,6 +216,7 @@ class Generator:
         running: dict[int, int] = {}
         begun = done = 0
         end = None if seconds is None else time.monotonic() + seconds
+        step = self._step if self._graph is None else self._graph.replay
         while True:
             room = self._num_rows - len(running)
             if (token_budget is not None and done >= token_budget) or (end is not None and time.monotonic() >= end):
@@ -224,28 +231,13 @@ class Generator:
             if not running:
                 return [answers[number] for number in range(begun)]
             for _ in range(STEPS_PER_LOOK):
-                self._run_step()
+                step()
             for row, tokens in self._ended(list(running)).items():
                 number = running.pop(row)
                 answers[number] = tokens[len(jobs[number].prompt) :].copy()
                 done += len(answers[number])
             if on_progress is not None:
                 on_progress(done)
-
-    def _admit(self, jobs: dict[int, GenerationJob]) -> None:
-        self._begin(jobs)
-        part: dict[int, Sequence[int]] = {}
-        size = 0
-        for row, job in jobs.items():
-            # The last token is left to the first decode step.
-            if len(job.prompt) > 1:
-                part[row] = job.prompt[:-1]
-                size += len(job.prompt) - 1
-            if size >= PREFILL_TOKENS:
-                self._prefill(part)
-                part, size = {}, 0
-        if part:
-            self._prefill(part)
 
     def _prefill(self, prompts: dict[int, Sequence[int]]) -> None:
         device = self._model.device
