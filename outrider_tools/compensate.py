@@ -8,6 +8,7 @@ model writes its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -90,16 +91,14 @@ class InputMoments:
             places.append((mlp, "gate_up", ("gate_proj", "up_proj", "gate_up_proj")))
             places.append((mlp.down, "linear", ("down_proj",)))
         found: dict[str, Tensor] = {}
-        held = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
-        for owner, name, ends in places:
-            observed = _Observed(getattr(owner, name))
-            found |= dict.fromkeys(ends, observed.moments)
-            setattr(owner, name, observed)
-        try:
+        with ExitStack() as restoring:
+            for owner, name, ends in places:
+                linear = getattr(owner, name)
+                restoring.callback(setattr, owner, name, linear)
+                observed = _Observed(linear)
+                found |= dict.fromkeys(ends, observed.moments)
+                setattr(owner, name, observed)
             self._stream = layer(self._stream, self._plan)
-        finally:
-            for owner, name, linear in held:
-                setattr(owner, name, linear)
         self._layer = number + 1
         return found
 

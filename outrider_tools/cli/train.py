@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.cli.options import whole_number
@@ -105,26 +104,20 @@ def run(arguments: argparse.Namespace) -> int:
     if count > most:
         found = f"torch finds {most} here" if device.type == "cuda" else "on a CPU one process trains; leave it out"
         raise ConfigError(f"--gpus {count}: {found}")
-    with _no_empty_folders(arguments.out):
+    try:
         if count > 1:
             parallel, rank = import_module("outrider_tools.training.parallel"), "outrider_tools.training.run:train_rank"
             parallel.run_ranks(count, device.type, rank, folder, arguments.out, options)
         else:
             with import_module("outrider_tools.training.figures").Report() as report:
                 module.train(folder, arguments.out, device, options, report)
-    return 0
-
-
-@contextmanager
-def _no_empty_folders(out: Path) -> Iterator[None]:
-    """What is refused leaves no folder that holds nothing."""
-    try:
-        yield
     except ConfigError:
-        for made in (out / WORK_FOLDER, out):
+        # What is refused leaves no folder that holds nothing.
+        for made in (arguments.out / WORK_FOLDER, arguments.out):
             with suppress(OSError):
                 made.rmdir()
         raise
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -6,14 +6,13 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from outrider.cli.cluster import ADDRESS_FIELDS, MODULES, flag_names
 from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
-from outrider.config.service import PeerServiceOptions, ServiceOptions
+from outrider.config.service import ServiceOptions
 from outrider.errors import ConfigError
 from outrider.rpc.server import bind_error
 from outrider.rpc.transport import check_address, is_local, split_host_port, unix_path
@@ -134,7 +133,8 @@ def check_exposure(options: Mapping[str, ServiceOptions]) -> Iterator[Finding]:
         quiet = False
         yield from _check_open(door, options[door.service])
     for name, one in options.items():
-        for path in _secret_files(one):
+        secrets = ("_token_file", "api_key_file", "tls_key")
+        for path in (expand(value) for option, value in vars(one).items() if option.endswith(secrets) and value):
             if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
                 quiet = False
                 yield warning("exposure", f"{name}: {path} can be read by other users", f"chmod 600 {path}")
@@ -148,9 +148,9 @@ def _check_open(door: Door, options: ServiceOptions) -> Iterator[Finding]:
         yield warning("exposure", f"{said}, without key or TLS", "bind it to loopback or to a network of scrapers")
         return
     lacking = []
-    if not _has_key(options):
-        flag = "--api-key-file" if isinstance(options, GatewayOptions) else "--auth-token-file"
-        lacking.append(("without a key", flag))
+    secret = "api_key" if isinstance(options, GatewayOptions) else "auth_token"
+    if not getattr(options, secret) and not getattr(options, f"{secret}_file"):
+        lacking.append(("without a key", f"--{secret.replace('_', '-')}-file"))
     if not options.tls_cert:
         lacking.append(("without TLS", "--tls-cert and --tls-key"))
     if lacking:
@@ -158,16 +158,3 @@ def _check_open(door: Door, options: ServiceOptions) -> Iterator[Finding]:
         yield warning("exposure", f"{said} {words}", f"set {flags} (docs/operations.md), or bind to 127.0.0.1")
     else:
         yield ok("exposure", f"{said}, with key and TLS")
-
-
-def _has_key(options: ServiceOptions) -> bool:
-    if isinstance(options, GatewayOptions):
-        return bool(options.api_key or options.api_key_file)
-    return isinstance(options, PeerServiceOptions) and bool(options.auth_token or options.auth_token_file)
-
-
-def _secret_files(options: ServiceOptions) -> Iterator[Path]:
-    for name in vars(options):
-        value = getattr(options, name)
-        if name.endswith(("_token_file", "api_key_file", "tls_key")) and value:
-            yield expand(value)
