@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import httpx2
@@ -37,16 +37,6 @@ class RequestOptions(Sampling):
     """Texts are a user's turn rather than raw prompts; token ids never are."""
 
 
-class Client(Protocol):
-    """One door of a gateway."""
-
-    async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
-        """Ask, and note in `record` what comes and when. Never raises what a server or network does."""
-
-    async def close(self) -> None:
-        """Give up the connections."""
-
-
 class GrpcClient:
     """The gRPC door."""
 
@@ -56,7 +46,7 @@ class GrpcClient:
         self._ask = ask
 
     async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
-        """Ask, and note what comes."""
+        """Ask, and note in `record` what comes and when. Never raises what a server or network does."""
         call = self._stub.Generate(self._encode(prompt))
         try:
             async for response in call:
@@ -110,7 +100,7 @@ class RestClient:
         self._ask = ask
 
     async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
-        """Ask, and note what comes."""
+        """See GrpcClient."""
         path, body = self._encode(prompt)
         complete = False
         try:
@@ -154,6 +144,9 @@ class RestClient:
             messages = [{"role": role, "content": content} for role, content in _messages(prompt)]
             return "/v1/chat/completions", body | {"messages": messages}
         return "/v1/completions", body | {"prompt": list(prompt.token_ids) or prompt.text}
+
+
+Client = GrpcClient | RestClient
 
 
 def _messages(prompt: Prompt) -> list[Message]:

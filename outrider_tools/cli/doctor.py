@@ -84,17 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _planned(planned: dict[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
-    """The services as `outrider up` would run them, of which those whose addresses were given call what is there."""
-    for name, field, endpoint in LINKS:
-        if getattr(arguments, endpoint) is not None:
-            changes: dict[str, Any] = {field: getattr(arguments, endpoint)}
-            planned[name] = replace(planned[name], **changes)
-    return planned
-
-
 def _linked(planned: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
-    """The same, each told of those that it calls. Unless services should run, those that would be reached through
+    """The services, each told of those that it calls. Unless services should run, those that would be reached through
     sockets that nobody knows yet have no address."""
     found = dict(planned)
     for name, one in planned.items():
@@ -193,7 +184,11 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     placed = _place(verify, draft, arguments.draft_placement, findings)
     if not arguments.skip_models:
         findings += check_models(verify, draft) if placed is None else check_models(placed.verify, _drafts(placed))
-    planned = _planned(dict(options) if placed is None else bound_services(options, placed), arguments)
+    planned = dict(options) if placed is None else bound_services(options, placed)
+    for name, field, endpoint in LINKS:
+        if (addresses := getattr(arguments, endpoint)) is not None:
+            changes: dict[str, Any] = {field: addresses}
+            planned[name] = replace(planned[name], **changes)
     told_before = [finding.text for finding in findings if finding.level is Level.PROBLEM]
     faults = (text for text in find_faults(planned, num_gpus()) if not any(one in text for one in told_before))
     findings += [problem("options", text, "correct the options") for text in faults]

@@ -38,16 +38,16 @@ def make_optimizers(module: TrainableDrafter, options: TrainerOptions) -> Optimi
     new = [weight for weight in module.parameters() if id(weight) not in known]
     matrices = [weight for weight in new if weight.dim() == 2 and id(weight) not in tables]
     others = [weight for weight in new if weight.dim() != 2 or id(weight) in tables]
-    by_muon = {"params": matrices, "peak": options.muon_learning_rate if muon else peak}
-    by_adamw = [{"params": others, "peak": peak}, {"params": inherited, "peak": peak * options.output_share}]
-    by_adamw = [group for group in ([] if muon else [by_muon]) + by_adamw if group["params"]]
+    shares = ([] if muon else [(matrices, 1.0)]) + [(others, 1.0), (inherited, options.output_share)]
+    by_adamw = [{"params": weights, "peak": peak * share} for weights, share in shares if weights]
     found: Optimizers = []
     if by_adamw:
-        fused = True if by_adamw[0]["params"][0].is_cuda else None
-        betas, rate = (0.9, 0.95), options.learning_rate
-        found.append(torch.optim.AdamW(by_adamw, lr=rate, betas=betas, weight_decay=0.0, fused=fused))
+        fused = True if next(module.parameters()).is_cuda else None
+        betas = (0.9, 0.95)
+        found.append(torch.optim.AdamW(by_adamw, lr=peak, betas=betas, weight_decay=0.0, fused=fused))
     if muon and matrices:
         rate = options.muon_learning_rate
+        by_muon = {"params": matrices, "peak": rate}
         found.append(torch.optim.Muon([by_muon], lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     return found
 
