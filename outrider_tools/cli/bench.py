@@ -208,15 +208,21 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console(color=not arguments.no_color, stderr=True)
     points = points_of(arguments)
     rows, runs = asyncio.run(_measure(arguments, points, console))
+    device = arguments.device_name or cpu_name()
     print(table_of(rows))
     for one in runs:
         for code, count in errors_of(one.records).items():
             detail = next(record.detail for record in one.records if record.error == code)
             console.print(f"outrider: {count} requests failed with {code}: {detail}", soft_wrap=True)
     if arguments.out is not None:
-        _write(arguments, rows, runs)
+        more: dict[str, Any] = {}
+        if arguments.save_detailed:
+            more["requests"] = [[record.as_dict() for record in one.records] for one in runs]
+        command = ["outrider", *sys.argv[1:]]
+        with writing("--out", arguments.out):
+            write_report(arguments.out, "bench", device, rows, PACKAGES, command=command, more=more)
     if arguments.plot is not None:
-        draw(rows, arguments.plot, f"{arguments.label}: {arguments.device_name or cpu_name()}")
+        draw(rows, arguments.plot, f"{arguments.label}: {device}")
     return 1 if any(errors_of(one.records) for one in runs) else 0
 
 
@@ -336,13 +342,3 @@ def table_of(rows: Sequence[Row]) -> str:
     heads = ["times in ms: ttft to the first token, itl between tokens, e2e to the end;"]
     heads.append("accept: tokens committed in a round, on average")
     return "\n".join([*heads, above, titles, *named])
-
-
-def _write(arguments: argparse.Namespace, rows: Sequence[Row], runs: Sequence[LoadRun]) -> None:
-    more: dict[str, Any] = {}
-    if arguments.save_detailed:
-        more["requests"] = [[record.as_dict() for record in one.records] for one in runs]
-    device = arguments.device_name or cpu_name()
-    command = ["outrider", *sys.argv[1:]]
-    with writing("--out", arguments.out):
-        write_report(arguments.out, "bench", device, rows, PACKAGES, command=command, more=more)

@@ -84,16 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _linked(planned: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
-    """The services, each told of those that it calls. Unless services should run, those that would be reached through
-    sockets that nobody knows yet have no address."""
-    found = dict(planned)
-    for name, one in planned.items():
-        if name != "gateway" and not arguments.running and is_default(one, "address"):
-            found[name] = replace(one, address="")
-    return link(found)
-
-
 def _as_found(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
     """The services that `outrider up` runs here, with their addresses; empty where none runs or addresses are given."""
     said = arguments.verify is not None or arguments.draft is not None
@@ -111,7 +101,9 @@ def _as_found(options: Mapping[str, ServiceOptions], arguments: argparse.Namespa
 
 def running_cluster() -> Addresses:
     """Addresses of the services that this user's newest `outrider up` runs; empty where none runs."""
-    folders = [path for path in Path(tempfile.gettempdir()).glob("outrider-*") if _is_own_folder(path)]
+    folders = [path for path in Path(tempfile.gettempdir()).glob("outrider-*") if path.is_dir()]
+    # Other users may put folders of any name there.
+    folders = [path for path in folders if not path.is_symlink() and path.stat().st_uid == os.getuid()]
     for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
         found = {name: _read(folder / f"{name}.json") for name in SERVICES}
         found = {name: addresses for name, addresses in found.items() if addresses}
@@ -119,11 +111,6 @@ def running_cluster() -> Addresses:
         if {"gateway", "verify"} <= found.keys() and _answers(found["gateway"]["address"]):
             return found
     return {}
-
-
-def _is_own_folder(path: Path) -> bool:
-    """Other users may put folders of any name there."""
-    return path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -192,7 +179,11 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     told_before = [finding.text for finding in findings if finding.level is Level.PROBLEM]
     faults = (text for text in find_faults(planned, num_gpus()) if not any(one in text for one in told_before))
     findings += [problem("options", text, "correct the options") for text in faults]
-    planned = _linked(planned, arguments)
+    # Unless services should run, those that would be reached through sockets that nobody knows yet have no address.
+    for name in ("verify", "draft") if not arguments.running else ():
+        if name in planned and is_default(planned[name], "address"):
+            planned[name] = replace(planned[name], address="")
+    planned = link(planned)
     found = _as_found(options, arguments)
     try:
         endpoints = endpoints_of(found or planned, peer_tls(arguments, "connect"))
