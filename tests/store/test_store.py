@@ -326,7 +326,7 @@ def test_all_that_is_found_is_listed_under_the_name_that_finds_it(
             model_folder(repository / "snapshots" / commit, *files)
             (repository / "refs").mkdir(exist_ok=True)
             (repository / "refs" / reference).write_text(commit)
-    names = [model.name for model in installed_models()]
+    names = [name for name, _, _ in installed_models()]
     assert names == sorted([store.DEFAULT_MODEL, str(other), "a/whole", "a/whole@v2"])
     assert main(["models", "list"]) == 0
     printed = capsys.readouterr().out
