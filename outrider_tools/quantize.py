@@ -45,18 +45,48 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class QuantFormat:
-    """How a matrix float32 [out, in] becomes tensors, in groups of so many columns.
+    """How a matrix float32 [out, in] becomes tensors: numbers, and a scale for each tile of so many rows and columns.
 
-    `fit(matrix, group)`: scales of the least error. `spread(scales, matrix, group)`: that of each weight, [out, in].
-    `nearest`: of weights over their scales, the closest numbers that there are. `pack(numbers, scales, group)`: tensors
-    of such numbers by the ends of their names. `config(group)`: what config.json says of them.
+    `rows`, `columns`: of a tile, 0 for all; `columns` None for those of a group. `tried(largest)`: scales that may suit
+    tiles with such largest weights. `nearest`: of weights over their scales, the closest numbers that there are.
+    `pack(numbers, scales, group)`: tensors of such numbers by the ends of their names. `config(group)`: what
+    config.json says of them.
     """
 
-    fit: Callable[[Tensor, int], Tensor]
-    spread: Callable[[Tensor, Tensor, int], Tensor]
+    rows: int
+    columns: int | None
+    tried: Callable[[Tensor], Sequence[Tensor]]
     nearest: Callable[[Tensor], Tensor]
     pack: Callable[[Tensor, Tensor, int], Tensors]
     config: Callable[[int], dict[str, Any]]
+
+    def fit(self, matrix: Tensor, group: int) -> Tensor:
+        """Of the scales that are tried those of the least squared error, the first of equal ones; [down, across]."""
+        rows, columns = self._tile(matrix, group)
+        whole = functional.pad(matrix, (0, -matrix.shape[1] % columns, 0, -matrix.shape[0] % rows))
+        tiles = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+        def error_of(scale: Tensor) -> Tensor:
+            errors: Tensor = self.nearest(tiles / scale).mul_(scale) - tiles
+            return errors.square_().sum((1, 3), keepdim=True)
+
+        best, *others = self.tried(tiles.abs().amax((1, 3), keepdim=True))
+        least = error_of(best)
+        for scale in others:
+            error = error_of(scale)
+            best = torch.where(error < least, scale, best)
+            least = torch.minimum(error, least)
+        return best[:, 0, :, 0]
+
+    def spread(self, scales: Tensor, matrix: Tensor, group: int) -> Tensor:
+        """The scale of each weight, [out, in]."""
+        rows, columns = self._tile(matrix, group)
+        num_out, size = matrix.shape
+        return scales.repeat_interleave(rows, 0)[:num_out].repeat_interleave(columns, 1)[:, :size]
+
+    def _tile(self, matrix: Tensor, group: int) -> tuple[int, int]:
+        columns = group if self.columns is None else self.columns
+        return self.rows or matrix.shape[0], columns or matrix.shape[1]
 
     def encode(self, matrix: Tensor, scales: Tensor, group: int) -> Tensors:
         """Tensors by the ends of their names."""
@@ -160,67 +190,26 @@ def _check_shape(tensor: StoredTensor, name: str, group: int) -> None:
         )
 
 
-def _fit_e4m3(grouped: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Scales of numbers that share one along `dims`, which stay as 1."""
-    largest = _positive(grouped.abs().amax(dims, keepdim=True) / E4M3_MAX)
-    return _least_error(grouped, dims, [largest * step for step in _STEPS], _nearest_e4m3)
-
-
-def _least_error(
-    grouped: Tensor, dims: tuple[int, ...], tried: Sequence[Tensor], nearest: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Of several scales for each group those with the least squared error; the first of equal ones."""
-
-    def error_of(scale: Tensor) -> Tensor:
-        return (nearest(grouped / scale).mul_(scale) - grouped).square_().sum(dims, keepdim=True)
-
-    best = tried[0]
-    least = error_of(best)
-    for scale in tried[1:]:
-        error = error_of(scale)
-        best = torch.where(error < least, scale, best)
-        least = torch.minimum(error, least)
-    return best
+def _scales_e4m3(largest: Tensor) -> list[Tensor]:
+    least = _positive(largest / E4M3_MAX)
+    return [least * step for step in _STEPS]
 
 
 def _nearest_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
-def _wide(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
-    return scales.expand_as(matrix)
-
-
 def _fp8(numbers: Tensor, scales: Tensor, group: int, name: str = "weight_scale") -> Tensors:
     return {"weight": numbers.to(torch.float8_e4m3fn), name: scales}
-
-
-def _fit_block(matrix: Tensor, group: int) -> Tensor:
-    num_out, size = matrix.shape
-    whole = functional.pad(matrix, (0, -size % BLOCK, 0, -num_out % BLOCK))
-    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    return _fit_e4m3(blocks, (1, 3))[:, 0, :, 0]
-
-
-def _wide_block(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
-    num_out, size = matrix.shape
-    return scales.repeat_interleave(BLOCK, 0)[:num_out].repeat_interleave(BLOCK, 1)[:, :size]
 
 
 def _nearest_int4(values: Tensor) -> Tensor:
     return values.round().clamp(-8, 7)
 
 
-def _fit_int4(matrix: Tensor, group: int) -> Tensor:
-    """Scales [out, groups] that bfloat16 holds."""
-    grouped = matrix.unflatten(1, (-1, group))
-    largest = grouped.abs().amax(2, keepdim=True) / 7.5
-    tried = [_positive((largest * clip).bfloat16().float()) for clip in _CLIPS]
-    return _least_error(grouped, (2,), tried, _nearest_int4).squeeze(2)
-
-
-def _wide_groups(scales: Tensor, matrix: Tensor, group: int) -> Tensor:
-    return scales.repeat_interleave(matrix.shape[1] // scales.shape[1], 1)
+def _scales_int4(largest: Tensor) -> list[Tensor]:
+    """Those that bfloat16 holds."""
+    return [_positive((largest / 7.5 * clip).bfloat16().float()) for clip in _CLIPS]
 
 
 def _int4(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
@@ -249,12 +238,10 @@ def _gptq(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
     }
 
 
-def _fit_mxfp4(matrix: Tensor, group: int) -> Tensor:
-    """Powers of two [out, groups]."""
-    grouped = matrix.unflatten(1, (-1, 32))
-    # The largest power of two that keeps the group's largest weight below 8, of which 6 is the last code; or the next.
-    exponent = (_positive(grouped.abs().amax(2, keepdim=True)).log2().floor() - 2).clamp(-127, 126)
-    return _least_error(grouped, (2,), [exponent.exp2(), (exponent + 1).exp2()], _nearest_e2m1).squeeze(2)
+def _scales_mxfp4(largest: Tensor) -> list[Tensor]:
+    """The largest power of two that keeps the largest weight below 8, of which 6 is the last code; or the next."""
+    exponent = (_positive(largest).log2().floor() - 2).clamp(-127, 126)
+    return [exponent.exp2(), (exponent + 1).exp2()]
 
 
 def _e2m1_codes(values: Tensor) -> Tensor:
@@ -292,9 +279,9 @@ def _nearest_int8(values: Tensor) -> Tensor:
     return values.round().clamp(-127, 127)
 
 
-def _fit_int8(matrix: Tensor, group: int) -> Tensor:
-    largest = _positive(matrix.abs().amax(1, keepdim=True) / 127)
-    return _least_error(matrix, (1,), [largest * clip for clip in _CLIPS], _nearest_int8)
+def _scales_int8(largest: Tensor) -> list[Tensor]:
+    widest = _positive(largest / 127)
+    return [widest * clip for clip in _CLIPS]
 
 
 def _int8(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
@@ -325,28 +312,27 @@ def _gptq_config(group: int) -> dict[str, Any]:
 
 
 def _of_int4(pack: Callable[[Tensor, Tensor, int], Tensors], config: Callable[[int], dict[str, Any]]) -> QuantFormat:
-    return QuantFormat(_fit_int4, _wide_groups, _nearest_int4, pack, config)
+    return QuantFormat(1, None, _scales_int4, _nearest_int4, pack, config)
 
 
 FORMATS: dict[str, QuantFormat] = {
-    "fp8": QuantFormat(
-        lambda matrix, group: _fit_e4m3(matrix, (1,)), _wide, _nearest_e4m3, _fp8, lambda group: _eight_bits("float")
-    ),
+    "fp8": QuantFormat(1, 0, _scales_e4m3, _nearest_e4m3, _fp8, lambda group: _eight_bits("float")),
     "fp8-tensor": QuantFormat(
-        lambda matrix, group: _fit_e4m3(matrix, (0, 1)).reshape(1),
-        _wide,
+        0,
+        0,
+        _scales_e4m3,
         _nearest_e4m3,
-        _fp8,
+        lambda numbers, scales, group: _fp8(numbers, scales.reshape(1), group),
         lambda group: _eight_bits("float", "tensor"),
     ),
     "fp8-block": QuantFormat(
-        _fit_block, _wide_block, _nearest_e4m3, partial(_fp8, name="weight_scale_inv"), _block_config
+        BLOCK, BLOCK, _scales_e4m3, _nearest_e4m3, partial(_fp8, name="weight_scale_inv"), _block_config
     ),
-    "int8": QuantFormat(_fit_int8, _wide, _nearest_int8, _int8, lambda group: _eight_bits("int")),
+    "int8": QuantFormat(1, 0, _scales_int8, _nearest_int8, _int8, lambda group: _eight_bits("int")),
     "int4": _of_int4(_int4, lambda group: _four_bits("int", group, "pack-quantized")),
     "awq": _of_int4(_awq, _awq_config),
     "gptq": _of_int4(_gptq, _gptq_config),
     "mxfp4": QuantFormat(
-        _fit_mxfp4, _wide_groups, _nearest_e2m1, _mxfp4, lambda group: _four_bits("float", 32, "mxfp4-pack-quantized")
+        1, 32, _scales_mxfp4, _nearest_e2m1, _mxfp4, lambda group: _four_bits("float", 32, "mxfp4-pack-quantized")
     ),
 }
