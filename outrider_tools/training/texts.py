@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from outrider.errors import ConfigError
 from outrider_tools.files import replacing
 
 Tokens = Sequence[int] | NDArray[np.int32]
+IntT = TypeVar("IntT", np.int32, np.int64)
 
 # Room for targets beyond their mean share: batches of one shape that hold still more of them leave some out.
 SPARE_TARGETS = 1.05
@@ -203,20 +205,15 @@ class Batches:
             return TextBatch(token_ids, targets, targets.size, np.array(bounds, np.int32), parts, self.longest)
         targets = targets[: self.num_targets]
         # Any place that all steps of an unrolled drafter can be asked about.
-        padded_targets = np.full(self.num_targets, targets[0], np.int64)
-        padded_targets[: targets.size] = targets
+        padded_targets = _padded(targets, self.num_targets, int(targets[0]))
         while bounds[-1] < self._num_tokens:
             bounds.append(min(bounds[-1] + self.longest, self._num_tokens))
-        padded_bounds = np.full(self._num_bounds, self._num_tokens, np.int32)
-        padded_bounds[: len(bounds)] = bounds
-        padded_parts = np.full(self._num_bounds + self._max_sequences, self._num_tokens, np.int32)
-        padded_parts[: parts.size] = parts
+        padded_bounds = _padded(np.array(bounds, np.int32), self._num_bounds, self._num_tokens)
         # Behind the last part padding is cut as it is for the target.
-        padding = padded_bounds[len(numbers) + 1 :]
-        padded_parts[parts.size : parts.size + padding.size] = padding
-        padded_ids = np.zeros(self._num_tokens, np.int64)
-        padded_ids[: token_ids.size] = token_ids
-        return TextBatch(padded_ids, padded_targets, targets.size, padded_bounds, padded_parts, self.longest)
+        parts = np.concatenate([parts, padded_bounds[len(numbers) + 1 :]])
+        parts = _padded(parts, self._num_bounds + self._max_sequences, self._num_tokens)
+        token_ids = _padded(token_ids, self._num_tokens, 0)
+        return TextBatch(token_ids, padded_targets, targets.size, padded_bounds, parts, self.longest)
 
     def _parts(self, bounds: list[int], numbers: NDArray[np.int64], seed: int) -> NDArray[np.int32]:
         """Bounds with a cut in some of their sequences: the same ones however sequences are put into batches."""
@@ -227,6 +224,10 @@ class Batches:
                 found.append(int(random.integers(start, end)))
         # A cut at a sequence's first token is none.
         return np.unique(found).astype(np.int32)
+
+
+def _padded(values: NDArray[IntT], size: int, value: int) -> NDArray[IntT]:
+    return np.pad(values, (0, size - values.size), constant_values=value)
 
 
 def choose_vocabulary(
