@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, under
 from outrider.models.decoder import CausalLM
@@ -168,10 +169,6 @@ class Corpus:
     def _part(self, rank: int) -> Path:
         return self._folder / f"texts.{rank}.safetensors"
 
-    @property
-    def _seconds(self) -> float | None:
-        return 60 * self._options.text_minutes or None
-
     def _invent(self, num_given: int) -> list[list[int]]:
         """Questions as token ids, each once, without what ends them."""
         options = self._options
@@ -217,14 +214,7 @@ class Corpus:
         jobs = [
             GenerationJob([*before, *first], options.question_temperature, num_tokens - len(first)) for first in firsts
         ]
-        rows = min(options.num_rows, len(jobs))
-        self._report.line(f"{what}: inventing {len(jobs)}, {rows} at once")
-        generator = Generator(self._model, rows, len(before) + num_tokens, stops, self._seed)
-        answers = generator.run(
-            jobs,
-            seconds=self._seconds,
-            on_progress=lambda done: self._report.generated(what, done * self._ranks.count, 0),
-        )
+        answers = self._generated(what, f"inventing {len(jobs)}", jobs, len(before) + num_tokens, self._seed)
         whole = [
             [*first, *answer[:-1].tolist()]
             for first, answer in zip(firsts, answers, strict=False)
@@ -242,27 +232,29 @@ class Corpus:
             return Texts.join([], [])
         order = np.random.default_rng(self._seed).permutation(len(prompts))
         prompts = [prompts[i] for i in order]
-        self._report.line(f"answers: to {len(prompts)} questions, {min(options.num_rows, len(prompts))} at once")
-        # A new generator, since its rows are longer; another seed, so that answers do not repeat questions' noise.
-        generator = Generator(
-            self._model,
-            min(options.num_rows, len(prompts)),
-            min(longest + options.answer_tokens, positions),
-            self._model.config.eos_token_ids,
-            self._seed + 1,
-        )
         heats = options.temperatures
         jobs = [
             GenerationJob(prompt, heats[i % len(heats)], min(options.answer_tokens, positions - len(prompt)))
             for i, prompt in enumerate(prompts)
         ]
-        answers = generator.run(
-            jobs,
-            token_budget=self._ranks.ceil_share(options.tokens),
-            seconds=self._seconds,
-            on_progress=lambda done: self._report.generated("answers", done * self._ranks.count, options.tokens),
-        )
+        # Another seed, so that answers do not repeat questions' noise.
+        longest, seed = min(longest + options.answer_tokens, positions), self._seed + 1
+        answers = self._generated("answers", f"to {len(jobs)} questions", jobs, longest, seed, options.tokens)
         return Texts.join(prompts[: len(answers)], answers)
+
+    def _generated(
+        self, what: str, told: str, jobs: list[GenerationJob], longest: int, seed: int, budget: int = 0
+    ) -> list[NDArray[np.int32]]:
+        """Answers of at most `longest` tokens with their prompts; once all ranks have `budget` tokens (0: no end), or
+        time is over, no more begin."""
+        rows = min(self._options.num_rows, len(jobs))
+        self._report.line(f"{what}: {told}, {rows} at once")
+        return Generator(self._model, rows, longest, self._model.config.eos_token_ids, seed).run(
+            jobs,
+            token_budget=self._ranks.ceil_share(budget) or None,
+            seconds=60 * self._options.text_minutes or None,
+            on_progress=lambda done: self._report.generated(what, done * self._ranks.count, budget),
+        )
 
 
 def run_texts(
