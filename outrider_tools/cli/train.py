@@ -64,11 +64,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 def _add_flags(group: Any) -> None:
     """The options of that group, None where they are not given."""
-    for field in (*fields(RunOptions), *fields(CorpusOptions), *fields(TrainerOptions)):
-        how = dict(field.metadata)
-        if how.pop("group", "") == group.title:
-            name = FLAGS.get(field.name, field.name).replace("_", "-")
-            group.add_argument(f"--{name}", dest=field.name, default=None, **how)
+    for kind, title in ((RunOptions, "drafter"), (CorpusOptions, "text"), (TrainerOptions, "training")):
+        for field in fields(kind):
+            how = dict(field.metadata)
+            if how and how.pop("group", title) == group.title:
+                name = FLAGS.get(field.name, field.name).replace("_", "-")
+                group.add_argument(f"--{name}", dest=field.name, default=None, **how)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,9 +16,9 @@ FLAGS = {"own_feature_weight": "feature_weight", "packed": "no_packed", "compile
 """Flags of other names than their fields'."""
 
 
-def flag(default: Any, group: str, help: str, **how: Any) -> Any:
-    """A field that the command line may set, in that group of options; `how` is for `add_argument`."""
-    return field(default=default, metadata={"group": group, "help": help, **how})
+def flag(default: Any, help: str, **how: Any) -> Any:
+    """A field that the command line may set; `how` is for `add_argument`, but for a `group` other than its class's."""
+    return field(default=default, metadata={"help": help, **how})
 
 
 _MINUTES, _RATE, _SHARE = number(0, 1e6), number(1e-9, 10), number(0, 1)
@@ -35,46 +35,35 @@ def _layers(text: str) -> tuple[int, ...]:
 class TrainerOptions:
     """How a drafter is trained. `steps` 0 fits as many as `minutes` allow, by the speed of the first ones."""
 
-    steps: int = flag(0, "training", "Training steps; instead of --minutes.", type=whole_number(1, 10**8))
-    minutes: float = flag(2.0, "training", "Minutes of training, text apart. Default: 2.", type=_MINUTES)
-    batch_tokens: int = flag(
-        16384, "training", "Tokens of a step, on each GPU. Default: 16384.", type=whole_number(64, 10**7)
-    )
+    steps: int = flag(0, "Training steps; instead of --minutes.", type=whole_number(1, 10**8))
+    minutes: float = flag(2.0, "Minutes of training, text apart. Default: 2.", type=_MINUTES)
+    batch_tokens: int = flag(16384, "Tokens of a step, on each GPU. Default: 16384.", type=whole_number(64, 10**7))
     unroll: int = flag(
-        8,
-        "training",
-        "Steps on own features; of DFLASH and DSPARK the places of a block. Default: 8.",
-        type=whole_number(1, 32),
+        8, "Steps on own features; of DFLASH and DSPARK the places of a block. Default: 8.", type=whole_number(1, 32)
     )
     hit_weight: float = flag(
         0.0,
-        "training",
         "EAGLE3: share of the hit loss, which aims at answers drawn at temperature 1, beside the cross-entropy, "
         "0 to 1. Default: 0.",
         type=_SHARE,
     )
     cuts: float = flag(
         0.25,
-        "training",
         "Heads: share of texts that are read in two parts, the second as if nothing stood before it. Default: 0.25.",
         type=_SHARE,
     )
-    decay: float = flag(
-        1.0, "training", "Weight of such a step against the one before. Default: 1.", type=number(0, 100)
-    )
-    learning_rate: float = flag(1e-3, "training", "Peak learning rate. Default: 0.001.", type=_RATE)
+    decay: float = flag(1.0, "Weight of such a step against the one before. Default: 1.", type=number(0, 100))
+    learning_rate: float = flag(1e-3, "Peak learning rate. Default: 0.001.", type=_RATE)
     """Of AdamW, for weights that begin at random."""
-    optimizer: str = flag("muon", "training", "What moves new matrices. Default: muon.", choices=OPTIMIZERS)
+    optimizer: str = flag("muon", "What moves new matrices. Default: muon.", choices=OPTIMIZERS)
     """What begins as the target's own is moved by AdamW in any case."""
-    muon_learning_rate: float = flag(5e-3, "training", "Muon's peak learning rate. Default: 0.005.", type=_RATE)
+    muon_learning_rate: float = flag(5e-3, "Muon's peak learning rate. Default: 0.005.", type=_RATE)
     """Scaled by a matrix's size, so that a step moves weights about as far as one of AdamW."""
-    average: float = flag(
-        0.0, "training", "Export a running average that keeps this share, as 0.999.", type=number(0, 0.999999)
-    )
+    average: float = flag(0.0, "Export a running average that keeps this share, as 0.999.", type=number(0, 0.999999))
     """0 is off."""
-    packed: bool = flag(True, "training", "Batches of any shape on a GPU.", action="store_false")
+    packed: bool = flag(True, "Batches of any shape on a GPU.", action="store_false")
     """On a GPU: batches padded to one shape."""
-    compile: bool = flag(True, "training", "Compile nothing.", action="store_false")
+    compile: bool = flag(True, "Compile nothing.", action="store_false")
     """On a GPU, of batches of one shape: compile the pieces of a step."""
     output_share: float = 0.3
     """Learning rate of the output matrix and the norm before it, as a share: they begin as the target's own."""
@@ -98,28 +87,26 @@ FEATURE_WEIGHTS = {"EAGLE": 0.5}
 class CorpusOptions:
     """How much text, of what kind."""
 
-    tokens: int = flag(10_000_000, "text", "Answer tokens to make. Default: 10 million.", type=whole_number(1, 10**10))
+    tokens: int = flag(10_000_000, "Answer tokens to make. Default: 10 million.", type=whole_number(1, 10**10))
     """A little more come, since answers that have begun are finished."""
-    invented: int = flag(-1, "text", "Questions to invent. Default: enough for --tokens.", type=whole_number(0, 10**8))
+    invented: int = flag(-1, "Questions to invent. Default: enough for --tokens.", type=whole_number(0, 10**8))
     """Questions that the target makes up; what does not end in time or repeats is left out. -1: enough for `tokens`."""
-    opened: float = flag(0.6, "text", "Share of them whose first words are given. Default: 0.6.", type=_SHARE)
+    opened: float = flag(0.6, "Share of them whose first words are given. Default: 0.6.", type=_SHARE)
     """By `prompts.OPENINGS`, so that they are of many kinds."""
     beginnings: float = flag(
         0.5,
-        "text",
         "Share of texts behind another system message than the chat template's, behind none, or without a chat. "
         "Default: 0.5.",
         type=_SHARE,
     )
     temperatures: tuple[float, ...] = flag(
         (0.0, 0.0, 0.8, 1.0),
-        "text",
         "Answers take these in turn. Default: 0,0,0.8,1.",
         type=lambda text: tuple(map(number(0, 100), text.split(","))),
     )
-    text_minutes: float = flag(0.0, "text", "Bound on questions, and on answers. Default: none.", type=_MINUTES)
+    text_minutes: float = flag(0.0, "Bound on questions, and on answers. Default: none.", type=_MINUTES)
     """After so long no more questions begin, and as long after that no more answers; 0 is no limit."""
-    num_rows: int = flag(1024, "text", "Conversations at once. Default: 1024.", type=whole_number(1, 65536))
+    num_rows: int = flag(1024, "Conversations at once. Default: 1024.", type=whole_number(1, 65536))
     given_repeats: int = 1
     """Answers to each given question."""
     question_tokens: int = 192
@@ -147,55 +134,43 @@ class RunOptions:
 
     algorithm: str = "EAGLE3"
     """One of ALGORITHMS."""
-    prompts: Path | None = flag(None, "text", "JSONL of questions to train on, beside those it invents.", type=expand)
+    prompts: Path | None = flag(
+        None, "JSONL of questions to train on, beside those it invents.", group="text", type=expand
+    )
     eval_prompts: Path | None = flag(
-        None, "text", "JSONL of questions to evaluate with; never trained on.", type=expand
+        None, "JSONL of questions to evaluate with; never trained on.", group="text", type=expand
     )
     text: Path | None = flag(
-        None, "text", "Take the text that an earlier run left in this --out; make none.", type=expand
+        None, "Take the text that an earlier run left in this --out; make none.", group="text", type=expand
     )
     init_from: Path | None = flag(
-        None,
-        "drafter",
-        "EAGLE3: begin as this head of the same target, a folder or hub id, with its sizes and vocabulary.",
+        None, "EAGLE3: begin as this head of the same target, a folder or hub id, with its sizes and vocabulary."
     )
     draft_vocab_size: int = flag(
         0,
-        "drafter",
         "EAGLE3, DFLASH, DSPARK: tokens that it may guess. Default: 8192, or as --init-from.",
         type=whole_number(1, 10**6),
     )
     intermediate_size: int = flag(
         0,
-        "drafter",
         "EAGLE3, DFLASH, DSPARK: width of its MLP. Default: the target's, or as --init-from.",
         type=whole_number(0, 10**6),
     )
     feature_layers: tuple[int, ...] = flag(
-        (),
-        "drafter",
-        "EAGLE3, DFLASH, DSPARK: layers whose input it reads, as in 2,15,27 (30's default).",
-        type=_layers,
+        (), "EAGLE3, DFLASH, DSPARK: layers whose input it reads, as in 2,15,27 (30's default).", type=_layers
     )
     own_feature_weight: float | None = flag(
         None,
-        "drafter",
         "EAGLE, NEXTN: weight of the distance to the target's features in the loss. Default: EAGLE 0.5, NEXTN 0.",
         type=number(0, 1e6),
     )
     """None takes the kind's own."""
     layers: int = flag(
-        0,
-        "drafter",
-        "STANDALONE, DFLASH, DSPARK: its layers. Default: 4, of a block head 2.",
-        type=whole_number(1, 1000),
+        0, "STANDALONE, DFLASH, DSPARK: its layers. Default: 4, of a block head 2.", type=whole_number(1, 1000)
     )
-    markov_rank: int = flag(
-        32, "drafter", "DSPARK: width of its sequential part. Default: 32.", type=whole_number(1, 4096)
-    )
+    markov_rank: int = flag(32, "DSPARK: width of its sequential part. Default: 32.", type=whole_number(1, 4096))
     hidden: int = flag(
         0,
-        "drafter",
         "STANDALONE: its hidden size; the target's heads keep their size. Default: the target's.",
         type=whole_number(0, 10**6),
     )
