@@ -78,8 +78,7 @@ class TrainableLM(TrainableDrafter):
     lead = 0
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(TrainableLayer(config) for _ in range(config.num_layers))
         self.norm = TrainableNorm(config.hidden_size, config.rms_norm_eps)

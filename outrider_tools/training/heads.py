@@ -357,9 +357,8 @@ class TrainableBlockHead(DraftVocabularyHead):
     ) -> None:
         """`config` is the target's, whose attention the layers have. `markov_rank` 0 for no sequential part; else it
         is DSPARK's recurrent one."""
-        super().__init__()
+        super().__init__(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.config = config
         self.feature_layers = feature_layers
         self.block_size = block_size
         self.mask_token = mask_token

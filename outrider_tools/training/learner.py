@@ -60,12 +60,17 @@ class TrainableDrafter(nn.Module, ABC):
     """What is trained. Its state_dict, buffers included, is what a state on disk holds.
 
     Attributes:
+        config: the target's, or that of a language model itself.
         feature_layers: layers of the target whose input (`CausalLM.forward_with_features`) it reads.
         lead: after the first step, what it computes at base i is about the token at i + 1 + lead.
     """
 
     feature_layers: tuple[int, ...] = ()
     lead = 1
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
 
     @abstractmethod
     def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
@@ -146,16 +151,11 @@ class TrainableHead(TrainableDrafter):
     the unrolled head takes its own feature of step j - 1 with token t + 1 + j, and guesses token t + 2 + j.
 
     Attributes:
-        config: the target's.
         skips_first_token: whether the first pair of a sequence has no token.
     """
 
     skips_first_token = False
     layer: TrainableLayer
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
 
     @property
     def decoder_layer(self) -> TrainableLayer:
