@@ -210,36 +210,33 @@ def _how_measured(record: dict[str, Any]) -> str:
 
 def _training(record: dict[str, Any]) -> list[list[str]]:
     trainer, training, seconds = record["options"]["trainer"], record["training"], record["seconds"]
-    points = training["points"]
-    rows = [
-        ["target", record["target"]],
-        ["answers", str(record["answers"])],
-        ["tokens of answers", str(record["answer_tokens"])],
-        ["questions given", str(record["questions_given"] or "none")],
-        ["steps", str(training["total_steps"])],
-        ["tokens a step", str(trainer["batch_tokens"] * record["processes"])],
-        ["steps on own features", str(trainer["unroll"])],
-        ["peak learning rate", _rates(trainer)],
-        ["seed", str(trainer["seed"])],
-        ["last loss", f"{points[-1]['loss']:.3f}" if points else "none"],
-        ["parameters trained", str(record["trained_parameters"])],
-        ["weights", f"{record['weight_bytes'] / 1e6:.1f} MB"],
-        ["device", f"{record['processes']} x {record['device']}" if record["processes"] > 1 else record["device"]],
-        ["minutes of training", f"{training['seconds'] / 60:.1f}"],
-        ["minutes of the run that wrote this", f"{sum(seconds.values()) / 60:.1f}"],
-        ["made with", ", ".join(f"{name} {number}" for name, number in record["versions"].items())],
-    ]
-    if record["beginnings"]:
-        counts = ", ".join(f"{name} {count}" for name, count in record["beginnings"].items())
-        rows.insert(3, ["texts by what they begin with", counts])
-    if record["options"].get("init_from"):
-        rows.insert(1, ["begun as", record["options"]["init_from"]])
-    if record["algorithm"] == "STANDALONE":
-        rows = [row for row in rows if row[0] != "steps on own features"]
+    points, vocabulary = training["points"], ""
     if record["algorithm"] in ("EAGLE3", *BLOCK_ALGORITHMS):
         size, share = record["options"]["draft_vocab_size"], record["vocabulary_coverage"]
-        rows.insert(-4, ["draft vocabulary", f"{size} tokens, {100 * share:.2f} % of the answers'"])
-    return [*rows, ["all options", "`training.json`"]]
+        vocabulary = f"{size} tokens, {100 * share:.2f} % of the answers'"
+    rows = {
+        "target": record["target"],
+        "begun as": record["options"].get("init_from"),
+        "answers": str(record["answers"]),
+        "tokens of answers": str(record["answer_tokens"]),
+        "texts by what they begin with": ", ".join(f"{name} {count}" for name, count in record["beginnings"].items()),
+        "questions given": str(record["questions_given"] or "none"),
+        "steps": str(training["total_steps"]),
+        "tokens a step": str(trainer["batch_tokens"] * record["processes"]),
+        "steps on own features": "" if record["algorithm"] == "STANDALONE" else str(trainer["unroll"]),
+        "peak learning rate": _rates(trainer),
+        "seed": str(trainer["seed"]),
+        "last loss": f"{points[-1]['loss']:.3f}" if points else "none",
+        "parameters trained": str(record["trained_parameters"]),
+        "weights": f"{record['weight_bytes'] / 1e6:.1f} MB",
+        "draft vocabulary": vocabulary,
+        "device": f"{record['processes']} x {record['device']}" if record["processes"] > 1 else record["device"],
+        "minutes of training": f"{training['seconds'] / 60:.1f}",
+        "minutes of the run that wrote this": f"{sum(seconds.values()) / 60:.1f}",
+        "made with": ", ".join(f"{name} {number}" for name, number in record["versions"].items()),
+        "all options": "`training.json`",
+    }
+    return [[name, value] for name, value in rows.items() if value]
 
 
 def _use(record: dict[str, Any]) -> str:
