@@ -113,12 +113,26 @@ def parse_options(
     argparse does: one line on stderr, exit code 2. With an explicit `argv` a mistake raises ConfigError.
     `--help` prints the options with their defaults and exits.
     """
+    name = prog or Path(sys.argv[0]).name
+    items = describe_options(options_type)
+    flags = [item.flag for item in items]
+    summary = (options_type.__doc__ or "").strip().splitlines()
+    parser = _Parser(prog=prog, description=summary[0] if summary else None, allow_abbrev=False)
+    for item in items:
+        default = "a secret" if item.secret and item.default else (item.default_text or "empty")
+        text = f"{item.help_text} Default: {default}. Environment: {item.env}."
+        add_option(parser, item, item.flag, item.name, item.kind.__name__.upper(), text)
     try:
-        return _parse(options_type, sys.argv[1:] if argv is None else argv, prog, os.environ if env is None else env)
+        words = sys.argv[1:] if argv is None else argv
+        words = translate(words, flags, lambda text: print(f"{name}: warning: {text}", file=sys.stderr))
+        given, unknown = parser.parse_known_args(words)
+        if unknown:
+            raise ConfigError(_unknown_text(unknown[0], flags))
+        return read_options(options_type, vars(given), os.environ if env is None else env, {})
     except ConfigError as error:
         if argv is not None:
             raise
-        print(f"{prog or Path(sys.argv[0]).name}: error: {error.message}", file=sys.stderr)
+        print(f"{name}: error: {error.message}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -182,23 +196,6 @@ def options_to_env(options: object) -> dict[str, str]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
-
-
-def _parse(options_type: type[OptionsT], argv: Sequence[str], prog: str | None, env: Mapping[str, str]) -> OptionsT:
-    items = describe_options(options_type)
-    summary = (options_type.__doc__ or "").strip().splitlines()
-    parser = _Parser(prog=prog, description=summary[0] if summary else None, allow_abbrev=False)
-    for item in items:
-        default = "a secret" if item.secret and item.default else (item.default_text or "empty")
-        text = f"{item.help_text} Default: {default}. Environment: {item.env}."
-        add_option(parser, item, item.flag, item.name, item.kind.__name__.upper(), text)
-    flags = [item.flag for item in items]
-    name = prog or Path(sys.argv[0]).name
-    argv = translate(argv, flags, lambda text: print(f"{name}: warning: {text}", file=sys.stderr))
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise ConfigError(_unknown_text(unknown[0], flags))
-    return read_options(options_type, vars(given), env, {})
 
 
 def _describe_field(entry: Field[Any], hint: Any) -> Option:
