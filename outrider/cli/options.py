@@ -239,11 +239,6 @@ def bound_services(options: Mapping[str, ServiceOptions], placed: Placed) -> dic
     return {name: one for name, one in found.items() if one is not None}
 
 
-def check_options(service: str, one: VerifyOptions | DraftOptions | GatewayOptions) -> None:
-    """Raise ConfigError where options of a service do not fit each other, whatever machine and models are."""
-    _in_our_flags(service, one.check)
-
-
 Check = Callable[[], object]
 
 
@@ -269,7 +264,7 @@ def find_faults(options: Mapping[str, ServiceOptions], gpus: int) -> list[str]:
 def _service_checks(options: Mapping[str, ServiceOptions], gpus: int) -> list[Check]:
     verify, draft = cast(VerifyOptions, options["verify"]), cast("DraftOptions | None", options.get("draft"))
     models = dict.fromkeys(one.speculative_draft_model_path for one in (verify, draft) if one is not None)
-    own = {name: [partial(_in_our_flags, name, check) for check in _own_checks(one)] for name, one in options.items()}
+    own = {name: [partial(in_our_flags, name, check) for check in _own_checks(one)] for name, one in options.items()}
     checks: list[Check] = [*own["verify"], *own.get("draft", ()), partial(_check_gpus, verify, draft, gpus)]
     checks.append(partial(_check_target, verify, cast(GatewayOptions, options["gateway"])))
     checks += [partial(_check_draft_model, path) for path in models]
@@ -297,7 +292,7 @@ def _load(find: Callable[[], TlsFiles | None]) -> None:
         load_material(files)
 
 
-def _in_our_flags(service: str, check: Check) -> None:
+def in_our_flags(service: str, check: Check) -> None:
     """Run a check of a service; what it says of its options has their names here."""
     flags = {flag.option.flag: flag.flag for flag in service_flags() if flag.service == service}
     try:

@@ -25,6 +25,7 @@ from outrider_tools.inflate.shapes import Shape, ShapeMap, decoder_fields
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
 
 RECORD_FILE = "inflated.json"
+"""Says to programs where the source lies in what was made; NOTICE says to people what that is."""
 
 NOTICE = """\
 # {name}
@@ -93,25 +94,20 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
         work.mkdir()
         (work / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         copy_files(source, work)
-        _write_notice(work, out.name, source, shape_map, vocab_size, options.seed)
+        notice = {"name": out.name, "source": source.name, "shape": shape_map.target, "vocab_size": vocab_size}
+        (work / "README.md").write_text(NOTICE.format(**notice, seed=options.seed), encoding="utf-8")
+        record = {
+            "source": source.name,
+            "source_shape": asdict(shape_map.source),
+            "shape": asdict(shape_map.target),
+            "layers": shape_map.layers,
+            "seed": options.seed,
+        }
+        (work / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         stage = f"writing {out.name}"
         tensors = ((name, inflater.tensor(name)) for name in shapes)
         write_shards(work, tensors, options.max_shard_bytes, lambda done: progress(stage, done, total))
     return total
-
-
-def _write_notice(work: Path, name: str, source: Path, shape_map: ShapeMap, vocab_size: int, seed: int) -> None:
-    """Say to people what the folder is, and to programs where the source lies in it."""
-    text = NOTICE.format(name=name, source=source.name, shape=shape_map.target, vocab_size=vocab_size, seed=seed)
-    (work / "README.md").write_text(text, encoding="utf-8")
-    record = {
-        "source": source.name,
-        "source_shape": asdict(shape_map.source),
-        "shape": asdict(shape_map.target),
-        "layers": shape_map.layers,
-        "seed": seed,
-    }
-    (work / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 # Of ||inflated - source|| / ||source||, by the inflated checkpoint's dtype: what the rounding of its weights gives
