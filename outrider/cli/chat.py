@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 from rich.console import Console
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with _gateway(arguments, notes) as (address, api_key), asyncio.Runner() as runner:
         channel = runner.run(_open(address, api_key, peer_tls(arguments, "connect")))
-        chat = Conversation(console, notes, runner, channel, arguments.system, sampling)
+        first = [("system", arguments.system)] if arguments.system else []
+        chat = Conversation(console, notes, runner, channel, sampling, first)
         try:
             chat.greet()
             for question in questions(notes):
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
                     break
                 chat.take(question)
         finally:
-            chat.close()
+            runner.run(channel.close())
     return EXIT_FAILURE if chat.failed and not in_terminal else 0
 
 
@@ -152,61 +154,50 @@ def questions(console: Console) -> Iterator[str]:
             yield line
 
 
+@dataclass
 class Conversation:
     """The messages so far, and the connection that answers them. Answers go to `console`, all else to `notes`."""
 
-    def __init__(
-        self,
-        console: Console,
-        notes: Console,
-        runner: asyncio.Runner,
-        channel: grpc.aio.Channel,
-        system: str,
-        sampling: Sampling,
-    ) -> None:
-        self._console = console
-        self._notes = notes
-        self._runner = runner
-        self._sampling = sampling
-        self._first = [("system", system)] if system else []
-        self.messages: list[Message] = list(self._first)
-        self._channel = channel
-        self.failed = False
+    console: Console
+    notes: Console
+    runner: asyncio.Runner
+    channel: grpc.aio.Channel
+    sampling: Sampling
+    first: Sequence[Message]
+    """What stands before all that is said."""
+    messages: list[Message] = field(default_factory=list)
+    failed: bool = False
 
     def greet(self) -> None:
         """Say who answers and what the colours mean. Raises OutriderError when nobody does."""
-        models = self._runner.run(list_models(self._channel))
-        self._notes.print(f"\n{', '.join(name for name, _ in models)}: {HELP}")
-        if self._notes.color_system and not self._notes.no_color:
-            self._notes.print(legend())
+        models = self.runner.run(list_models(self.channel))
+        self.notes.print(f"\n{', '.join(name for name, _ in models)}: {HELP}")
+        if self.notes.color_system and not self.notes.no_color:
+            self.notes.print(legend())
 
     def take(self, line: str) -> None:
         """Carry out a command or have a question answered. What fails is not remembered."""
         if line == "/reset":
-            self.messages = list(self._first)
-            self._notes.print("forgotten")
+            self.messages = []
+            self.notes.print("forgotten")
         elif line.startswith("/"):
-            self._notes.print(HELP)
+            self.notes.print(HELP)
         else:
             self._ask(("user", line))
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._runner.run(self._channel.close())
-
     def _ask(self, question: Message) -> None:
-        stream = generate(self._channel, [*self.messages, question], self._sampling)
+        stream = generate(self.channel, [*self.first, *self.messages, question], self.sampling)
         try:
-            answer = self._runner.run(show_answer(stream, self._console))
+            answer = self.runner.run(show_answer(stream, self.console))
         except KeyboardInterrupt:
             self.failed = True
-            self._notes.print("(cut short; not remembered)")
+            self.notes.print("(cut short; not remembered)")
         except OutriderError as error:
             self.failed = True
-            self._notes.print(f"error: {error.message}")
+            self.notes.print(f"error: {error.message}")
         else:
             self.messages += [question, ("assistant", answer.text)]
-            self._notes.print(Text(summary(answer), "dim"))
+            self.notes.print(Text(summary(answer), "dim"))
 
 
 def summary(answer: FinishedAnswer) -> str:
