@@ -81,62 +81,56 @@ class StoredTexts:
                 part.write_text(json.dumps(record), "utf-8")
 
 
+@dataclass(frozen=True)
 class Corpus:
     """Makes the texts, or reads them where they were made with the same options before.
 
-    Each of `ranks` makes its share and leaves it in the folder, where all of them then read all of it.
+    Each of `ranks` makes its share and leaves it in the folder, where all of them then read all of it. `target` tells
+    the model from others.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        form: ChatForm,
-        options: CorpusOptions,
-        folder: Path,
-        report: Report,
-        ranks: RankGroup | None = None,
-        target: str = "",
-    ) -> None:
-        """`target`: what tells the model from others."""
-        self._model = model
-        self._form = form
-        self._options = options
-        self._folder = folder
-        self._report = report
-        self._ranks = ranks or RankGroup()
-        self._target = target
-        self._seed = options.seed + RANK_SEEDS * self._ranks.rank
+    model: CausalLM
+    form: ChatForm
+    options: CorpusOptions
+    folder: Path
+    report: Report
+    ranks: RankGroup = field(default_factory=RankGroup)
+    target: str = ""
+
+    @property
+    def _seed(self) -> int:
+        return self.options.seed + RANK_SEEDS * self.ranks.rank
 
     def texts(self, given: Sequence[Question]) -> StoredTexts:
         """Conversations that the target had with the `given` questions and its own.
 
         Raises ConfigError: there are no questions at all, or the folder holds text that was made with other options.
         """
-        wanted = {**asdict(self._options), "temperatures": list(self._options.temperatures), "given": len(given)}
+        wanted = {**asdict(self.options), "temperatures": list(self.options.temperatures), "given": len(given)}
         origin = {
-            "target": self._target,
+            "target": self.target,
             "questions": hashlib.sha256(json.dumps([question.text for question in given]).encode()).hexdigest()[:16],
         }
         wanted |= origin
-        is_made = StoredTexts.are_in(self._folder)
+        is_made = StoredTexts.are_in(self.folder)
         if is_made:
-            self._check_made({**origin, **StoredTexts.load(self._folder).options}, wanted)
+            self._check_made({**origin, **StoredTexts.load(self.folder).options}, wanted)
         # The first rank's view counts, and none goes on to write before all have looked.
-        if not self._ranks.broadcast_int(int(is_made)):
+        if not self.ranks.broadcast_int(int(is_made)):
             held_out = self._make_share(given)
-            self._ranks.barrier()
-            if self._ranks.is_main:
-                parts = [self._part(rank) for rank in range(self._ranks.count)]
+            self.ranks.barrier()
+            if self.ranks.is_main:
+                parts = [self._part(rank) for rank in range(self.ranks.count)]
                 texts = Texts.together([Texts.load(part) for part in parts])
-                texts = texts.without(ending for question in held_out for ending in endings(self._form, question))
+                texts = texts.without(ending for question in held_out for ending in endings(self.form, question))
                 if not len(texts):
                     raise ConfigError("there are no questions to train on; give a file, or let the target invent more")
-                counts = Beginnings(self._form, self._options.beginnings).counts(texts)
-                StoredTexts(texts, held_out, wanted, counts).save(self._folder)
+                counts = Beginnings(self.form, self.options.beginnings).counts(texts)
+                StoredTexts(texts, held_out, wanted, counts).save(self.folder)
                 for part in parts:
                     part.unlink()
-            self._ranks.barrier()
-        return StoredTexts.load(self._folder)
+            self.ranks.barrier()
+        return StoredTexts.load(self.folder)
 
     def _check_made(self, options: dict[str, Any], wanted: dict[str, Any]) -> None:
         """Raise ConfigError for text with other `options`: to make it may have taken hours, and a state goes with it.
@@ -146,68 +140,66 @@ class Corpus:
         for name, value in wanted.items():
             if options.get(name) != value:
                 raise ConfigError(
-                    f"{self._folder / TEXTS} is text that was made with another {name} ({options.get(name)}, not "
+                    f"{self.folder / TEXTS} is text that was made with another {name} ({options.get(name)}, not "
                     f"{value}); choose another --out, take the text as it is by --text, or remove it"
                 )
 
     def _make_share(self, given: Sequence[Question]) -> list[list[int]]:
         """Write this rank's share to its own file; returns what the first rank holds out."""
-        ranks, options = self._ranks, self._options
+        ranks, options = self.ranks, self.options
         invented = self._invent(len(given))
         num_held_out = options.held_out if ranks.is_main else 0
         questions: list[str | list[int]] = [question.text for question in given[ranks.rank :: ranks.count]]
         questions *= options.given_repeats
         questions += invented[num_held_out:]
         messages = self._invent_messages(len(questions))
-        beginnings = Beginnings(self._form, options.beginnings, messages, self._seed)
+        beginnings = Beginnings(self.form, options.beginnings, messages, self._seed)
         prompts = [beginnings.prompt(question) for question in questions]
         texts = self._answer(prompts, options.question_tokens + beginnings.room)
-        with writing("--out", self._folder):
+        with writing("--out", self.folder):
             texts.save(self._part(ranks.rank))
         return invented[:num_held_out]
 
     def _part(self, rank: int) -> Path:
-        return self._folder / f"texts.{rank}.safetensors"
+        return self.folder / f"texts.{rank}.safetensors"
 
     def _invent(self, num_given: int) -> list[list[int]]:
         """Questions as token ids, each once, without what ends them."""
-        options = self._options
+        options = self.options
         count = options.invented
         if count < 0:
             wanted = options.tokens / ANSWER_TOKENS - num_given * options.given_repeats
             count = options.held_out + max(0, int(wanted / KEPT_SHARE))
-        count = self._ranks.ceil_share(count)
+        count = self.ranks.ceil_share(count)
         if not count:
             return []
-        openings = [self._form.words(text) for text in all_openings()]
+        openings = [self.form.words(text) for text in all_openings()]
         # In turn, a share of them opened; ranks begin at different places.
         random = np.random.default_rng(self._seed)
         chosen = random.integers(0, len(openings), count)
         firsts = [openings[i] if u < options.opened else [] for i, u in zip(chosen, random.random(count), strict=True)]
-        return self._said(self._form.before, firsts, options.question_tokens, "questions")
+        return self._said(self.form.before, firsts, options.question_tokens, "questions")
 
     def _invent_messages(self, num_texts: int) -> list[str]:
         """System messages, one for some conversations that will have one."""
-        options = self._options
+        options = self.options
         count = min(MAX_MESSAGES, int(options.beginnings * num_texts / TEXTS_A_MESSAGE))
         try:
-            before = self._form.system_form().before
+            before = self.form.system_form().before
         except ConfigError:
             return []
-        openings = [self._form.words(text) for text in SYSTEM_OPENINGS]
+        openings = [self.form.words(text) for text in SYSTEM_OPENINGS]
         firsts = [openings[number % len(openings)] for number in range(count)]
-        return [
-            self._form.decode(said) for said in self._said(before, firsts, options.system_tokens, "system messages")
-        ]
+        return [self.form.decode(said) for said in self._said(before, firsts, options.system_tokens, "system messages")]
 
     def _said(self, before: list[int], firsts: list[list[int]], num_tokens: int, what: str) -> list[list[int]]:
         """What the target says after `before` and one of the first words each: whole ones, each once, without what ends
         them."""
         if not firsts:
             return []
-        options, stops = self._options, self._model.config.eos_token_ids
+        options, stops = self.options, self.model.config.eos_token_ids
         # No more than the target has positions for.
-        num_tokens = min(num_tokens, self._model.config.max_positions - len(before))
+        num_tokens = min(num_tokens, self.model.config.max_positions - len(before))
         if num_tokens <= MIN_QUESTION:
             return []
         firsts = [first[: num_tokens - 1] for first in firsts]
@@ -223,11 +215,11 @@ class Corpus:
         return [list(said) for said in dict.fromkeys(map(tuple, whole))]
 
     def _answer(self, prompts: list[list[int]], longest: int) -> Texts:
-        options, positions = self._options, self._model.config.max_positions
+        options, positions = self.options, self.model.config.max_positions
         count, longest = len(prompts), min(longest, positions - 1)
         prompts = [prompt for prompt in prompts if len(prompt) <= longest]
         if len(prompts) < count:
-            self._report.line(f"{count - len(prompts)} prompts of more than {longest} tokens are left out")
+            self.report.line(f"{count - len(prompts)} prompts of more than {longest} tokens are left out")
         if not prompts:
             return Texts.join([], [])
         order = np.random.default_rng(self._seed).permutation(len(prompts))
@@ -247,18 +239,18 @@ class Corpus:
     ) -> list[NDArray[np.int32]]:
         """Answers of at most `longest` tokens with their prompts; once all ranks have `budget` tokens (0: no end), or
         time is over, no more begin."""
-        rows = min(self._options.num_rows, len(jobs))
-        self._report.line(f"{what}: {told}, {rows} at once")
-        return Generator(self._model, rows, longest, self._model.config.eos_token_ids, seed).run(
+        rows = min(self.options.num_rows, len(jobs))
+        self.report.line(f"{what}: {told}, {rows} at once")
+        return Generator(self.model, rows, longest, self.model.config.eos_token_ids, seed).run(
             jobs,
-            token_budget=self._ranks.ceil_share(budget) or None,
-            seconds=60 * self._options.text_minutes or None,
-            on_progress=lambda done: self._report.generated(what, done * self._ranks.count, budget),
+            token_budget=self.ranks.ceil_share(budget) or None,
+            seconds=60 * self.options.text_minutes or None,
+            on_progress=lambda done: self.report.generated(what, done * self.ranks.count, budget),
         )
 
 
 def run_texts(
-    target: TargetModel, form: ChatForm, options: RunOptions, work: Path, report: Report, ranks: RankGroup | None = None
+    target: TargetModel, form: ChatForm, options: RunOptions, work: Path, report: Report, ranks: RankGroup
 ) -> tuple[Texts, list[Question], StoredTexts]:
     """What is trained on, the questions that are evaluated with, and the text before those were taken out of it; the
     same for all `ranks`.
@@ -278,7 +270,8 @@ def run_texts(
     if options.text is not None:
         found = _earlier(options.text, target)
     else:
-        found = Corpus(target.model, form, options.corpus, work, report, ranks, target.fingerprint).texts(given)
+        corpus = Corpus(target.model, form, options.corpus, work, report, ranks, target.fingerprint)
+        found = corpus.texts(given)
     # Special tokens alone say nothing, which every prompt would end with.
     asked = asked or [Question(text) for text in map(form.decode, found.held_out) if text.strip()]
     if not asked:

@@ -19,6 +19,7 @@ from outrider_tools.training.corpus import Corpus, StoredTexts, run_texts
 from outrider_tools.training.figures import Report
 from outrider_tools.training.learner import DraftInput
 from outrider_tools.training.options import CorpusOptions, RunOptions
+from outrider_tools.training.parallel import RankGroup
 from outrider_tools.training.prompts import SYSTEM_MESSAGES, Beginnings, ChatForm, Question, endings
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Batches, Texts
@@ -69,7 +70,7 @@ def test_a_question_without_words_that_is_held_out_leaves_the_text_as_it_is(
 ) -> None:
     texts = Texts.join([chat.ask(QUESTION)], [[7, 8]])
     StoredTexts(texts, [[1, 0, 1], chat.words("Who?")]).save(tmp_path)
-    kept, asked, _ = run_texts(target, chat, RunOptions(text=tmp_path), tmp_path, Report(StringIO()))
+    kept, asked, _ = run_texts(target, chat, RunOptions(text=tmp_path), tmp_path, Report(StringIO()), RankGroup())
     assert len(kept) == 1 and asked == [Question("Who?")]
 
 
