@@ -118,16 +118,6 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-class _MidLayer(TrainableLayer):
-    """Its queries, keys and values are of twice the width: the token's embedding and the feature before it."""
-
-    hidden_norm: TrainableNorm
-
-    def __init__(self, config: ModelConfig, mlp_size: int) -> None:
-        plain = replace(llama_layer(config), intermediate_size=mlp_size)
-        super().__init__(plain, ("hidden_norm", INPUT_NORM, MLP_NORM), 2 * config.hidden_size)
-
-
 class TrainableEagle3Head(TrainableHead, DraftVocabularyHead):
     """See the module. Its vocabulary may be a part of the target's."""
 
@@ -145,7 +135,9 @@ class TrainableEagle3Head(TrainableHead, DraftVocabularyHead):
         self.feature_layers = feature_layers
         self.learned = False
         self.fc = matrix(len(feature_layers) * config.hidden_size, config.hidden_size)
-        self.midlayer = _MidLayer(config, mlp_size or config.intermediate_size)
+        plain = replace(llama_layer(config), intermediate_size=mlp_size or config.intermediate_size)
+        # Its queries, keys and values are of twice the width: the token's embedding and the feature before it.
+        self.midlayer = TrainableLayer(plain, ("hidden_norm", INPUT_NORM, MLP_NORM), 2 * config.hidden_size)
         self.norm = TrainableNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = matrix(config.hidden_size, target_ids.shape[0])
         self.register(config.vocab_size, target_ids, self.fc.in_features)

@@ -128,6 +128,7 @@ class TrainableLayer(nn.Module):
     """Attention and MLP. What attention does with its projections, and what they are made of, is the caller's."""
 
     input_layernorm: TrainableNorm
+    hidden_norm: TrainableNorm
     post_attention_layernorm: TrainableNorm
 
     def __init__(
