@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import psutil
 
-from outrider.cli.cluster import ADDRESS_FIELDS, MODULES, flag_names
+from outrider.cli.cluster import ADDRESS_FIELDS, MODULES, ServiceFlag, service_flags
 from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
@@ -19,24 +18,13 @@ from outrider.rpc.transport import check_address, is_local, split_host_port, uni
 from outrider_tools.doctor import Finding, note, ok, problem, warning
 
 
-@dataclass(frozen=True)
-class Door:
-    """An address that a service binds."""
-
-    service: str
-    field: str
-    address: str
-
-    @property
-    def flag(self) -> str:
-        """The option that sets it, as `outrider up` spells it."""
-        return flag_names()[self.service, self.field]
-
-
-def doors_of(options: Mapping[str, ServiceOptions]) -> list[Door]:
-    """Every address that these services bind."""
-    found = ((name, field, getattr(one, field, "")) for name, one in options.items() for field in ADDRESS_FIELDS)
-    return [Door(name, field, address) for name, field, address in found if address]
+def doors_of(options: Mapping[str, ServiceOptions]) -> Iterator[tuple[ServiceFlag, str]]:
+    """Every address that these services bind, behind the option that sets it."""
+    flags = {(flag.service, flag.option.name): flag for flag in service_flags()}
+    for name, one in options.items():
+        for field in ADDRESS_FIELDS:
+            if address := getattr(one, field, ""):
+                yield flags[name, field], address
 
 
 def check_doors(
@@ -46,24 +34,24 @@ def check_doors(
 
     That the service itself has its door is as it should be if it `must_run`; otherwise a start would fail.
     """
-    taken_ports: dict[str, Door] = {}
-    for door in doors_of(options):
+    taken_ports: dict[str, ServiceFlag] = {}
+    for door, address in doors_of(options):
         try:
-            (check_address if door.field == "address" else split_host_port)(door.address, door.flag)
+            (check_address if door.option.name == "address" else split_host_port)(address, door.flag)
         except ConfigError as error:
             yield problem("port", error.message, "correct the address")
             continue
-        first = taken_ports.setdefault(door.address, door)
-        if first is not door and not door.address.endswith(":0"):
-            yield problem("port", f"{door.flag} {door.address} is {first.flag}'s too", "give each door its own port")
+        first = taken_ports.setdefault(address, door)
+        if first is not door and not address.endswith(":0"):
+            yield problem("port", f"{door.flag} {address} is {first.flag}'s too", "give each door its own port")
             continue
-        yield _check_free(door, serving, must_run)
+        yield _check_free(door, address, serving, must_run)
 
 
-def _check_free(door: Door, serving: Mapping[str, str], must_run: bool) -> Finding:
-    said = f"{door.flag} {door.address}"
-    path = unix_path(door.address)
-    reason, holder, pid = "", serving.get(door.address, ""), None
+def _check_free(door: ServiceFlag, address: str, serving: Mapping[str, str], must_run: bool) -> Finding:
+    said = f"{door.flag} {address}"
+    path = unix_path(address)
+    reason, holder, pid = "", serving.get(address, ""), None
     if path is not None:
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             return problem("port", f"{said}: {path.parent} cannot be written", "choose another folder")
@@ -71,11 +59,11 @@ def _check_free(door: Door, serving: Mapping[str, str], must_run: bool) -> Findi
             return note("port", f"{said}: the file is there, of a service that does not answer or was killed")
     else:
         try:
-            reason = bind_error(*split_host_port(door.address, door.flag))
+            reason = bind_error(*split_host_port(address, door.flag))
         except OSError as error:
             reason = error.strerror or str(error)
         if reason:
-            pid = listener_of(door.address)
+            pid = listener_of(address)
             holder = holder or _service_of(pid)
     if holder == door.service:
         text = f"{said}: taken by a running {holder}" + (f", process {pid}" if pid else "")
@@ -84,7 +72,7 @@ def _check_free(door: Door, serving: Mapping[str, str], must_run: bool) -> Findi
         fix = "for a second one: outrider up --ephemeral; at the one that runs looks: outrider doctor --running"
         return warning("port", text, fix)
     if not reason and not holder:
-        return ok("port", f"{said}: {'takes a free port' if door.address.endswith(':0') else 'free'}")
+        return ok("port", f"{said}: {'takes a free port' if address.endswith(':0') else 'free'}")
     text = f"{said}: {reason or 'taken'}; {_name_of(pid, holder)}"
     return problem("port", text, "end it, or choose another port (0 takes a free one)")
 
@@ -127,11 +115,11 @@ def _name_of(pid: int | None, service: str) -> str:
 def check_exposure(options: Mapping[str, ServiceOptions]) -> Iterator[Finding]:
     """Doors that others can reach, without a key or without TLS; key files that others can read."""
     quiet = True
-    for door in doors_of(options):
-        if is_local(door.address):
+    for door, address in doors_of(options):
+        if is_local(address):
             continue
         quiet = False
-        yield from _check_open(door, options[door.service])
+        yield from _check_open(door, address, options[door.service])
     for name, one in options.items():
         secrets = ("_token_file", "api_key_file", "tls_key")
         for path in (expand(value) for option, value in vars(one).items() if option.endswith(secrets) and value):
@@ -142,9 +130,9 @@ def check_exposure(options: Mapping[str, ServiceOptions]) -> Iterator[Finding]:
         yield ok("exposure", "every address is reached from this machine alone (loopback or a unix socket)")
 
 
-def _check_open(door: Door, options: ServiceOptions) -> Iterator[Finding]:
-    said = f"{door.flag} {door.address} can be reached from other machines"
-    if door.field == "metrics_address":
+def _check_open(door: ServiceFlag, address: str, options: ServiceOptions) -> Iterator[Finding]:
+    said = f"{door.flag} {address} can be reached from other machines"
+    if door.option.name == "metrics_address":
         yield warning("exposure", f"{said}, without key or TLS", "bind it to loopback or to a network of scrapers")
         return
     lacking = []
