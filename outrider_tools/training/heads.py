@@ -118,11 +118,8 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-class TrainableEagle3Head(TrainableHead, DraftVocabularyHead):
+class TrainableEagle3Head(DraftVocabularyHead, TrainableHead):
     """See the module. Its vocabulary may be a part of the target's."""
-
-    learned: bool
-    """Whether `fc` has learned already: `calibrate` then leaves what it computes as it is."""
 
     def __init__(
         self, config: ModelConfig, target_ids: Tensor, feature_layers: tuple[int, ...], mlp_size: int = 0
@@ -133,7 +130,6 @@ class TrainableEagle3Head(TrainableHead, DraftVocabularyHead):
         """
         super().__init__(config)
         self.feature_layers = feature_layers
-        self.learned = False
         self.fc = matrix(len(feature_layers) * config.hidden_size, config.hidden_size)
         plain = replace(llama_layer(config), intermediate_size=mlp_size or config.intermediate_size)
         # Its queries, keys and values are of twice the width: the token's embedding and the feature before it.
@@ -147,24 +143,6 @@ class TrainableEagle3Head(TrainableHead, DraftVocabularyHead):
         """See TrainableHead."""
         return self.midlayer
 
-    @property
-    def output_weight(self) -> Tensor:
-        """See TrainableDrafter."""
-        return self.lm_head.weight
-
-    @torch.no_grad()
-    def calibrate(self, features: Tensor, embedded: Tensor) -> None:
-        """See TrainableDrafter: the scale of each feature channel is its root mean square."""
-        sizes = channel_sizes(features)
-        if self.learned:
-            self.fc.weight.mul_(sizes / self.feature_scale)
-        self.feature_scale.copy_(sizes)
-
-    def project(self, features: Tensor) -> Tensor:
-        """See TrainableHead."""
-        projected: Tensor = self.fc(features / self.feature_scale.to(features.dtype))
-        return projected
-
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[None, Tensor]:
         """See TrainableHead."""
         layer = self.midlayer
@@ -174,12 +152,6 @@ class TrainableEagle3Head(TrainableHead, DraftVocabularyHead):
         """See TrainableDrafter."""
         rows: Tensor = self.norm(feature)
         return rows
-
-    def public_state(self) -> dict[str, Tensor]:
-        """See TrainableDrafter."""
-        state = dict(self.state_dict())
-        state["fc.weight"] = self.fc.weight.detach() / state.pop("feature_scale")
-        return state
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
         """See TrainableDrafter."""
@@ -372,7 +344,7 @@ class TrainableBlockHead(DraftVocabularyHead):
     def output_weight(self) -> Tensor:
         """See TrainableDrafter; what the token before says has columns of its own."""
         if self.markov_head is None:
-            return self.lm_head.weight
+            return super().output_weight
         return torch.cat((self.lm_head.weight, self.markov_head.markov_w2.weight), 1)
 
     @torch.no_grad()
@@ -381,14 +353,9 @@ class TrainableBlockHead(DraftVocabularyHead):
         super().start(target)
         self.mask_row.copy_(target.embed(torch.tensor(self.mask_token, device=target.device)))
 
-    @torch.no_grad()
-    def calibrate(self, features: Tensor, embedded: Tensor) -> None:
-        """See TrainableEagle3Head."""
-        self.feature_scale.copy_(channel_sizes(features))
-
     def context(self, features: Tensor) -> Tensor:
         """What keys and values of the context are made of, [M, hidden]."""
-        found: Tensor = self.hidden_norm(self.fc(features / self.feature_scale.to(features.dtype)))
+        found: Tensor = self.hidden_norm(self.project(features))
         return found
 
     def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
@@ -430,10 +397,8 @@ class TrainableBlockHead(DraftVocabularyHead):
 
     def public_state(self) -> dict[str, Tensor]:
         """See TrainableDrafter."""
-        state = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        scale = state.pop("feature_scale")
+        state = super().public_state()
         del state["mask_row"]
-        state["fc.weight"] = state["fc.weight"] / scale
         return state
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class TrainableDrafter(nn.Module, ABC):
 class DraftVocabularyHead(TrainableDrafter):
     """Projects features of several layers, and has an output matrix over a part of the target's vocabulary."""
 
+    fc: nn.Linear
     norm: TrainableNorm
     lm_head: nn.Linear
     d2t: Tensor
@@ -117,6 +118,8 @@ class DraftVocabularyHead(TrainableDrafter):
     feature_scale: Tensor
     """[layers * hidden], what features are divided by before `fc`. Channels of a residual stream differ a
     hundredfold, and an optimiser that moves all weights alike wants inputs of one size. Part of `fc` when exported."""
+    learned = False
+    """Whether `fc` has learned already: `calibrate` then leaves what it computes as it is."""
 
     def register(self, vocab_size: int, target_ids: Tensor, num_channels: int) -> None:
         """Its buffers. `target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
@@ -136,6 +139,30 @@ class DraftVocabularyHead(TrainableDrafter):
     def inherited(self) -> list[Tensor]:
         """See TrainableDrafter: output matrix and the norm before it."""
         return [self.lm_head.weight, self.norm.weight]
+
+    @property
+    def output_weight(self) -> Tensor:
+        """See TrainableDrafter."""
+        return self.lm_head.weight
+
+    @torch.no_grad()
+    def calibrate(self, features: Tensor, embedded: Tensor) -> None:
+        """See TrainableDrafter: the scale of each feature channel is its root mean square."""
+        sizes = channel_sizes(features)
+        if self.learned:
+            self.fc.weight.mul_(sizes / self.feature_scale)
+        self.feature_scale.copy_(sizes)
+
+    def project(self, features: Tensor) -> Tensor:
+        """Features of all layers [M, layers * hidden] as one, [M, hidden]."""
+        projected: Tensor = self.fc(features / self.feature_scale.to(features.dtype))
+        return projected
+
+    def public_state(self) -> dict[str, Tensor]:
+        """See TrainableDrafter."""
+        state = dict(self.state_dict())
+        state["fc.weight"] = self.fc.weight.detach() / state.pop("feature_scale")
+        return state
 
     @torch.no_grad()
     def start(self, target: TargetModel) -> None:
