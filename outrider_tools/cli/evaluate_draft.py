@@ -100,10 +100,17 @@ def run(arguments: argparse.Namespace) -> int:
         words = words.replace("--speculative-draft-model-path", "--draft")
         raise ConfigError(words if words.startswith("--") else f"--draft {arguments.draft}: {words}") from error
     tree = TreeShape(arguments.nodes, arguments.depth, arguments.branching)
+    chat = prompts.ChatForm(target_folder)
+    # How questions are asked, and what the report calls it; first as the chat template does.
+    forms = [("", chat)]
+    for text in arguments.system:
+        forms.append((f"system {shorten(text, SYSTEM_SHOWN)!r}" if text else "no system message", chat.behind(text)))
+    if arguments.raw:
+        forms.append(("raw", chat.raw()))
     with import_module("outrider_tools.training.figures").Report() as report:
         evaluations = [
             evaluation
-            for beginning, form in _forms(arguments, prompts.ChatForm(target_folder))
+            for beginning, form in forms
             for evaluation in stage.measure(
                 target,
                 form,
@@ -125,14 +132,6 @@ def run(arguments: argparse.Namespace) -> int:
         with writing("--json", arguments.json):
             arguments.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return 0
-
-
-def _forms(arguments: argparse.Namespace, chat: Any) -> list[tuple[str, Any]]:
-    """How questions are asked, and what the report calls it; first as the chat template does."""
-    found = [("", chat)]
-    for text in arguments.system:
-        found.append((f"system {shorten(text, SYSTEM_SHOWN)!r}" if text else "no system message", chat.behind(text)))
-    return [*found, ("raw", chat.raw())] if arguments.raw else found
 
 
 def _record(arguments: argparse.Namespace, algorithm: str, dtype: str, device: Any, torch: Any) -> dict[str, Any]:
