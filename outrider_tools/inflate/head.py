@@ -47,7 +47,6 @@ class HeadInflater(Inflater):
         stored: Mapping[str, StoredTensor],
         config: HeadConfig,
         shape_map: ShapeMap,
-        target_hidden: int,
         vocab_size: int,
         options: InflateOptions,
     ) -> None:
@@ -56,7 +55,7 @@ class HeadInflater(Inflater):
         self._wide = "layers.0.hidden_norm.weight" in stored
         self._ids = Axis.front(vocab_size, decoder.vocab_size)
         self._rows = Axis.front(config.draft_vocab_size, config.draft_vocab_size)
-        feature = Axis.front(target_hidden, config.target_hidden_size)
+        feature = Axis.front(options.shape.hidden, config.target_hidden_size)
         takes_layers = self._wide or config.block is not None
         self._blocks = [feature] * len(config.feature_layers) if takes_layers else [self._residual, self._residual]
         rank = config.block.markov_rank if config.block else 0
@@ -137,7 +136,7 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
     if algorithm == "NEXTN" and options.shape.experts:
         raise ConfigError(f"cannot inflate {head}: its layer would have experts; choose a shape without")
     shape_map = ShapeMap.of(config.decoder, replace(options.shape.dense, layers=config.decoder.num_layers))
-    inflater = HeadInflater(stored, config, shape_map, options.shape.hidden, vocab_size, options)
+    inflater = HeadInflater(stored, config, shape_map, vocab_size, options)
     target_map = ShapeMap.of(of_target, options.shape)
     if algorithm == "NEXTN":
         changed = inflated_fields(fields, target_map, vocab_size, inflater.rms_norm_eps, options.dtype)

@@ -160,8 +160,7 @@ def load_drafter(algorithm: str, folder: Path, target_folder: Path, target: Caus
 
     Raises ConfigError: it cannot be loaded, or has another tokenizer.
     """
-    options = replace(
-        DraftOptions(),
+    options = DraftOptions(
         speculative_algorithm=(algorithm,),
         speculative_draft_model_path=str(folder),
         target_model_path=str(target_folder),
