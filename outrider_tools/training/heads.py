@@ -136,7 +136,7 @@ class TrainableEagle3Head(DraftVocabularyHead, TrainableHead):
         self.midlayer = TrainableLayer(plain, ("hidden_norm", INPUT_NORM, MLP_NORM), 2 * config.hidden_size)
         self.norm = TrainableNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = matrix(config.hidden_size, target_ids.shape[0])
-        self.register(config.vocab_size, target_ids, self.fc.in_features)
+        self.register(target_ids)
 
     @property
     def decoder_layer(self) -> TrainableLayer:
@@ -337,7 +337,7 @@ class TrainableBlockHead(DraftVocabularyHead):
         self.markov_head: MarkovPart | None = None
         if markov_rank:
             self.markov_head = MarkovPart(config.vocab_size, target_ids.shape[0], hidden, markov_rank)
-        self.register(config.vocab_size, target_ids, self.fc.in_features)
+        self.register(target_ids)
         self.register_buffer("mask_row", torch.zeros(hidden))
 
     @property

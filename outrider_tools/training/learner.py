@@ -121,14 +121,14 @@ class DraftVocabularyHead(TrainableDrafter):
     learned = False
     """Whether `fc` has learned already: `calibrate` then leaves what it computes as it is."""
 
-    def register(self, vocab_size: int, target_ids: Tensor, num_channels: int) -> None:
+    def register(self, target_ids: Tensor) -> None:
         """Its buffers. `target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
-        known = torch.zeros(vocab_size, dtype=torch.bool)
+        known = torch.zeros(self.config.vocab_size, dtype=torch.bool)
         known[target_ids] = True
         # Public heads store the difference of the two ids.
         self.register_buffer("d2t", target_ids - torch.arange(target_ids.shape[0]))
         self.register_buffer("t2d", known)
-        self.register_buffer("feature_scale", torch.ones(num_channels))
+        self.register_buffer("feature_scale", torch.ones(self.fc.in_features))
 
     @property
     def target_ids(self) -> Tensor:
