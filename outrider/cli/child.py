@@ -2,7 +2,7 @@
 
     python -m outrider.cli.child PARENT_PID MODULE [ARGUMENT ...]
 
-runs a module in a child that cannot outlive its parent (`outrider.host.parent`), which holds the other end of its
+runs a module in a child that cannot outlive its parent (`outrider.host.launch`), which holds the other end of its
 standard input.
 """
 
@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from outrider.errors import OutriderError
-from outrider.host.parent import tie_to_parent
+from outrider.host.launch import tie_to_parent
 from outrider.rpc.lifecycle import exit_text
 
 # Log lines kept for the message about a failed start.

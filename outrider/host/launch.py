@@ -1,24 +1,58 @@
-"""How an engine process begins, and how it ends.
+"""How an engine process begins, tied to its parent, without which it does not live on; and how it ends.
 
     python -m outrider.host.launch PARENT_PID MODULE [ARGUMENT ...]
 
-calls `MODULE.main` with the arguments, in a process that its parent does not leave behind (`outrider.host.parent`).
+calls `MODULE.main` with the arguments. On Linux the kernel kills the child when the thread that started it ends.
+Elsewhere a thread of the child waits for the end of its standard input, a pipe whose other end the parent holds and
+never writes to.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import sys
+import threading
 
 from outrider import import_for_good
-from outrider.host.parent import tie_to_parent
-from outrider.host.worker import exit_process
+from outrider.rpc.lifecycle import EXIT_FAILURE
+
+_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
     """Tie this process to its parent, run the module, and exit with the code that its `main` returns."""
     parent_pid, name, *rest = arguments
     tie_to_parent(int(parent_pid))
-    exit_process(import_for_good(name).main(rest))
+    code = import_for_good(name).main(rest)
+    if code == EXIT_FAILURE:
+        # At once: what a broken CUDA context holds may hang or abort when it is freed.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def tie_to_parent(parent_pid: int) -> None:
+    """Make sure that this process is killed when its parent dies; exit at once if it is dead already."""
+    if sys.platform == "linux":
+        _ask_kernel()
+    else:
+        threading.Thread(target=_die_at_end_of_input, name="parent-watch", daemon=True).start()
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _ask_kernel() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _die_at_end_of_input() -> None:
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ import os
 import re
 import select
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -278,14 +277,6 @@ def run_engine(pipe: Pipe[Any], build: Callable[[], BuiltEngine[Any]]) -> int:
     stopped = built.run()
     pipe.drain(FLUSH_SECONDS)
     return EXIT_OK if stopped else EXIT_FAILURE
-
-
-def exit_process(code: int) -> NoReturn:
-    """End the process; after a failure at once: what a broken CUDA context holds may hang or abort when it is freed."""
-    if code == EXIT_FAILURE:
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
 
 
 def pin_to_cores(text: str) -> None:
