@@ -13,7 +13,7 @@ from kernels.kv_cache import compact, move
 from kernels.sampling_state import RoundTokens
 from outrider.device import DTYPES
 from outrider.layers.linear import Linear
-from outrider.tree.projection import PROJECTED, Projection
+from outrider.tree.handshake import PROJECTED, Projection
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from outrider.drafting.tree_growth import Tree
 from outrider.protocol.speculation import Features
-from outrider.tree.projection import Projection
+from outrider.tree.handshake import Projection
 
 
 @dataclass(frozen=True, slots=True)

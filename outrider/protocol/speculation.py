@@ -63,7 +63,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     features_token: str = ""
     """Names the session to the features stream; the draft's hello only."""
     projection_columns: int = 0
-    """Of the matrix that the drafter offers (outrider.tree.projection); the draft's hello only, 0 for none."""
+    """Of the matrix that the drafter offers (outrider.tree.handshake); the draft's hello only, 0 for none."""
     projection_hash: str = ""
     """Names this matrix."""
     features_optional: bool = False

@@ -27,7 +27,7 @@ from outrider.protocol.speculation import (
 )
 from outrider.protocol.speculation_codec import decode_response, encode_begin, encode_features
 from outrider.rpc.status import error_from_rpc
-from outrider.tree.projection import Projection, ProjectionReader, name_projection
+from outrider.tree.handshake import Projection, ProjectionReader, name_projection
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 Serve = Callable[..., Awaitable[Door]]

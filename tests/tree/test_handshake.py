@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from outrider.errors import InvalidRequestError
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
-from outrider.tree.handshake import HandshakeError, agree
-from outrider.tree.projection import MAX_PROJECTION_BYTES
+from outrider.tree.handshake import MAX_PROJECTION_BYTES, HandshakeError, agree
 
 VERIFY = Hello(
     PROTOCOL_VERSION,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from outrider.errors import InvalidRequestError
 from outrider.protocol.speculation import MAX_FEATURE_BYTES, ProjectionPart
-from outrider.tree.projection import (
+from outrider.tree.handshake import (
     MAX_PROJECTION_BYTES,
     Projection,
     ProjectionReader,

@@ -14,8 +14,7 @@ from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
 from outrider.models.decoder import CausalLM
 from outrider.protocol.speculation import Commit, Features, FeaturesBegin, Open, VerifyMessage
-from outrider.tree.handshake import Terms
-from outrider.tree.projection import Projection, name_projection
+from outrider.tree.handshake import Projection, Terms, name_projection
 
 
 class FeatureDraft(LocalDraft):

@@ -22,7 +22,7 @@ from outrider.protocol.speculation_codec import (
     encode_draft,
     encode_response,
 )
-from outrider.tree.projection import Projection, name_projection
+from outrider.tree.handshake import Projection, name_projection
 from outrider.v1 import draft_pb2
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")

@@ -15,7 +15,7 @@ from threaded_engine import ThreadedEngine
 from outrider.cache.kv import FeatureStore
 from outrider.errors import ConfigError
 from outrider.models.decoder import CausalLM
-from outrider.tree.projection import PROJECTED
+from outrider.tree.handshake import PROJECTED
 
 LAYERS = (3, 0, 1)
 Start = Callable[..., ThreadedEngine]

@@ -26,7 +26,7 @@ from outrider.protocol.speculation import (
     VerifyMessage,
 )
 from outrider.sampling.params import SamplingParams
-from outrider.tree.projection import Projection
+from outrider.tree.handshake import Projection
 from verify_service.door.remote import MAX_UNREAD_DRAFT_WEIGHT, RemoteVerifyEngine
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]

@@ -36,8 +36,7 @@ from outrider.protocol.speculation_codec import (
     in_parts,
 )
 from outrider.rpc.channel import open_channel
-from outrider.tree.handshake import Terms
-from outrider.tree.projection import ProjectionReader
+from outrider.tree.handshake import ProjectionReader, Terms
 from outrider.v1 import draft_pb2, draft_pb2_grpc
 from verify_service.door.remote import RemoteVerifyEngine
 

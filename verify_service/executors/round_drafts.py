@@ -31,7 +31,7 @@ from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import ROUND_REGION
 from outrider.models.drafters.base import DraftModel
-from outrider.tree.projection import PROJECTED, Projection
+from outrider.tree.handshake import PROJECTED, Projection
 from verify_service.engine.request import Request
 from verify_service.engine.round import NO_SOURCES, Entry, Growth, Nodes, NodeSources
 from verify_service.engine.scheduler import EngineLimits

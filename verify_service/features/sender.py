@@ -16,7 +16,7 @@ from outrider.cache.pages import page_slots
 from outrider.errors import OutriderError
 from outrider.logs import get_logger
 from outrider.protocol.speculation import FEATURE_ITEM_BYTES, MAX_FEATURE_BYTES, Features, FeaturesBegin
-from outrider.tree.projection import PROJECTED, Projection
+from outrider.tree.handshake import PROJECTED, Projection
 from verify_service.engine.memory import Memory
 from verify_service.engine.round import Pending
 from verify_service.executors.base import Executor

@@ -22,7 +22,7 @@ from outrider.device import put
 from outrider.host.line import host_id
 from outrider.logs import get_logger
 from outrider.protocol.speculation import MAGIC_BYTES, MAX_FEATURE_BYTES, FeatureRing
-from outrider.tree.projection import PROJECTED, Projection
+from outrider.tree.handshake import PROJECTED, Projection
 
 log = get_logger(__name__)
 

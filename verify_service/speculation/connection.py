@@ -10,7 +10,7 @@ from outrider.host.line import DraftBatch, FeatureBatch, Line, VerifyBatch
 from outrider.host.worker import Pipe
 from outrider.protocol.speculation import Features, FeaturesBegin, VerifyMessage
 from outrider.tree.handshake import Terms
-from outrider.tree.projection import Projection
+from outrider.tree.handshake import Projection
 from verify_service.frames import FromDoor, OpenFeatureStream
 
 

@@ -18,7 +18,7 @@ from outrider.models.config import ModelShape
 from outrider.models.decoder import DecoderLayer, LayerStack
 from outrider.models.drafters.config import ALL_SEEN, EMBEDDING, OUTPUT, ContextWindow, HeadConfig
 from outrider.sampling.proposer import HEAD_SCALE, PLAIN_SCALE
-from outrider.tree.projection import MAX_PROJECTION_BYTES, Projection, name_projection
+from outrider.tree.handshake import MAX_PROJECTION_BYTES, Projection, name_projection
 
 
 class DraftModel(ABC):

@@ -34,8 +34,7 @@ from outrider.errors import ConfigError
 from outrider.models.drafters.base import DraftModel, offered_projection
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
-from outrider.tree.handshake import agree
-from outrider.tree.projection import name_projection
+from outrider.tree.handshake import agree, name_projection
 
 STEPS = 4
 
