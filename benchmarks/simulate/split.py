@@ -38,7 +38,7 @@ import outrider.drafting.model.publisher as publisher
 import verify_service.engine.engine as verify_engine
 import verify_service.speculation.draft_wait as draft_wait
 import verify_service.speculation.drafts as drafts
-import verify_service.speculation.health as health
+import verify_service.speculation.replica as replica
 from benchmarks.simulate.draft import DraftService
 from benchmarks.simulate.language import VOCAB, Language
 from benchmarks.simulate.world import Actor, Costs, Notes, SimulatedVerifyInbox, SimulatedWorld
@@ -53,7 +53,7 @@ from verify_service.engine.round import Entry, Growth, Result
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.speculation.budget import CostModel
 
-_MODULES = (publisher, growth, planner, drafter, batch_manager, draft_wait, health, drafts)
+_MODULES = (publisher, growth, planner, drafter, batch_manager, draft_wait, replica, drafts)
 MODULES = {one.__name__.rsplit(".", 1)[1]: one for one in _MODULES}
 """Of which `--set` changes constants."""
 MAX_NODES, MAX_DEPTH, MAX_RUNNING, PROMPT = 63, 31, 32, 67

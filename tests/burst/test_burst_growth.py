@@ -9,7 +9,7 @@ from growth_rig import GOES_ON, Rig, continuation, path_scores, scripted
 
 from outrider.config.draft import DraftOptions
 from outrider.protocol.speculation import Grow
-from verify_service.speculation.health import ReplicaHealth
+from verify_service.speculation.replica import ReplicaHealth
 
 
 def best_paths(tokens: list[int], count: int, floor: float) -> list[float]:

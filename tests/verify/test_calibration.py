@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from outrider.tree.mirror import Observation
-from verify_service.speculation.calibration import Calibrator
+from verify_service.speculation.replica import Calibrator
 
 
 def feed(calibrator: Calibrator, score: float, source: int, chance: float, count: int = 2000) -> None:

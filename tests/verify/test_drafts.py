@@ -8,9 +8,9 @@ from scripted_peer import Clock, Recorder, follow, request, tree
 
 from outrider.protocol.speculation import Close, Commit, Decline, DeclineReason, Open, Pause, Resume
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
-from verify_service.speculation.calibration import Calibrator
 from verify_service.speculation.draft_wait import DraftWaitPolicy
 from verify_service.speculation.drafts import MAX_CALIBRATORS, Drafts, SpeculativeRequest
+from verify_service.speculation.replica import Calibrator
 
 
 @pytest.fixture

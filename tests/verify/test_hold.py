@@ -23,7 +23,7 @@ from verify_service.frames import RoundFigures
 from verify_service.speculation.budget import WIDTHS, Budget, CostModel, Forest
 from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitPolicy
 from verify_service.speculation.drafts import Drafts, SpeculativeRequest
-from verify_service.speculation.health import AnswerStats
+from verify_service.speculation.replica import AnswerStats
 
 ROUND = 0.0045
 """Seconds of a round of an 8B model on a large GPU."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from turn_taking import Machine, TurnTaking
 
-from verify_service.speculation.health import AnswerTimes
+from verify_service.speculation.replica import AnswerTimes
 
 STEEP = (0.031, 0.033, 0.0365, 0.055, 0.070)
 """Rounds in which a few nodes cost little and eight cost much."""

@@ -19,9 +19,9 @@ from outrider.models.decoder import CausalLM
 from outrider.protocol.speculation import Commit
 from verify_service.engine import engine as engine_module
 from verify_service.engine.request import Request
-from verify_service.speculation.calibration import MAX_WRONG_LOOKS, DraftBackoff
 from verify_service.speculation.draft_wait import DraftWaitMode
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts, SpeculativeRequest
+from verify_service.speculation.replica import MAX_WRONG_LOOKS, DraftBackoff
 
 RIGHT, WRONG = 7, 5
 
@@ -144,7 +144,7 @@ def test_looks_grow_rarer_but_never_stop() -> None:
 def test_features_leave_for_a_draft_in_doubt_as_rarely_as_commits(
     model: CausalLM, truth: list[Answer], start: Callable[..., ThreadedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verify_service.speculation.calibration.MAX_WRONG_LOOKS", 8)
+    monkeypatch.setattr("verify_service.speculation.replica.MAX_WRONG_LOOKS", 8)
     engine = start("paged")
     draft = FeatureDraft(engine, VOCAB, wrong(texts(truth), VOCAB), layers=(0, 1, 3))
     draft.connect()

@@ -22,7 +22,7 @@ from outrider.tree.handshake import Terms
 from verify_service.engine.build import Built
 from verify_service.engine.engine import VerifyInbox
 from verify_service.engine.postprocessor import Observer
-from verify_service.engine.worker import SNAPSHOT_SECONDS, SocketInbox, VerifyReporter, connect
+from verify_service.engine.worker import SNAPSHOT_SECONDS, DraftServiceConnection, SocketInbox, VerifyReporter, connect
 from verify_service.frames import (
     Cancel,
     DraftUp,
@@ -34,7 +34,6 @@ from verify_service.frames import (
     from_door,
     from_engine,
 )
-from verify_service.speculation.connection import DraftServiceConnection
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.protocol.speculation import DraftMessage
 from verify_service.engine.engine import Action, VerifyEngine
-from verify_service.speculation.connection import DraftConnection
+from verify_service.speculation.replica import DraftConnection
 
 
 class ThreadInbox:

@@ -28,10 +28,10 @@ from verify_service.features.sender import FeatureSender
 from verify_service.frames import ENGINE_FAILED, ENGINE_STOPPED
 from verify_service.speculation.budget import Budget, CostModel
 from verify_service.speculation.colocated_draft import ColocatedDraft
-from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.draft_rest import DraftRest
 from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitPolicy, DraftWaitState
 from verify_service.speculation.drafts import CREDIT_ROUNDS, Drafts
+from verify_service.speculation.replica import DraftConnection
 
 log = get_logger(__name__)
 

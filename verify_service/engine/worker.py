@@ -10,17 +10,19 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
 from outrider.config.verify import VerifyOptions
 from outrider.errors import InternalError, OutriderError
-from outrider.host.frames import SessionDown, Start, Stop
-from outrider.host.line import DraftBatch, Line, dial
+from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, SessionLost, Start, Stop
+from outrider.host.line import DraftBatch, FeatureBatch, Line, VerifyBatch, dial
 from outrider.host.worker import BuiltEngine, Pipe, run_worker, wait_for_any
 from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationUpdate
-from outrider.protocol.speculation import DraftMessage
+from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin, VerifyMessage
+from outrider.tree.handshake import Projection, Terms
 from verify_service.engine.build import Built, assemble
 from verify_service.engine.engine import Action, VerifyEngine, VerifyInbox
 from verify_service.engine.request import Request
@@ -34,6 +36,7 @@ from verify_service.frames import (
     FeatureStreamReleased,
     FromDoor,
     FromDraft,
+    OpenFeatureStream,
     ProjectionFrame,
     RoundFigures,
     RoundReport,
@@ -42,7 +45,6 @@ from verify_service.frames import (
     TargetProfile,
     from_door,
 )
-from verify_service.speculation.connection import DraftServiceConnection
 
 SNAPSHOT_SECONDS = 0.25
 """Least time between two snapshots of a busy engine."""
@@ -139,6 +141,66 @@ def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], 
 
 
 log = get_logger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class DraftServiceConnection:
+    """A session with a draft service, see DraftConnection.
+
+    Its streams are in the door; where the draft's engine is on this host, a line is here. No method blocks while the
+    door reads.
+    """
+
+    session: int
+    address: str
+    pipe: Pipe[FromDoor]
+    terms: Terms = field(default_factory=Terms)
+    line: Line[DraftBatch] | None = None
+    """Takes what the speculation stream would carry, and what the features stream would of features in a ring."""
+    is_busy: bool = False
+    """Whether something has come on the line that was not dealt with: until then it is not read."""
+    projection_dtype: str = ""
+    projection: bytearray = field(default_factory=bytearray)
+    """As much of it as has come."""
+
+    def send(self, messages: list[VerifyMessage]) -> None:
+        """See DraftConnection."""
+        if self.line is not None:
+            self.line.send(VerifyBatch(messages))
+        else:
+            self.pipe.send(FromVerify(self.session, messages))
+
+    @property
+    def has_room(self) -> bool:
+        """See DraftConnection."""
+        # What is told of rounds should find little before it.
+        self.pipe.flush()
+        return not self.pipe.backlog
+
+    def begin_features(self, begin: FeaturesBegin) -> None:
+        """See DraftConnection."""
+        self.pipe.send(OpenFeatureStream(self.session, begin))
+
+    def send_features(self, messages: list[Features]) -> None:
+        """See DraftConnection."""
+        if self.line is not None and messages[0].ring_offset is not None:
+            self.line.send(FeatureBatch(messages))
+        else:
+            self.pipe.send(FeaturePieces(self.session, messages))
+
+    def reset(self) -> None:
+        """See DraftConnection: the door dials it anew, and reports it down, and up again."""
+        self.pipe.send(SessionLost(self.session))
+
+    def take_projection(self) -> Projection | None:
+        """The projection, all of which is here, if one was asked for."""
+        if not self.projection:
+            return None
+        matrix, self.projection = self.projection, bytearray()
+        terms = self.terms
+        return Projection(
+            terms.feature_layers, terms.projection_columns, self.projection_dtype, matrix, terms.projection_hash
+        )
 
 
 class SocketInbox:

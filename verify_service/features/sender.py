@@ -21,8 +21,8 @@ from verify_service.engine.memory import Memory
 from verify_service.engine.round import Pending
 from verify_service.executors.base import Executor
 from verify_service.features.staging import STAGE_BYTES, FeatureChannel, FeaturePlan, StagedRows
-from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.drafts import DraftReplica, Drafts, SpeculativeRequest
+from verify_service.speculation.replica import DraftConnection
 
 log = get_logger(__name__)
 

@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 
 from outrider.tree.mirror import TreeMirror
 from verify_service.speculation.budget import Budget, Choice, Forest
-from verify_service.speculation.calibration import DraftBackoff
-from verify_service.speculation.health import MAX_PARTS, PROMISE_NODES, AnswerStats, AnswerTimes, ReplicaHealth
+from verify_service.speculation.replica import (
+    MAX_PARTS,
+    PROMISE_NODES,
+    AnswerStats,
+    AnswerTimes,
+    DraftBackoff,
+    ReplicaHealth,
+)
 
 _MIN_SPEEDUP_SHARED_CORES = 1.02
 """Tokens per second that a wait must promise over those without it, where the draft shares its cores with rounds: its

@@ -24,10 +24,8 @@ from outrider.tree.handshake import Terms
 from outrider.tree.mirror import Observation, TreeMirror
 from verify_service.engine.request import Request
 from verify_service.features.staging import FeatureChannel
-from verify_service.speculation.calibration import MAX_WRONG_LOOKS, Calibrator, DraftBackoff
-from verify_service.speculation.connection import DraftConnection
 from verify_service.speculation.draft_wait import DraftWaitMode, DraftWaitState
-from verify_service.speculation.health import ReplicaHealth
+from verify_service.speculation.replica import MAX_WRONG_LOOKS, Calibrator, DraftBackoff, DraftConnection, ReplicaHealth
 
 REOPEN_SECONDS = 1.0
 """How long a request waits for a draft that declined it for lack of room, or twice in a row."""
