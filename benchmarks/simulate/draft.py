@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-import draft_service.engine.engine as draft_engine
+import draft_service.engine.worker as draft_engine
 import outrider.drafting.model.batch_manager as batch_manager
 import outrider.drafting.model.burst_grower as growth
 import outrider.drafting.model.drafter as drafter
