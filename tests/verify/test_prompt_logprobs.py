@@ -20,7 +20,7 @@ from threaded_engine import ThreadedEngine
 from outrider.models.decoder import CausalLM
 from outrider.protocol.generation import FinishReason, PromptLogprobs
 from outrider.sampling.params import SamplingParams
-from verify_service.executors import prompt_logprobs
+from verify_service.executors import base
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOP = 3
@@ -114,7 +114,7 @@ def check(answer: Answer, prompt: list[int], expected: torch.Tensor, num_top: in
 def test_they_are_those_of_a_plain_forward_chunk_by_chunk(
     make: Make, piece: int, target: Target, engines: list[ThreadedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_logprobs, "_MAX_PIECE_LOGITS", piece)
+    monkeypatch.setattr(base, "_MAX_PIECE_LOGITS", piece)
     engine = start(engines, make(target.model))
     prompts = [prompt_of(length, seed=length) for length in (2, 7, 8, 23, 50)]
     # All at once, so that chunks of several share a round with others' decoding.

@@ -1,18 +1,29 @@
-"""What the engine needs of an executor."""
+"""What the engine needs of an executor, and what all executors do alike: features and prompts' log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.cache.kv import FeatureStore
+from outrider.device import put
+from outrider.errors import InternalError, OutriderError, OverloadedError
+from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
+from outrider.protocol.generation import PromptLogprobs
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Pending
+from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.features.staging import FeaturePlan, FeatureStaging, Ring, StagedRows
+
+log = get_logger(__name__)
+
+_MAX_PIECE_LOGITS = 1 << 23
+"""Logits that are in memory at once, 32 MB of them: a chunk times the vocabulary would take gigabytes."""
 
 
 class Executor:
@@ -111,3 +122,91 @@ class Executor:
         if self._staging is None:
             self._staging = FeatureStaging(self._model.device)
         return self._staging
+
+
+class PromptScores:
+    """Log-probabilities of the prompt tokens that follow some positions of a chunk, on their way to the host."""
+
+    def __init__(self, entry: Entry, positions: range) -> None:
+        """`positions`: those of the entry's chunk whose logits are asked for, as `Entry.scored` gives them."""
+        self._start = positions.start + 1
+        request = entry.request
+        self._token_ids = request.tokens[positions.start + 1 : positions.stop + 1]
+        self._num_top = request.params.num_prompt_logprobs or 0
+        # Padding of the model's vocabulary has no share of the probability.
+        self._vocab_size = request.sampler.vocab_size
+        self._host = torch.empty(0)
+        self._error: OutriderError | None = None
+
+    def compute(self, logits: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+        """Queue the work for `hidden`, [N or more, hidden_size]: its first N rows are the positions, in order.
+
+        Rows past N are padding. They are computed where a piece of fixed size reaches into them, so that the shape of
+        the products depends on the chunk's alone.
+        """
+        try:
+            self._compute(logits, hidden)
+        except torch.OutOfMemoryError:
+            log.warning("the device has no memory for log-probabilities of a prompt; the request fails")
+            self._error = OverloadedError("no memory for log-probabilities of the prompt; try again later")
+
+    @torch.inference_mode()
+    def _compute(self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+        piece = max(1, _MAX_PIECE_LOGITS // self._vocab_size)
+        ids = put(self._token_ids, hidden.device).long()
+        parts = []
+        for start in range(0, len(ids), piece):
+            wanted = ids[start : start + piece]
+            logits = logits_of(hidden[start : start + piece])[: len(wanted), : self._vocab_size]
+            parts.append(_describe(logits, wanted, min(self._num_top, self._vocab_size)))
+        found = torch.cat(parts)
+        self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.device.type == "cuda")
+        self._host.copy_(found, non_blocking=True)
+
+    def read(self) -> PromptLogprobs | OutriderError:
+        """What was computed, once the device has done it; an error of this request if its logits are unusable."""
+        if self._error is not None:
+            return self._error
+        columns = self._host.numpy().copy()
+        num_top = (columns.shape[1] - 2) // 2
+        floats = columns.view("float32")
+        logprobs = floats[:, 0].copy()
+        # The sum over the vocabulary is part of it, so that one bad logit shows.
+        if (logprobs != logprobs).any():
+            return InternalError("the model's logits are unusable", code="unusable_logits")
+        return PromptLogprobs(
+            self._start, logprobs, columns[:, 1].astype("uint32"), columns[:, 2 : 2 + num_top], floats[:, 2 + num_top :]
+        )
+
+
+def with_prompt(result: Result, scores: PromptScores) -> Result:
+    """A result with the prompt's log-probabilities; a failure of either is the request's."""
+    read = scores.read()
+    if result.error is not None:
+        return result
+    if isinstance(read, OutriderError):
+        return Result(error=read)
+    return replace(result, prompt_logprobs=read)
+
+
+def _describe(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """int32 [R, 2 + 2 num_top] of logits [R, V]: own logprob, rank, likeliest ids, their logprobs; floats as bits.
+
+    A token's own value is bitwise the one that it has among the likeliest: clients compare them.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(-1, token_ids[:, None])
+    places = torch.arange(logits.shape[-1], device=logits.device)
+    better = (logits > own) | ((logits == own) & (places < token_ids[:, None]))
+    rank = 1 + better.sum(-1, keepdim=True, dtype=torch.int32)
+    top_ids = logits.topk(num_top, -1).indices.sort(-1).values
+    top = logits.gather(-1, top_ids)
+    order = top.sort(stable=True, dim=-1, descending=True).indices
+    top, top_ids = top.gather(-1, order), top_ids.gather(-1, order).int()
+    # NaN where the logits hold one, +inf, or nothing but -inf.
+    sound = torch.where(total.isfinite(), total, torch.nan)
+    return torch.cat([_bits(own - sound), rank, top_ids, _bits(top - sound)], -1)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.float().contiguous().view(torch.int32)

@@ -26,9 +26,8 @@ from outrider.sampling.sampler import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result, varied_tokens
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.executors.base import Executor
+from verify_service.executors.base import Executor, PromptScores, with_prompt
 from verify_service.executors.prefill import Prefill, PrefillShapes
-from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
 from verify_service.executors.ranks import CAPTURE, ROUND, ExecutorLink
 from verify_service.executors.round_buffers import (
     NUM_COMMITTED,

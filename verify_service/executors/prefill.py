@@ -19,7 +19,7 @@ from outrider.graphs import GraphPool
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import width_buckets
 from verify_service.engine.round import Entry
-from verify_service.executors.prompt_logprobs import PromptScores
+from verify_service.executors.base import PromptScores
 from verify_service.executors.ranks import CAPTURE_SMALL, LOGITS, PROMPTS, ExecutorLink
 from verify_service.executors.round_buffers import RequestRows
 

@@ -19,8 +19,7 @@ from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.sampler import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Result, varied_tokens
-from verify_service.executors.base import Executor
-from verify_service.executors.prompt_logprobs import PromptScores, with_prompt
+from verify_service.executors.base import Executor, PromptScores, with_prompt
 from verify_service.features.staging import FeaturePlan
 
 MEASURED_CONTEXT = 192
