@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from verify_service.engine.build import node_counts
 from verify_service.engine.round import Growth
-from verify_service.executors.round_buffers import Buckets
-from verify_service.speculation.growth_policy import (
+from verify_service.engine.round_growth import (
     LEAST_TRIAL_ROUNDS,
     MAX_PROBE_ROUNDS,
     PROBE_LENGTH,
@@ -23,6 +22,7 @@ from verify_service.speculation.growth_policy import (
     GrowthPolicy,
     VerifiedNodes,
 )
+from verify_service.executors.round_buffers import Buckets
 
 SIZES = (3, 7, 15, 31, 63)
 

@@ -31,10 +31,9 @@ from outrider.tree.handshake import Terms
 from verify_service.engine.memory import Memory
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth
-from verify_service.engine.round_growth import RoundGrowth
+from verify_service.engine.round_growth import GrowthCost, GrowthPolicy, RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.speculation.growth_policy import GrowthCost, GrowthPolicy
 
 GREEDY = SamplingParams(temperature=0.0)
 PAGE = 2

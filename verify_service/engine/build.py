@@ -41,7 +41,7 @@ from verify_service.engine.loading import RoundDraft, count_tokens, kv_tokens, l
 from verify_service.engine.memory import Memory
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.round import Growth
-from verify_service.engine.round_growth import RoundGrowth
+from verify_service.engine.round_growth import GrowthPolicy, RoundGrowth
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.base import Executor
 from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
@@ -53,7 +53,6 @@ from verify_service.frames import TargetProfile
 from verify_service.ranks.leader import Followers, lead
 from verify_service.speculation.budget import ContextCost, CostModel, unpadded
 from verify_service.speculation.colocated_draft import ColocatedDraft
-from verify_service.speculation.growth_policy import GrowthPolicy
 
 log = get_logger(__name__)
 

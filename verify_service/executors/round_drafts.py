@@ -37,7 +37,6 @@ from verify_service.engine.round import NO_SOURCES, Entry, Growth, Nodes, NodeSo
 from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.ranks import ExecutorLink
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
-from verify_service.speculation.growth_policy import GrowthCost
 
 log = get_logger(__name__)
 
@@ -45,9 +44,25 @@ _CATCH_UP_TOKENS = 2048
 """Limit on the committed tokens without draft KV that the drafter computes behind one round."""
 _REPEATS = 5
 _SLOT_STEP = 4
-_FREE = GrowthCost(0.0, 0.0)
 _FLOOR = -12.0
 """Path score below which no node is run or verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthCost:
+    """Device seconds of the drafting behind a round."""
+
+    fixed: float
+    """Seconds of the drafter's forward over committed tokens, which gives the first level, and of the choice."""
+    step: float
+    """Seconds of every further level."""
+
+    def seconds(self, num_steps: int) -> float:
+        """Seconds of growth by so many levels; 0 for none."""
+        return self.fixed + (num_steps - 1) * self.step if num_steps else 0.0
+
+
+_FREE = GrowthCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
