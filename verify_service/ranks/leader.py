@@ -102,8 +102,6 @@ class Followers:
 
 NEW_KV, FORWARD, LOGITS, CLEAR, MOVE = range(1, 6)
 """Kinds of messages."""
-_CAUSAL = -1
-"""In the place of a mask's width."""
 
 
 def lead(model: LanguageModel, memory: RankMemory) -> LanguageModel:
@@ -197,39 +195,20 @@ def _slots(body: bytes) -> Tensor:
 
 
 def _pack_batch(batch: ForwardBatch) -> bytes:
-    """int32 words of tokens, positions and segments, and behind them the masks' bytes."""
-    words = [len(batch.token_ids), len(batch.segments)]
-    masks = []
+    segments = []
     for segment in batch.segments:
-        width = _CAUSAL
-        if segment.mask is not None:
-            width = segment.mask.shape[1]
-            masks.append(segment.mask.contiguous().numpy().tobytes())
-        words += [segment.num_queries, len(segment.kv_slots), segment.num_spare, width]
-    arrays = [batch.token_ids, batch.positions, *(segment.kv_slots for segment in batch.segments)]
-    parts = [np.array(words, np.int32), *(array.numpy().astype(np.int32) for array in arrays)]
-    return b"".join([np.concatenate(parts).tobytes(), *masks])
+        mask = None if segment.mask is None else segment.mask.contiguous().numpy().tobytes()
+        segments.append((segment.num_queries, _to_bytes(segment.kv_slots), mask, segment.num_spare))
+    return msgspec.msgpack.encode((_to_bytes(batch.token_ids), _to_bytes(batch.positions), segments))
 
 
 def _unpack_batch(data: bytes) -> ForwardBatch:
     """What `_pack_batch` was given."""
-    num_tokens, num_segments = np.frombuffer(data, np.int32, 2).tolist()
-    heads = np.frombuffer(data, np.int32, 4 * num_segments, 8).reshape(-1, 4).tolist()
-    at = 4 * (2 + 4 * num_segments)
-
-    def ints(count: int) -> torch.Tensor:
-        nonlocal at
-        found = torch.from_numpy(np.frombuffer(data, np.int32, count, at).astype(np.int64))
-        at += 4 * count
-        return found
-
-    token_ids, positions = ints(num_tokens), ints(num_tokens)
-    slots = [ints(length) for _, length, _, _ in heads]
+    token_ids, positions, parts = msgspec.msgpack.decode(data)
     segments = []
-    for (queries, _, spare, width), own in zip(heads, slots, strict=True):
+    for num_queries, kv_slots, mask_bytes, num_spare in parts:
         mask = None
-        if width != _CAUSAL:
-            mask = torch.from_numpy(np.frombuffer(data, np.bool_, queries * width, at).reshape(queries, width).copy())
-            at += queries * width
-        segments.append(Segment(queries, own, mask, spare))
-    return ForwardBatch(token_ids, positions, segments)
+        if mask_bytes is not None:
+            mask = torch.frombuffer(bytearray(mask_bytes), dtype=torch.bool).view(num_queries, -1)
+        segments.append(Segment(num_queries, _slots(kv_slots), mask, num_spare))
+    return ForwardBatch(_slots(token_ids), _slots(positions), segments)
