@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 
 from outrider.errors import ConfigError, reason_of
 from outrider.logs import get_logger
@@ -98,32 +98,21 @@ async def look_up(host: str, port: int) -> Collection[str]:
 
     IPv6 addresses only where there are none of IPv4: a replica with one of each must not count twice.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Collection[str]] = loop.create_future()
-
-    def settle(found: set[str], error: Exception | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(found)
+    answer: Future[Collection[str]] = Future()
+    answer.set_running_or_notify_cancel()  # so that it takes an answer also when nobody waits for it any more
 
     def ask() -> None:
-        found: set[str] = set()
-        failure: Exception | None = None
         try:
             places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            found = {f"{place[0]}:{port}" for family, *_, place in places if family == socket.AF_INET}
-            found = found or {f"[{place[0]}]:{port}" for *_, place in places}
         except (OSError, UnicodeError) as error:
-            failure = error
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, found, failure)
+            answer.set_exception(error)
+        else:
+            found = {f"{place[0]}:{port}" for family, *_, place in places if family == socket.AF_INET}
+            answer.set_result(found or {f"[{place[0]}]:{port}" for *_, place in places})
 
     # Not in the loop's pool, whose threads the process waits for at its end: a server that is away takes long to ask.
     threading.Thread(target=ask, name=f"look up {host}", daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(answer)
 
 
 def _split_name(address: str, option: str) -> tuple[str, int]:
