@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from msgspec.structs import replace
 
@@ -33,32 +35,24 @@ Sampled = verify_pb2.VerifyServiceGenerateRequest | draft_pb2.Open
 
 def encode_grammar(grammar: Grammar | None) -> common_pb2.Grammar | None:
     """A grammar as a message; None stays None, which leaves the field unset."""
-    match grammar:
-        case None:
-            return None
-        case Grammar(kind=GrammarKind.JSON_OBJECT):
-            return common_pb2.Grammar(json_object=True)
-        case Grammar(kind=GrammarKind.JSON_SCHEMA):
-            return common_pb2.Grammar(json_schema=grammar.source)
-        case Grammar(kind=GrammarKind.REGEX):
-            return common_pb2.Grammar(regex=grammar.source)
-        case Grammar(kind=GrammarKind.EBNF):
-            return common_pb2.Grammar(ebnf=grammar.source)
-        case _:
-            return common_pb2.Grammar(choice=common_pb2.Grammar.Choices(texts=grammar.choices))
+    if grammar is None:
+        return None
+    value: Any = grammar.source
+    if grammar.kind is GrammarKind.JSON_OBJECT:
+        value = True
+    elif grammar.kind is GrammarKind.CHOICE:
+        value = common_pb2.Grammar.Choices(texts=grammar.choices)
+    # Kinds bear the names of the message's fields.
+    return common_pb2.Grammar(**{grammar.kind.value: value})
 
 
 def decode_grammar(message: common_pb2.Grammar) -> Grammar:
     """The grammar of a message that was sent. Raises InvalidRequestError if it says nothing, or far too much."""
-    match message.WhichOneof("kind"):
+    match kind := message.WhichOneof("kind"):
         case "json_object" if message.json_object:
             return Grammar(GrammarKind.JSON_OBJECT)
-        case "json_schema":
-            return Grammar(GrammarKind.JSON_SCHEMA, message.json_schema)
-        case "regex":
-            return Grammar(GrammarKind.REGEX, message.regex)
-        case "ebnf":
-            return Grammar(GrammarKind.EBNF, message.ebnf)
+        case "json_schema" | "regex" | "ebnf":
+            return Grammar(GrammarKind(kind), getattr(message, kind))
         case "choice":
             count = len(message.choice.texts)
             if count > MAX_CHOICES_ON_WIRE:
