@@ -170,7 +170,7 @@ class VerifySession:
             return
         if len(self._outbound) > self._max_queued:
             waiting = f"more than {self._max_queued} answers wait to be read; read the stream faster"
-            self._end(OverloadedError(waiting, code="slow_reader"))
+            self.end(OverloadedError(waiting, code="slow_reader"))
         else:
             self._outbound.extend(messages)
         self._has_outbound.set()
@@ -183,23 +183,16 @@ class VerifySession:
         self._outbound.clear()
         return answers
 
-    def lose_line(self) -> None:
-        """The verify engine has hung up where it spoke to the engine here."""
-        self._end(UnavailableError("the line between the engines is lost; begin a new session"))
-
-    def close(self) -> None:
-        """Answers are dropped from here on."""
-        self._end(None)
-
     async def over(self) -> None:
-        """Wait until the session is closed. Raises OverloadedError once too many answers wait to be read, and
+        """Wait until the session has ended. Raises OverloadedError once too many answers wait to be read, and
         UnavailableError once its line is lost.
 
         Apart from `next_answers`, because a writer whose peer reads nothing comes back from no write.
         """
         await asyncio.shield(self._over)
 
-    def _end(self, error: OutriderError | None) -> None:
+    def end(self, error: OutriderError | None = None) -> None:
+        """Answers are dropped from here on; who waits for the session's end gets the error."""
         self._outbound.clear()
         if not self._over.done():
             if error is None:
@@ -284,7 +277,7 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
                 self._take_state(frame)
             case SessionLost():
                 if (session := self._sessions.get(frame.session)) is not None:
-                    session.lose_line()
+                    session.end(UnavailableError("the line between the engines is lost; begin a new session"))
 
     def on_lost(self) -> None:
         """Whoever waits for its state waits no longer."""

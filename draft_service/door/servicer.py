@@ -89,7 +89,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await context.write(encode_draft([ours]))
             await _until_first(self._read(session, rest, context), _write(session, context), session.over())
         finally:
-            session.close()
+            session.end()
             self._awaiting.pop(ours.features_token, None)
             self._sessions.discard(session)
             self._engine.detach(session)

@@ -45,7 +45,7 @@ async def test_an_overflow_ends_the_session_and_holds_nothing() -> None:
 
 async def test_a_closed_session_takes_no_answers() -> None:
     session = VerifySession(max_queued=16)
-    session.close()
+    session.end()
     session.send([decline(1)])
     waiting = asyncio.create_task(session.next_answers())
     await asyncio.sleep(0)
