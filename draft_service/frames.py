@@ -20,7 +20,8 @@ from outrider.host.frames import (
     Stop,
     decoder,
 )
-from outrider.protocol.speculation import DraftMessage, FeaturesBegin, Hello, ProjectionPart
+from outrider.protocol.speculation import DeclineReason, DraftMessage, FeaturesBegin, Hello, ProjectionPart
+from outrider.tree.author import Outcome
 
 GROWTH_SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0),
@@ -92,10 +93,8 @@ class DraftEngineState(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Sizes of the drafter by name."""
     grown: dict[int, int] = {}
     """Nodes by number of their source."""
-    commits: dict[str, int] = {}
-    """By outcome."""
-    declines: dict[int, int] = {}
-    """By number of the reason."""
+    commits: dict[Outcome, int] = {}
+    declines: dict[DeclineReason, int] = {}
     dropped: dict[str, int] = {}
     """Messages by reason."""
     bursts: dict[str, float] = {}

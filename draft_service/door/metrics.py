@@ -58,9 +58,9 @@ class DraftMetrics:
         for source, count in state.grown.items():
             self.nodes_grown[source].inc(count)
         for outcome, count in state.commits.items():
-            self.commits[Outcome(outcome)].inc(count)
+            self.commits[outcome].inc(count)
         for reason, count in state.declines.items():
-            self.declines[DeclineReason(reason)].inc(count)
+            self.declines[reason].inc(count)
         for why, count in state.dropped.items():
             self.dropped[why].inc(count)
         for name, amount in state.bursts.items():

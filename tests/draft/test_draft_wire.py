@@ -30,7 +30,8 @@ from draft_service.frames import (
 from outrider.config.draft import DraftOptions
 from outrider.host.frames import FeaturePieces, FrameReader, FromVerify, Ready, SessionDown, Start, Stop, pack
 from outrider.host.worker import Pipe
-from outrider.protocol.speculation import Decline, FeatureRing, Features, FeaturesBegin, Grow, Hello
+from outrider.protocol.speculation import Decline, DeclineReason, FeatureRing, Features, FeaturesBegin, Grow, Hello
+from outrider.tree.author import Outcome
 
 TARGET = SessionUp(0, 100, "hash", None)
 
@@ -220,7 +221,9 @@ def test_counts_become_metrics_and_add_up() -> None:
     metrics = DraftMetrics(("ngram",))
     slices = [1, *[0] * (len(GROWTH_SECONDS) - 1), 2]
     late = {"late_features": 3}
-    state = DraftEngineState(grown={0: 5}, commits={"hit": 2}, declines={1: 1}, dropped=late, slices=slices)
+    state = DraftEngineState(
+        grown={0: 5}, commits={Outcome.HIT: 2}, declines={DeclineReason.GAP: 1}, dropped=late, slices=slices
+    )
     metrics.take(state)
     metrics.take(state)
     metrics.take(DraftEngineState())
