@@ -15,8 +15,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.host.worker import Pipe, run_engine
 from outrider.protocol.generation import VerifyInfo
 from verify_service.door.remote import RemoteVerifyEngine
-from verify_service.engine.build import Built
-from verify_service.engine.engine import VerifyInbox
+from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.worker import connect
 from verify_service.frames import RoundReport, TargetProfile, from_door
@@ -68,9 +67,9 @@ async def engine_thread(engine: ThreadedEngine) -> AsyncIterator[EngineThread]:
     ours, theirs = socket.socketpair()
     codes: list[int] = []
 
-    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
+    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> tuple[VerifyEngine, TargetProfile]:
         engine._inbox, engine._observer, engine._postprocessor._observer = inbox, observer, observer
-        return Built(engine, ready_of(engine))
+        return engine, ready_of(engine)
 
     def run() -> None:
         with theirs:

@@ -19,8 +19,7 @@ from outrider.host.worker import MAX_BACKLOG_BYTES, Pipe, await_start, run_engin
 from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import Close, Features, Grow, LineOffer, ProjectionPart
 from outrider.tree.handshake import Terms
-from verify_service.engine.build import Built
-from verify_service.engine.engine import VerifyInbox
+from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.postprocessor import Observer
 from verify_service.engine.worker import SNAPSHOT_SECONDS, DraftServiceConnection, SocketInbox, VerifyReporter, connect
 from verify_service.frames import (
@@ -31,6 +30,7 @@ from verify_service.frames import (
     FromEngine,
     ProjectionFrame,
     RoundFigures,
+    TargetProfile,
     from_door,
     from_engine,
 )
@@ -75,7 +75,7 @@ def test_another_first_frame_is_refused(wire: Wire) -> None:
 
 
 def test_options_that_cannot_be_met_are_told_and_the_process_ends_with_2(wire: Wire) -> None:
-    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
+    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> tuple[VerifyEngine, TargetProfile]:
         raise ConfigError("--model: no such folder; use a folder")
 
     assert run_engine(wire.pipe, lambda: connect(VerifyOptions(), wire.pipe, build)) == 2
@@ -83,7 +83,7 @@ def test_options_that_cannot_be_met_are_told_and_the_process_ends_with_2(wire: W
 
 
 def test_a_build_that_fails_otherwise_says_nothing_and_ends_with_1(wire: Wire) -> None:
-    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
+    def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> tuple[VerifyEngine, TargetProfile]:
         raise RuntimeError("out of order")
 
     assert run_engine(wire.pipe, lambda: connect(VerifyOptions(), wire.pipe, build)) == 1

@@ -57,16 +57,11 @@ from verify_service.speculation.colocated_draft import ColocatedDraft
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class Built:
-    """An engine that has not run yet."""
+def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> tuple[VerifyEngine, TargetProfile]:
+    """An engine that has not run yet, and what the door is told of it. Raises ConfigError.
 
-    engine: VerifyEngine
-    served: TargetProfile
-
-
-def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> Built:
-    """Load and warm up what the options name, which takes from seconds to minutes. Raises ConfigError."""
+    Loads and warms up what the options name, which takes from seconds to minutes.
+    """
     pin_to_cores(options.engine_cpus)
     torch.set_num_threads(choose_threads(options))
     ranks = Followers(options) if options.tensor_parallel_size > 1 else None
@@ -112,7 +107,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
         ranks.started()
     # A collection at a time of its own choosing could fall between two rounds.
     disable_automatic_collection()
-    return Built(engine, served)
+    return engine, served
 
 
 def _colocated_draft(

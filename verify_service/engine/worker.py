@@ -23,7 +23,7 @@ from outrider.logs import get_logger
 from outrider.protocol.generation import GenerationUpdate
 from outrider.protocol.speculation import DraftMessage, Features, FeaturesBegin, VerifyMessage
 from outrider.tree.handshake import Projection, Terms
-from verify_service.engine.build import Built, assemble
+from verify_service.engine.build import assemble
 from verify_service.engine.engine import Action, VerifyEngine, VerifyInbox
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, count_given
@@ -116,7 +116,7 @@ class VerifyReporter:
                 DraftStatus(replica.connection.address, replica.health.good, replica.health.typical)
                 for replica in drafts.replicas.values()
             ],
-            cost={int(width): float(seconds) for width, seconds in engine.budget.cost.table().items()},
+            cost=engine.budget.cost.table(),
             graphs_pending=engine.features.num_pending,
             drafts_waiting=engine.features.num_waiting,
         )
@@ -358,7 +358,7 @@ class SocketInbox:
             self._engine.drafts.receive(connection, [message], arrived_at)
 
 
-Build = Callable[[VerifyOptions, VerifyInbox, VerifyReporter], Built]
+Build = Callable[[VerifyOptions, VerifyInbox, VerifyReporter], tuple[VerifyEngine, TargetProfile]]
 """Makes the engine that the options ask for. Raises ConfigError when they cannot be met."""
 
 
@@ -370,12 +370,12 @@ def main(argv: list[str]) -> int:
 def connect(options: VerifyOptions, pipe: Pipe[FromDoor], build: Build) -> BuiltEngine[TargetProfile]:
     """An engine that hears and answers the door. Raises what `build` raises."""
     inbox, reporter = SocketInbox(pipe), VerifyReporter(pipe)
-    built = build(options, inbox, reporter)
-    reporter.watch(built.engine)
-    inbox.serve(built.engine, reporter)
+    engine, served = build(options, inbox, reporter)
+    reporter.watch(engine)
+    inbox.serve(engine, reporter)
 
     def run() -> bool:
-        built.engine.run()
+        engine.run()
         return inbox.stopped
 
-    return BuiltEngine(built.served, run)
+    return BuiltEngine(served, run)

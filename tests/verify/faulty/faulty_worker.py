@@ -10,11 +10,12 @@ import torch
 
 from outrider.config.verify import VerifyOptions
 from verify_service.engine import worker
-from verify_service.engine.build import Built, assemble
-from verify_service.engine.engine import VerifyInbox
+from verify_service.engine.build import assemble
+from verify_service.engine.engine import VerifyEngine, VerifyInbox
 from verify_service.engine.round import Entry, Growth, Pending, Result
 from verify_service.engine.worker import VerifyReporter
 from verify_service.executors.base import Executor
+from verify_service.frames import TargetProfile
 
 FAILING_ROUND = 12
 
@@ -54,11 +55,11 @@ class Failing:
         return pending
 
 
-def build(options: VerifyOptions, inbox: VerifyInbox, observer: VerifyReporter) -> Built:
-    built = assemble(options, inbox, observer)
+def build(options: VerifyOptions, inbox: VerifyInbox, observer: VerifyReporter) -> tuple[VerifyEngine, TargetProfile]:
+    engine, served = assemble(options, inbox, observer)
     if lives_left():
-        built.engine._executor = Failing(built.engine._executor)
-    return built
+        engine._executor = Failing(engine._executor)
+    return engine, served
 
 
 def main(argv: list[str]) -> int:
