@@ -22,7 +22,7 @@ class Memory:
         """
         self.pool = PagePool(num_pages, page_size)
         self.radix = RadixCache(self.pool)
-        self.page_size = page_size
+        self.num_pages, self.page_size = num_pages, page_size
         self.feature_epoch = 0
         """Counts how often the store of features was begun anew; 0 while there is none.
 
@@ -32,14 +32,9 @@ class Memory:
         self._share_generated = share_generated
 
     @property
-    def num_pages(self) -> int:
-        """Pages in all."""
-        return self.pool.num_pages
-
-    @property
     def num_used(self) -> int:
         """Pages that a request or the radix cache holds."""
-        return self.pool.num_pages - self.pool.num_free
+        return self.num_pages - self.pool.num_free
 
     def attach(self, request: Request) -> None:
         """Give a request the cached pages of its prefix; the root is never taken from the cache.

@@ -130,11 +130,6 @@ class Request:
         return len(self.tokens)
 
     @property
-    def past_prompt(self) -> bool:
-        """Whether decoding is what first computes the next token: it is the prompt's last one or lies behind it."""
-        return self.cached_len >= self.prompt_len - 1
-
-    @property
     def most_shared(self) -> int:
         """Committed tokens whose KV may come from the radix cache: not the root's, nor any whose logits are needed."""
         if self.params.skip_prefix_cache and self.num_cached_prompt_tokens is None:

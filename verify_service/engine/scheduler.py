@@ -70,8 +70,11 @@ class EngineLimits:
         return " and ".join(left)
 
     def recomputes(self, request: Request) -> bool:
-        """Whether the request's next token is one that chunks of prefill must not compute."""
-        return self.deterministic and request.past_prompt
+        """Whether the request's next token is one that chunks of prefill must not compute.
+
+        Decoding is what first computes the prompt's last token, and those behind it.
+        """
+        return self.deterministic and request.cached_len >= request.prompt_len - 1
 
     def is_apart(self, entry: Entry) -> bool:
         """Whether an entry is a chunk of prefill that is computed apart from roots and nodes."""

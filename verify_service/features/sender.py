@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -48,13 +48,12 @@ class _Piece(NamedTuple):
         return page_slots(self.spec.request.pages, page_size, self.start, self.start + self.size)
 
 
-@dataclass(slots=True)
-class _Sending:
+class _Sending(NamedTuple):
     """Pieces for one draft whose rows are on their way from the store."""
 
     replica: DraftReplica
     rows: StagedRows
-    messages: list[Features] = field(default_factory=list)
+    messages: list[Features]
     """Without their bytes, which lie in `rows` one after the other."""
 
 
