@@ -16,6 +16,7 @@ import numpy as np
 from outrider.errors import (
     ContextLengthError,
     InternalError,
+    InvalidGrammarError,
     InvalidRequestError,
     OutriderError,
     OverloadedError,
@@ -82,7 +83,10 @@ class FeaturePieces(msgspec.Struct, frozen=True, array_like=True, tag=23):
 
 _ARRAY, _ERROR = 1, 2
 """Codes of extensions."""
-_ERRORS = {kind.__name__: kind for kind in (InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError)}
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (InvalidRequestError, ContextLengthError, InvalidGrammarError, OverloadedError, UnavailableError)
+}
 
 
 def _to_wire(value: Any) -> Any:

@@ -14,6 +14,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.errors import (
     ContextLengthError,
     InternalError,
+    InvalidGrammarError,
     InvalidRequestError,
     OutriderError,
     OverloadedError,
@@ -130,6 +131,7 @@ errors: st.SearchStrategy[OutriderError] = st.one_of(
     st.builds(InternalError, words, code=st.just("unusable_logits")),
     st.builds(InvalidRequestError, words, words, words, code=st.just("odd")),
     st.builds(ContextLengthError, words, words, words),
+    st.builds(InvalidGrammarError, words, words, words),
     st.builds(OverloadedError, words, retry_after=st.floats(0, 60)),
     st.builds(UnavailableError, words, retry_after=st.floats(0, 60)),
 )
