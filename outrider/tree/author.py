@@ -73,7 +73,8 @@ class TreeAuthor:
         """Guide of the request's grammar, if it has one."""
         self._vocab_size = vocab_size
         self._acked_len = 0
-        self._next_id = 1
+        self.next_id = 1
+        """Id that the next node of the epoch gets."""
         self._num_bulk_taken = 0  # nodes of `_bulk` that `take` has given
         self._start_epoch()
 
@@ -81,11 +82,6 @@ class TreeAuthor:
     def committed_len(self) -> int:
         """Committed tokens that the author knows."""
         return len(self.tokens)
-
-    @property
-    def next_id(self) -> int:
-        """Id that the next node of the epoch gets."""
-        return self._next_id
 
     @property
     def num_live(self) -> int:
@@ -149,8 +145,8 @@ class TreeAuthor:
         siblings = above[4]
         if token in siblings or self.forbids(parent, token):
             return None
-        node_id = self._next_id
-        self._next_id += 1
+        node_id = self.next_id
+        self.next_id += 1
         siblings[token] = node_id
         nodes[node_id] = self._untaken[node_id] = _new_node(Node, (parent, token, score, source, {}))
         summed = self._sums.get(parent)
@@ -164,7 +160,7 @@ class TreeAuthor:
         None, and nothing is changed, if `add` would refuse one of them or a guide is to be asked. That none is an alias
         is the caller's to know.
         """
-        first, bulk, count = self._next_id, self._bulk, len(tokens)
+        first, bulk, count = self.next_id, self._bulk, len(tokens)
         late = first - len(bulk.parents)
         if self.guide is not None or not 0 < count <= self.credit - self.num_live:
             return None
@@ -178,7 +174,7 @@ class TreeAuthor:
         bulk.tokens.extend(tokens)
         bulk.scores.extend(scores)
         bulk.sources.extend(repeat(source, count))
-        self._next_id += count
+        self.next_id += count
         return first
 
     def child(self, parent: int, token: int) -> int | None:
@@ -195,7 +191,7 @@ class TreeAuthor:
         nodes, bulk, late = self._nodes, self._bulk, self._first_late
         found = [(one, node[0], node[3]) for one in range(max(first, 1), late) if (node := nodes.get(one)) is not None]
         start = max(first - late, 0)
-        found += zip(range(late + start, self._next_id), bulk.parents[start:], bulk.sources[start:], strict=True)
+        found += zip(range(late + start, self.next_id), bulk.parents[start:], bulk.sources[start:], strict=True)
         return found
 
     def children(self, node_id: int) -> dict[int, int]:
@@ -213,7 +209,7 @@ class TreeAuthor:
 
     def is_live(self, node_id: int) -> bool:
         """Whether the node is the root or below it."""
-        return node_id in self._nodes or self._first_late <= node_id < self._next_id
+        return node_id in self._nodes or self._first_late <= node_id < self.next_id
 
     def depth(self, node_id: int) -> int:
         """Draft tokens from the root to the node."""
@@ -255,7 +251,7 @@ class TreeAuthor:
                 return self._take_bulk(max_nodes)
             self._settled()
         if not self._untaken:
-            return None if acked == length else Grow(self.request, self.epoch, self.base_len, length, self._next_id)
+            return None if acked == length else Grow(self.request, self.epoch, self.base_len, length, self.next_id)
         first, nodes = self._next_run(max_nodes)
         parents, tokens, scores, sources, _ = zip(*nodes, strict=True)
         return self._grow(first, parents, tokens, scores, sources)
@@ -297,7 +293,7 @@ class TreeAuthor:
         self.epoch += 1
         self.base_len = self.committed_len
         self.root = 0
-        self._next_id = 1
+        self.next_id = 1
         self._nodes: dict[int, Node] = {0: Node(-1, self.tokens[-1], 0.0, 0, {})}
         self._untaken: dict[int, Node] = {}
         self._sums: dict[int, tuple[float, int]] = {0: (0.0, 0)}  # see `from_start`
@@ -310,14 +306,14 @@ class TreeAuthor:
     @property
     def _first_late(self) -> int:
         """Id of the first node that is in `_bulk` and not in `_nodes`."""
-        return self._next_id - len(self._bulk.parents)
+        return self.next_id - len(self._bulk.parents)
 
     def _settled(self) -> dict[int, Node]:
         """All live nodes."""
         if self._bulk.parents:
             first = self._first_late + self._num_bulk_taken
             self._bring_bulk(self._nodes)
-            self._untaken.update((node_id, self._nodes[node_id]) for node_id in range(first, self._next_id))
+            self._untaken.update((node_id, self._nodes[node_id]) for node_id in range(first, self.next_id))
         return self._nodes
 
     def _bring_bulk(self, nodes: dict[int, Node], start: int = 0) -> None:
@@ -326,7 +322,7 @@ class TreeAuthor:
         `start`: how many of them cannot be below.
         """
         columns = [column[start:] for column in self._bulk] if start else self._bulk
-        ids = range(self._first_late + start, self._next_id)
+        ids = range(self._first_late + start, self.next_id)
         for node_id, parent, token, score, source in zip(ids, *columns, strict=True):
             if parent in nodes:
                 nodes[parent][4][token] = node_id

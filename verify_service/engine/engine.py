@@ -436,7 +436,7 @@ class VerifyEngine:
 
     def _begin(self, request: Request) -> None:
         """Schedule a request, once its grammar is compiled if it has one."""
-        self.grammars.open(request, self.scheduler.add, self._fail)
+        self.grammars.open(request, self.scheduler.waiting.add, self._fail)
 
     def _fail(self, request: Request, error: OutriderError) -> None:
         """End a request that was not scheduled."""

@@ -368,7 +368,7 @@ class RoundGrowth:
         if growth is not None and not self._has_pages(entries):
             growth, rests = None, True
         self._grown = None if growth is None else (growth, num_rows)
-        self._trees.rest(rests)
+        self._trees.rests = rests
         return growth
 
     def _has_pages(self, entries: Sequence[Entry]) -> bool:

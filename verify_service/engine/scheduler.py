@@ -148,10 +148,6 @@ class Scheduler:
         """Whether all requests that run wait for their grammars."""
         return bool(self.running) and all(one.grammar is not None and one.grammar.waits for one in self.running)
 
-    def add(self, request: Request) -> None:
-        """Queue a new request."""
-        self.waiting.add(request)
-
     def end(self, request: Request) -> None:
         """Take out a request, wherever it is. It keeps its pages until `release_ended`, or until others need them."""
         if request in self.running:

@@ -113,7 +113,7 @@ class VerifyReporter:
             dropped=dict(drafts.dropped),
             declined=dict(drafts.declined),
             drafts=[
-                DraftStatus(replica.connection.address, replica.health.good, replica.health.typical)
+                DraftStatus(replica.connection.address, replica.health.good, replica.health.times.typical)
                 for replica in drafts.replicas.values()
             ],
             cost=engine.budget.cost.table(),

@@ -243,7 +243,8 @@ class CudaExecutor(Executor):
         self.prefill.graphs.discard_next()
         # Chunks behind rounds, the large ones first: what they need serves the others, too.
         chunks = self.prefill.graphs.captured()[::-1]
-        rounds = sorted(self.graphs.captured(), key=self._is_late, reverse=True)
+        # Of rounds those that were run most come first, then the small ones; the list is taken from its end.
+        rounds = sorted(self.graphs.captured(), key=lambda bucket: (-self._uses[bucket], bucket), reverse=True)
         self._renewal = _Renewal(store, [*chunks, *rounds])
 
     def refresh_features(self) -> int:
@@ -257,10 +258,6 @@ class CudaExecutor(Executor):
             self._renewal = None
             return 0
         return len(self._renewal.stale)
-
-    def _is_late(self, bucket: Bucket) -> tuple[int, Bucket]:
-        """Orders buckets by when they are captured anew: those first that rounds had most, then the small ones."""
-        return -self._uses[bucket], bucket
 
     @torch.inference_mode()
     def _renew(self, shape: Bucket | PromptShape, store: FeatureStore) -> None:

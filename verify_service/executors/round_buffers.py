@@ -98,7 +98,8 @@ class RoundInput:
         self._starts = dict(zip(self._NAMES, bounds, strict=False))
         spans = {name: slice(*bounds[i : i + 2]) for i, name in enumerate(self._NAMES)}
         fields = {name: self._device[span] for name, span in spans.items()}
-        self._updates = fields.pop("updates").view(-1, 3)
+        self.updates = fields.pop("updates").view(-1, 3)
+        """On the device, [U, 3] of table row, place and page; a negative row means nothing."""
         self._tokens = RoundTokens(**fields)
         self._host, self._other = (_HostInput(bounds[-1], spans, device.type == "cuda") for _ in range(2))
         self._largest = Bucket(max_tokens, max_rows)
@@ -192,11 +193,6 @@ class RoundInput:
         return HostLengths(
             self._host.fields["first"][: bucket.rows + 1], self._host.fields["cached_len"][: bucket.rows]
         )
-
-    @property
-    def updates(self) -> Tensor:
-        """On the device, [U, 3] of table row, place and page; a negative row means nothing."""
-        return self._updates
 
 
 class RoundOutput:

@@ -144,6 +144,8 @@ class RoundDrafts:
         self._link = link
         self._model = model
         self._options = options
+        self.max_steps = options.max_steps
+        """Largest number of levels that trees grow behind one round."""
         self._rows = rows
         self._page_size = page_size
         self._max_round_tokens = limits.max_round_tokens
@@ -176,7 +178,10 @@ class RoundDrafts:
         self._has_kv: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
         """[num_pages], whether the drafter has KV of all of a page's tokens."""
         self.rests = False
-        """Whether the round in the making is to do nothing for the drafter."""
+        """Whether the next round, behind which nothing is drafted, is to do nothing for the drafter.
+
+        The drafter will go without the features of its tokens, as if they told nothing.
+        """
         self._lacks_features: NDArray[np.bool_] = np.zeros(num_pages, np.bool_)
         """[num_pages], whether rounds that did nothing for it computed some of a page's tokens."""
         self._spare_slot = num_pages * page_size
@@ -188,11 +193,6 @@ class RoundDrafts:
         """Whether the host takes the nodes that grow behind that round, to mask them: no request goes without masks."""
         self._is_deep = False
         """Whether that round has nodes deeper than trees grow here."""
-
-    @property
-    def max_steps(self) -> int:
-        """Largest number of levels that trees grow behind one round."""
-        return self._options.max_steps
 
     def cost(self, num_rows: int) -> GrowthCost:
         """Measured cost of growth behind rounds of so many requests."""
@@ -270,7 +270,7 @@ class RoundDrafts:
             self._cut(request)
         self._behind = [entry for entry in entries if entry.request in wanted and self._missing(entry.request)]
         late = self._late(self._behind)
-        self._is_deep = any(max(entry.nodes.depths, default=0) > self._options.max_steps for entry in entries)
+        self._is_deep = any(max(entry.nodes.depths, default=0) > self.max_steps for entry in entries)
         rows = []
         for entry in entries:
             request = entry.request
@@ -280,13 +280,6 @@ class RoundDrafts:
             if is_drafted:
                 self._growing.add(request)
         self.trees.tell(rows, self.num_grown)
-
-    def rest(self, rests: bool) -> None:
-        """Whether the next round, behind which nothing is drafted, is to do nothing for the drafter.
-
-        The drafter will go without the features of its tokens, as if they told nothing.
-        """
-        self.rests = rests
 
     def note_bare(self, entries: Sequence[Entry]) -> None:
         """Note which pages a round writes to that stores no features."""
@@ -346,7 +339,7 @@ class RoundDrafts:
 
         `is_deep`: some have deeper nodes of a draft service.
         """
-        slots = bucket.rows * (self._options.max_steps + 1)
+        slots = bucket.rows * (self.max_steps + 1)
         if slots >= bucket.tokens:
             return RoundShape(bucket.tokens, bucket.rows)
         if is_deep:
@@ -367,8 +360,8 @@ class RoundDrafts:
             # Noise only ever adds: other services may start on the device meanwhile.
             return min(float(begin.elapsed_time(end)) for begin, end in pairwise(events)) * 1e-3
 
-        one, more = seconds(1), seconds(self._options.max_steps)
-        return GrowthCost(one, (more - one) / max(self._options.max_steps - 1, 1))
+        one, more = seconds(1), seconds(self.max_steps)
+        return GrowthCost(one, (more - one) / max(self.max_steps - 1, 1))
 
     def read(self, row: int, entry: Entry) -> None:
         """Note which nodes a finished round verified for an entry, in row `row`, beside those that it was given."""

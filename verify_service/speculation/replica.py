@@ -180,11 +180,6 @@ class ReplicaHealth:
         self._silence = 0.0
         """Seconds since anything was heard for which requests were waited for that have ended."""
 
-    @property
-    def typical(self) -> float:
-        """Seconds of an answer."""
-        return self.times.typical
-
     def sent(self, number: int, length: int) -> None:
         """A request was opened or committed up to `length`; the oldest unanswered one counts."""
         self._newest[number] = (length, self._clock())
@@ -223,7 +218,7 @@ class ReplicaHealth:
     @property
     def good(self) -> bool:
         """Whether waiting for this replica can be worth it."""
-        return self._oldest() < max(_SLOW_MIN_SECONDS, _SLOW_FACTOR * self.typical)
+        return self._oldest() < max(_SLOW_MIN_SECONDS, _SLOW_FACTOR * self.times.typical)
 
     @property
     def lost(self) -> bool:
