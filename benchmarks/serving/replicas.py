@@ -82,7 +82,7 @@ def start(arguments: argparse.Namespace, stack: ExitStack) -> tuple[list[Cluster
 def kill_rank(replica: Cluster) -> str:
     """Kill the last rank of a replica, or the service where it has one alone; says what it was."""
     family = psutil.Process(replica.verify.pid).children(recursive=True)
-    ranks = [child for child in family if "verify_service.ranks.worker" in child.cmdline()]
+    ranks = [child for child in family if "verify_service.engine.rank_worker" in child.cmdline()]
     if ranks:
         ranks[-1].send_signal(signal.SIGKILL)
         return f"rank {len(ranks)} of {len(ranks) + 1}"

@@ -139,7 +139,7 @@ async def test_a_rank_that_ends_or_hangs_is_named(
         assert await process.ready(asyncio.Event()) is not None
         # Not those that compiled kernels.
         family = psutil.Process(process._process.pid).children()
-        (rank,) = [child for child in family if "verify_service.ranks.worker" in child.cmdline()]
+        (rank,) = [child for child in family if "verify_service.engine.rank_worker" in child.cmdline()]
         updates: asyncio.Queue[GenerationUpdate] = asyncio.Queue()
         prompt, params = jobs()[0]
         engine.submit(GenerationRequest("r", prompt, params, 200, disable_speculation=True), updates.put_nowait)

@@ -19,10 +19,9 @@ from outrider.models.base import LanguageModel
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_decoder
+from verify_service.engine.rank_worker import follow_rounds
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.ranks import RankLink
-from verify_service.ranks.leader import follow, lead
-from verify_service.ranks.worker import follow_rounds
+from verify_service.executors.ranks import RankLink, follow, lead
 
 
 class RankEnd(Exception):

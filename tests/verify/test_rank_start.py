@@ -11,7 +11,7 @@ import pytest
 
 from outrider.config.verify import VerifyOptions
 from outrider.models.decoder import CausalLM
-from verify_service.ranks import worker
+from verify_service.engine import rank_worker
 
 
 @pytest.mark.parametrize("link", [None, object()])
@@ -31,10 +31,10 @@ def test_what_lives_when_a_rank_begins_to_follow_is_never_looked_at_by_the_colle
         "following_executor": None,
     }
     for name, value in parts.items():
-        monkeypatch.setattr(worker, name, lambda *_, value=value: value)
-    monkeypatch.setattr(worker.torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(worker, "follow", follow)
-    monkeypatch.setattr(worker, "follow_rounds", follow)
+        monkeypatch.setattr(rank_worker, name, lambda *_, value=value: value)
+    monkeypatch.setattr(rank_worker.torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(rank_worker, "follow", follow)
+    monkeypatch.setattr(rank_worker, "follow_rounds", follow)
     before, living = gc.get_freeze_count(), [[] for _ in range(1000)]  # type: ignore[var-annotated]
-    worker.serve(VerifyOptions(), SimpleNamespace(trade=lambda _: None))  # type: ignore[arg-type]
+    rank_worker.serve(VerifyOptions(), SimpleNamespace(trade=lambda _: None))  # type: ignore[arg-type]
     assert len(frozen) == 1 and frozen[0] >= before + len(living)

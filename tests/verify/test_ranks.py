@@ -247,10 +247,10 @@ BUSY_START = """
 import sys, threading
 import msgspec
 from outrider.config.verify import VerifyOptions
-from verify_service.ranks import leader
+from verify_service.executors import ranks
 
-leader._GRACE_SECONDS = leader._REFUSAL_SECONDS = 0.2
-followers = leader.Followers(msgspec.json.decode(sys.argv[1], type=VerifyOptions))
+ranks._GRACE_SECONDS = ranks._REFUSAL_SECONDS = 0.2
+followers = ranks.Followers(msgspec.json.decode(sys.argv[1], type=VerifyOptions))
 if sys.argv[2] == "end idle":
     followers.started()
 if sys.argv[2].startswith("end"):

@@ -46,11 +46,10 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.base import Executor
 from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.ranks import RankLink
+from verify_service.executors.ranks import Followers, RankLink, lead
 from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor
 from verify_service.frames import TargetProfile
-from verify_service.ranks.leader import Followers, lead
 from verify_service.speculation.budget import ContextCost, CostModel, unpadded
 from verify_service.speculation.colocated_draft import ColocatedDraft
 

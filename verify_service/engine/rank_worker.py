@@ -26,9 +26,18 @@ from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE
 from verify_service.engine.build import choose_threads, following_executor, link_ranks
 from verify_service.engine.loading import load, load_draft
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.ranks import CAPTURE, CAPTURE_SMALL, LOGITS, PAGES, PROMPTS, ROUND, RankedDrafter
+from verify_service.executors.ranks import (
+    CAPTURE,
+    CAPTURE_SMALL,
+    LOGITS,
+    PAGES,
+    PROMPTS,
+    ROUND,
+    START,
+    RankedDrafter,
+    follow,
+)
 from verify_service.executors.round_buffers import Bucket
-from verify_service.ranks.leader import START, follow
 
 log = get_logger(__name__)
 
