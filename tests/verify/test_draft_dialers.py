@@ -11,7 +11,7 @@ import pytest
 from dialled_draft import HELLO, Context, Events, greet, stay
 from names_shown import Names
 
-from outrider.rpc.names import PeerAddresses
+from outrider.rpc.transport import PeerAddresses
 from verify_service.door.dialer import DraftDialer, DraftDialers
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
