@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from msgspec.structs import replace
@@ -43,6 +43,8 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc
 _MAX_BROKEN_RINGS = 64
 
 _logger = get_logger(__name__)
+
+MessageT = TypeVar("MessageT")
 
 _Context = grpc.aio.ServicerContext[draft_pb2.DraftServiceSpeculateRequest, draft_pb2.DraftServiceSpeculateResponse]
 _FeaturesContext = grpc.aio.ServicerContext[
@@ -163,28 +165,28 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def _read_features(self, stream: FeatureStream, begin: FeaturesBegin, context: _FeaturesContext) -> None:
         ring_bytes = begin.ring.num_bytes if begin.ring is not None else 0
-        while True:
-            try:
-                message: object = await context.read()
-            except InvalidRequestError:  # bytes that are no message
-                self._metrics.dropped["malformed"].inc()
-                continue
-            if not isinstance(message, draft_pb2.DraftServiceFeaturesRequest):  # the end of the stream
-                return
+        async for message in self._messages(context, draft_pb2.DraftServiceFeaturesRequest):
             num_dropped = await stream.submit(decode_pieces(message, begin, ring_bytes))
             self._metrics.dropped["malformed"].inc(num_dropped)
 
     async def _read(self, session: VerifySession, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
         await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
+        async for batch in self._messages(context, draft_pb2.DraftServiceSpeculateRequest):
+            await self._hand_over(session, batch)
+
+    async def _messages(
+        self, context: grpc.aio.ServicerContext[Any, Any], kind: type[MessageT]
+    ) -> AsyncIterator[MessageT]:
+        """What comes until the stream ends. Bytes that are no message, and so name no request, are counted."""
         while True:
             try:
-                batch: object = await context.read()
-            except InvalidRequestError:  # bytes that are no message name no request either
+                message: object = await context.read()
+            except InvalidRequestError:
                 self._metrics.dropped["malformed"].inc()
                 continue
-            if not isinstance(batch, draft_pb2.DraftServiceSpeculateRequest):  # the end of the stream
+            if not isinstance(message, kind):  # the end of the stream
                 return
-            await self._hand_over(session, batch)
+            yield message
 
     async def _hand_over(self, session: VerifySession, batch: draft_pb2.DraftServiceSpeculateRequest) -> None:
         for part in in_parts(batch):
