@@ -236,19 +236,16 @@ def run_worker(
     `build` gets the options and a pipe for each socket.
     """
     with ExitStack() as stack:
-        sockets = [stack.enter_context(inherited_socket(argument)) for argument in arguments]
-        pipes = [Pipe[Any](sock, decoder) for sock, decoder in zip(sockets, decoders, strict=True)]
+        pipes = []
+        for argument, decoder in zip(arguments, decoders, strict=True):
+            os.set_inheritable(int(argument), False)  # processes that this one starts do not get it
+            sock = stack.enter_context(socket.socket(fileno=int(argument)))
+            pipes.append(Pipe[Any](sock, decoder))
         start = await_start(pipes[0])
         if start is None:
             return EXIT_FAILURE
         configure_logging(service, start.options.log_level)
         return run_engine(pipes[0], lambda: build(start.options, *pipes))
-
-
-def inherited_socket(argument: str) -> socket.socket:
-    """The socket whose descriptor the door has passed; processes that this one starts do not get it."""
-    os.set_inheritable(int(argument), False)
-    return socket.socket(fileno=int(argument))
 
 
 def await_start(pipe: Pipe[Any]) -> Start[Any] | None:

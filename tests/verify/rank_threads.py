@@ -21,7 +21,7 @@ from outrider.models.drafters.base import DraftModel
 from outrider.models.loader import load_decoder
 from verify_service.engine.rank_worker import follow_rounds
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.ranks import RankLink, follow, lead
+from verify_service.executors.ranks import LeadingModel, RankLink, follow
 
 
 class RankEnd(Exception):
@@ -90,7 +90,7 @@ def ranked(
 ) -> Iterator[LanguageModel]:
     """Rank 0's view of a model whose ranks meet at the model, as on a CPU."""
     with _parts(folder, world, dtype, prepare, follow) as (part, memory):
-        yield lead(part, memory)
+        yield LeadingModel(part, memory)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from verify_service.engine.scheduler import EngineLimits
 from verify_service.executors.base import Executor
 from verify_service.executors.cuda import MEASURED_CONTEXT as CUDA_CONTEXT
 from verify_service.executors.cuda import CudaExecutor
-from verify_service.executors.ranks import Followers, RankLink, lead
+from verify_service.executors.ranks import Followers, LeadingModel, RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor
 from verify_service.frames import TargetProfile
@@ -70,7 +70,7 @@ def assemble(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> 
     if ranks is not None:
         ranks.memory.trade(b"loaded")
         link = link_ranks(model, ranks.memory)
-        model = model if link is not None else lead(model, ranks.memory)
+        model = model if link is not None else LeadingModel(model, ranks.memory)
     parts = build(options, path, model, draft, link)
     limits = parts.limits
     info = VerifyInfo(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from outrider.logs import get_logger
-from outrider.protocol.generation import GenerationRequest, GenerationUpdate
+from outrider.protocol.generation import GenerationRequest
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Result
@@ -85,7 +85,7 @@ class HotPathWarmer:
         self._executor = executor
         self._commit = commit
         params = GenerationRequest("", [0], SamplingParams(), max_tokens=1 << 30)
-        self._request = Request.begin(params, _discard, vocab_size=1)
+        self._request = Request.begin(params, lambda update: None, vocab_size=1)
         self._drafts = Drafts(vocab_size=1, max_nodes=1)
         """Holds this request alone."""
         self._drafts.admit(self._request)
@@ -111,7 +111,3 @@ class HotPathWarmer:
         self._drafts.on_commit(request)
         del request.tokens[1:]
         request.cached_len = 0
-
-
-def _discard(update: GenerationUpdate) -> None:
-    """No client hears of it."""

@@ -138,30 +138,27 @@ class PromptScores:
         self._host = torch.empty(0)
         self._error: OutriderError | None = None
 
-    def compute(self, logits: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+    @torch.inference_mode()
+    def compute(self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
         """Queue the work for `hidden`, [N or more, hidden_size]: its first N rows are the positions, in order.
 
         Rows past N are padding. They are computed where a piece of fixed size reaches into them, so that the shape of
         the products depends on the chunk's alone.
         """
+        piece = max(1, _MAX_PIECE_LOGITS // self._vocab_size)
+        parts = []
         try:
-            self._compute(logits, hidden)
+            ids = put(self._token_ids, hidden.device).long()
+            for start in range(0, len(ids), piece):
+                wanted = ids[start : start + piece]
+                logits = logits_of(hidden[start : start + piece])[: len(wanted), : self._vocab_size]
+                parts.append(_describe(logits, wanted, min(self._num_top, self._vocab_size)))
+            found = torch.cat(parts)
+            self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.device.type == "cuda")
+            self._host.copy_(found, non_blocking=True)
         except torch.OutOfMemoryError:
             log.warning("the device has no memory for log-probabilities of a prompt; the request fails")
             self._error = OverloadedError("no memory for log-probabilities of the prompt; try again later")
-
-    @torch.inference_mode()
-    def _compute(self, logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
-        piece = max(1, _MAX_PIECE_LOGITS // self._vocab_size)
-        ids = put(self._token_ids, hidden.device).long()
-        parts = []
-        for start in range(0, len(ids), piece):
-            wanted = ids[start : start + piece]
-            logits = logits_of(hidden[start : start + piece])[: len(wanted), : self._vocab_size]
-            parts.append(_describe(logits, wanted, min(self._num_top, self._vocab_size)))
-        found = torch.cat(parts)
-        self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.device.type == "cuda")
-        self._host.copy_(found, non_blocking=True)
 
     def read(self) -> PromptLogprobs | OutriderError:
         """What was computed, once the device has done it; an error of this request if its logits are unusable."""

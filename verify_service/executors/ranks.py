@@ -299,19 +299,14 @@ def unpack_chunks(numbers: Ints) -> tuple[list[PromptChunk], list[int]]:
     return chunks, feature_slots.tolist()
 
 
-def lead(model: LanguageModel, memory: RankMemory) -> LanguageModel:
-    """Rank 0's part of a model, as the model that all ranks together are."""
-    if not isinstance(model, CausalLM):
-        raise InternalError("a rank's model is not the decoder")
-    return LeadingModel(model, memory)
-
-
 class LeadingModel(LanguageModel):
-    """Rank 0's part of a model, which has the other ranks compute theirs."""
+    """Rank 0's part of a model, as the model that all ranks together are: it has the others compute theirs."""
 
     config: ModelConfig
 
-    def __init__(self, model: CausalLM, memory: RankMemory) -> None:
+    def __init__(self, model: LanguageModel, memory: RankMemory) -> None:
+        if not isinstance(model, CausalLM):
+            raise InternalError("a rank's model is not the decoder")
         self.config, self.dtype, self.device = model.config, model.dtype, model.device
         self.has_experts, self.kv_dtype = model.has_experts, model.kv_dtype
         self._model = model

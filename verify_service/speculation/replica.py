@@ -190,7 +190,9 @@ class ReplicaHealth:
         length, since = self._unanswered.get(number, (0, 0.0))
         if not length or acked_len < length:
             return
-        self._note(max(at - since, 0.0))
+        seconds = max(at - since, 0.0)
+        self.unreported.append(seconds)
+        self.times.note(seconds)
         # What was sent while this one was under way is still to be answered, or nobody would miss its answer.
         if self._newest[number][0] > acked_len:
             self._unanswered[number] = self._newest[number]
@@ -227,10 +229,6 @@ class ReplicaHealth:
 
     def _oldest(self) -> float:
         return self._clock() - min(since for _, since in self._unanswered.values()) if self._unanswered else 0.0
-
-    def _note(self, seconds: float) -> None:
-        self.unreported.append(seconds)
-        self.times.note(seconds)
 
 
 _SCORE_EDGES = (-7.0, -5.0, -3.5, -2.5, -1.8, -1.2, -0.8, -0.5, -0.3, -0.15, -0.05)
@@ -271,9 +269,7 @@ class Calibrator:
         np.add.at(self._promised, place, np.exp(scores))
         np.add.at(self._hits, place, hits)
         np.add.at(self._seen, place, 1.0)
-        self._refresh(np.unique(sources))
-
-    def _refresh(self, sources: NDArray[np.uint8]) -> None:
+        sources = np.unique(sources)
         fade = np.minimum(1.0, _MEMORY_OBSERVATIONS / np.maximum(self._seen[sources], 1.0))
         for table in (self._promised, self._hits, self._seen):
             table[sources] *= fade
