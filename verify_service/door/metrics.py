@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -207,25 +208,25 @@ class VerifyMetrics:
                 self._hit_wait_seconds.observe(figures.gap + figures.held)
 
 
+@dataclass(frozen=True, eq=False)
 class _EngineState(Collector):
     """What engine and drafts count themselves, read when somebody scrapes."""
 
-    def __init__(self, engine: RemoteVerifyEngine, dialers: Iterable[DraftDialer], metrics: VerifyMetrics) -> None:
-        self._engine = engine
-        self._dialers = dialers
-        self._metrics = metrics
+    engine: RemoteVerifyEngine
+    dialers: Iterable[DraftDialer]
+    metrics: VerifyMetrics
 
     def collect(self) -> Iterator[Metric]:
         """One family each."""
-        snapshot, backlog = self._engine.snapshot, self._engine.backlog
-        wasted = {"rejected": self._metrics.num_rejected, **snapshot.dropped}
+        snapshot, backlog = self.engine.snapshot, self.engine.backlog
+        wasted = {"rejected": self.metrics.num_rejected, **snapshot.dropped}
         yield _family("wasted_draft_tokens", "Draft tokens that brought nothing, by reason.", "reason", wasted)
         yield _family("declines", "Requests that drafts declined.", "reason", snapshot.declined)
         refused = {reason: backlog.refused[reason] for reason in ("requests", "tokens")}
         yield _family("refused_requests", "Requests refused because too much waits already.", "reason", refused)
         yield _family("slow_readers", "Answers ended because they were left unread.", "", {"": backlog.slow_readers})
         yield _family("preemptions", "Requests that gave up their pages.", "", {"": snapshot.num_preemptions})
-        connected = {dialer.address: dialer.state == "connected" for dialer in self._dialers}
+        connected = {dialer.address: dialer.state == "connected" for dialer in self.dialers}
         yield _family("draft_connected", "Whether a draft is connected.", "address", connected, gauge=True)
         answers = {draft.address: draft.answer_seconds for draft in snapshot.drafts}
         text = "Typical time of a draft's answer to a commit."

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
 from outrider.cache.pages import page_slots
 from outrider.errors import OutriderError
@@ -42,10 +41,6 @@ class _Piece(NamedTuple):
     spec: SpeculativeRequest
     start: int
     size: int
-
-    def slots(self, page_size: int) -> NDArray[np.int32]:
-        """KV slots of its positions, int32 [size]."""
-        return page_slots(self.spec.request.pages, page_size, self.start, self.start + self.size)
 
 
 class _Sending(NamedTuple):
@@ -301,7 +296,10 @@ class FeatureSender:
                 and replica.channel.open
                 and (pieces := self._pieces(replica, replica.channel))
             ):
-                slots = np.concatenate([piece.slots(self._memory.page_size) for piece in pieces])
+                page_size = self._memory.page_size
+                slots = np.concatenate(
+                    [page_slots(spec.request.pages, page_size, at, at + size) for spec, at, size in pieces]
+                )
                 rows = self._executor.read_features(
                     slots, replica.feature_parts, self._last_round, replica.channel.ring
                 )

@@ -62,33 +62,28 @@ class _Stage:
         self.copied = torch.cuda.Event()
 
 
+@dataclass(eq=False, slots=True)
 class StagedRows:
     """Features that are being copied: to the host, or to a ring at `offset`."""
 
-    def __init__(
-        self,
-        image: Tensor | None,
-        copied: torch.cuda.Event | None,
-        give_back: Callable[[], None] | None,
-        offset: int | None = None,
-    ) -> None:
-        self.offset = offset
-        """Where they lie in a ring; None if they come to the host."""
-        self._image = image
-        self._copied = copied
-        self._give_back = give_back
+    image: Tensor | None
+    """Where they come on the host; None in a ring."""
+    copied: torch.cuda.Event | None
+    give_back: Callable[[], None] | None
+    offset: int | None = None
+    """Where they lie in a ring; None if they come to the host."""
 
     def done(self) -> bool:
         """Whether they are there. Never blocks."""
-        return self._copied is None or self._copied.query()
+        return self.copied is None or self.copied.query()
 
     def data(self) -> memoryview:
         """Their bytes, row by row, once they are on the host."""
-        return memoryview(b"") if self._image is None else self._image.numpy().data
+        return memoryview(b"") if self.image is None else self.image.numpy().data
 
     def free(self) -> None:
         """Give back where they lie: their bytes are not needed any more."""
-        give_back, self._give_back = self._give_back, None
+        give_back, self.give_back = self.give_back, None
         if give_back is not None:
             give_back()
 
