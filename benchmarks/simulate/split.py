@@ -264,7 +264,7 @@ class Simulation:
         engine = verify_engine.VerifyEngine(
             self._device, memory, cost, limits, self.notes, SimulatedVerifyInbox(self._actor)
         )
-        engine.drafts._clock = self._actor.clock
+        engine.drafts.clock = self._actor.clock
         warmer: Any = SimpleNamespace(resume=lambda: None, run=self._device.idle)
         engine._warmer = warmer
         self._charge(engine)

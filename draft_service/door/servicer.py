@@ -7,6 +7,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
@@ -52,28 +53,21 @@ _FeaturesContext = grpc.aio.ServicerContext[
 ]
 
 
+@dataclass(eq=False)
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """Speculation streams and information about the drafter."""
 
-    def __init__(
-        self,
-        engine: RemoteDraftEngine,
-        features: RemoteFeatures,
-        profile: DrafterProfile,
-        options: DraftOptions,
-        metrics: DraftMetrics,
-    ) -> None:
-        self._broken_rings: deque[bytes] = deque(maxlen=_MAX_BROKEN_RINGS)
-        """Handles of those that could not be read."""
-        self._engine = engine
-        self._features = features
-        self._profile = profile
-        self._options = options
-        self._metrics = metrics
-        self._sessions: set[VerifySession] = set()
-        self._awaiting: dict[str, VerifySession] = {}
-        """Sessions whose features stream has not begun, by their tokens."""
-        self._target: SessionUp | None = None
+    engine: RemoteDraftEngine
+    features: RemoteFeatures
+    profile: DrafterProfile
+    options: DraftOptions
+    metrics: DraftMetrics
+    _broken_rings: deque[bytes] = field(default_factory=lambda: deque(maxlen=_MAX_BROKEN_RINGS))
+    """Handles of those that could not be read."""
+    _sessions: set[VerifySession] = field(default_factory=set)
+    _awaiting: dict[str, VerifySession] = field(default_factory=dict)
+    """Sessions whose features stream has not begun, by their tokens."""
+    _target: SessionUp | None = None
 
     @property
     def num_sessions(self) -> int:
@@ -83,7 +77,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Speculate(self, request_iterator: object, context: _Context) -> None:
         """Serve one verify replica until either side ends the stream."""
         hello, rest = _split_hello(await context.read())
-        ours, up = answer_hello(hello, self._profile, self._options)
+        ours, up = answer_hello(hello, self.profile, self.options)
         session = self._begin(hello, up)
         try:
             if ours.features_token:
@@ -94,7 +88,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             session.end()
             self._awaiting.pop(ours.features_token, None)
             self._sessions.discard(session)
-            self._engine.detach(session)
+            self.engine.detach(session)
             _logger.info("session of %s ended, %d left", hello.model or "a verify service", len(self._sessions))
 
     async def Features(self, request_iterator: object, context: _FeaturesContext) -> None:
@@ -108,9 +102,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if session is None:
             raise InvalidRequestError("begin.token", "names no session that waits for features")
         ring = begin.ring
-        if not self._profile.maps_memory or (ring is not None and ring.handle in self._broken_rings):
+        if not self.profile.maps_memory or (ring is not None and ring.handle in self._broken_rings):
             begin = replace(begin, ring=None)
-        stream = await self._features.open(session.number, begin)
+        stream = await self.features.open(session.number, begin)
         if not stream.uses_ring:
             begin = replace(begin, ring=None)
         try:
@@ -131,9 +125,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.DraftServiceGetInfoRequest, context: object
     ) -> draft_pb2.DraftServiceGetInfoResponse:
         """Describe drafter and load."""
-        state = await self._engine.ask()
+        state = await self.engine.ask()
         return draft_pb2.DraftServiceGetInfoResponse(
-            sources=self._profile.hello.sources,
+            sources=self.profile.hello.sources,
             num_requests=state.num_requests,
             num_sessions=len(self._sessions),
             num_nodes=state.num_nodes,
@@ -141,33 +135,33 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         )
 
     def _begin(self, hello: Hello, up: SessionUp) -> VerifySession:
-        if len(self._sessions) >= self._options.max_sessions:
-            raise OverloadedError(f"{self._options.max_sessions} verify services are served; raise --max-sessions")
+        if len(self._sessions) >= self.options.max_sessions:
+            raise OverloadedError(f"{self.options.max_sessions} verify services are served; raise --max-sessions")
         if self._sessions and self._target is not None:
             check_same_target(up, self._target)
         self._target = up
-        session = VerifySession(self._options.max_queued)
-        self._engine.attach(session, up)
+        session = VerifySession(self.options.max_queued)
+        self.engine.attach(session, up)
         self._sessions.add(session)
         _logger.info("session of %s began, %d in all", hello.model or "a verify service", len(self._sessions))
         return session
 
     def _check_features(self, begin: FeaturesBegin) -> None:
-        ours = self._profile.hello
+        ours = self.profile.hello
         width = len(ours.feature_layers) * ours.hidden_size
         if begin.projected:
             if not ours.projection_hash:
                 raise HandshakeError("begin.projected: verify sends products, the drafter offers no projection")
             width = ours.projection_columns
-        for field, theirs, wanted in (("layers", begin.layers, ours.feature_layers), ("width", begin.width, width)):
+        for name, theirs, wanted in (("layers", begin.layers, ours.feature_layers), ("width", begin.width, width)):
             if theirs != wanted:
-                raise HandshakeError(f"begin.{field}: verify sends {theirs!r}, the drafter takes {wanted!r}")
+                raise HandshakeError(f"begin.{name}: verify sends {theirs!r}, the drafter takes {wanted!r}")
 
     async def _read_features(self, stream: FeatureStream, begin: FeaturesBegin, context: _FeaturesContext) -> None:
         ring_bytes = begin.ring.num_bytes if begin.ring is not None else 0
         async for message in self._messages(context, draft_pb2.DraftServiceFeaturesRequest):
             num_dropped = await stream.submit(decode_pieces(message, begin, ring_bytes))
-            self._metrics.dropped["malformed"].inc(num_dropped)
+            self.metrics.dropped["malformed"].inc(num_dropped)
 
     async def _read(self, session: VerifySession, first: list[draft_pb2.VerifyEvent], context: _Context) -> None:
         await self._hand_over(session, draft_pb2.DraftServiceSpeculateRequest(events=first))
@@ -182,7 +176,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             try:
                 message: object = await context.read()
             except InvalidRequestError:
-                self._metrics.dropped["malformed"].inc()
+                self.metrics.dropped["malformed"].inc()
                 continue
             if not isinstance(message, kind):  # the end of the stream
                 return
@@ -196,11 +190,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 messages = self._decode_each(session, part)
             said: list[VerifyMessage] = [message for message in messages if not isinstance(message, Hello)]
             if len(said) < len(messages):
-                self._metrics.dropped["unexpected"].inc(len(messages) - len(said))
+                self.metrics.dropped["unexpected"].inc(len(messages) - len(said))
             if said:
                 # No stream is read faster than the engine works.
-                await self._engine.writable()
-                self._engine.submit(session, said)
+                await self.engine.writable()
+                self.engine.submit(session, said)
             await asyncio.sleep(0)  # other sessions have their turn
 
     def _decode_each(
@@ -212,8 +206,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             try:
                 messages += decode_verify(draft_pb2.DraftServiceSpeculateRequest(events=[event]))
             except InvalidRequestError as error:
-                self._metrics.dropped["malformed"].inc()
-                self._metrics.declines[DeclineReason.INVALID].inc()
+                self.metrics.dropped["malformed"].inc()
+                self.metrics.declines[DeclineReason.INVALID].inc()
                 session.send([Decline(_request_of(event), DeclineReason.INVALID, False, error.message)])
         return messages
 
@@ -257,11 +251,11 @@ def with_tokens(hello: Hello) -> Hello:
 
 def check_same_target(target: SessionUp, served: SessionUp) -> None:
     """Raise HandshakeError if a session is of another target than those that are served now."""
-    for field in ("vocab_size", "tokenizer_hash"):
-        theirs, ours = getattr(target, field), getattr(served, field)
+    for name in ("vocab_size", "tokenizer_hash"):
+        theirs, ours = getattr(target, name), getattr(served, name)
         if theirs != ours:
             raise HandshakeError(
-                f"hello.{field}: verify has {theirs!r}, the draft service has {ours!r}; use a draft service for each "
+                f"hello.{name}: verify has {theirs!r}, the draft service has {ours!r}; use a draft service for each "
                 "target, and verify services of one release"
             )
 

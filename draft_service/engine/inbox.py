@@ -284,20 +284,19 @@ class _Stream:
             _logger.error("features travel in messages: a ring could not be mapped", exc_info=error)
 
 
+@dataclass(eq=False)
 class FeatureReceiver:
     """Answers the door's frames about features. The engine's thread alone uses it."""
 
-    def __init__(
-        self, pipe: Pipe[FeaturesFromDoor], drafter: AnyDrafter, mapper: MemoryMapper | None, apply: Apply, fail: Apply
-    ) -> None:
-        """`apply` gets features with their rows, `fail` those whose rows could not be read."""
-        self._pipe = pipe
-        self._drafter = drafter
-        self._mapper = mapper
-        self._apply = apply
-        self._fail = fail
-        self._streams: dict[int, _Stream] = {}
-        self._mapping: list[_Stream] = []
+    pipe: Pipe[FeaturesFromDoor]
+    drafter: AnyDrafter
+    mapper: MemoryMapper | None
+    apply: Apply
+    """Gets features with their rows."""
+    fail: Apply
+    """Gets those whose rows could not be read."""
+    _streams: dict[int, _Stream] = field(default_factory=dict)
+    _mapping: list[_Stream] = field(default_factory=list)
 
     @property
     def mapping(self) -> bool:
@@ -324,17 +323,17 @@ class FeatureReceiver:
         for stream in [stream for stream in self._mapping if not stream.mapping]:
             self._mapping.remove(stream)
             if not stream.ended:
-                self._pipe.send(FeatureStreamReady(stream.up.session, stream.ring is not None))
+                self.pipe.send(FeatureStreamReady(stream.up.session, stream.ring is not None))
             elif stream.ring is not None:
                 stream.ring.close()
 
     def _begin(self, up: FeatureStreamUp) -> None:
-        mapper = self._mapper if up.begin.ring is not None else None
+        mapper = self.mapper if up.begin.ring is not None else None
         stream = self._streams[up.session] = _Stream(up, mapper)
         if mapper is not None:
             self._mapping.append(stream)
         elif up.begin.ring is not None:
-            self._pipe.send(FeatureStreamReady(up.session, False))
+            self.pipe.send(FeatureStreamReady(up.session, False))
 
     def take_on_line(self, session: int, features: Sequence[Features]) -> None:
         """Features that a line told of, past the door; those of a stream that has ended are of no use."""
@@ -344,24 +343,24 @@ class FeatureReceiver:
 
     def _take(self, frame: FeaturePieces) -> None:
         self._read(self._streams[frame.session], frame.features)
-        self._pipe.send(FeaturesTaken(frame.session))
+        self.pipe.send(FeaturesTaken(frame.session))
 
     def _read(self, stream: _Stream, features: Sequence[Features]) -> None:
         ring, session, row_bytes = stream.ring, stream.up.session, stream.up.begin.row_bytes
         try:
-            self._apply(session, with_rows(features, row_bytes, ring.read if ring is not None else None))
+            self.apply(session, with_rows(features, row_bytes, ring.read if ring is not None else None))
         except Exception as error:
             raise_device_failure(error)
             _logger.error("features could not be read", exc_info=error)
-            self._fail(session, features)
+            self.fail(session, features)
         if ring is not None and ring.broken:
-            self._pipe.send(RingBroken(session))
+            self.pipe.send(RingBroken(session))
 
     def _send_projection(self, frame: AskProjection) -> None:
-        matrix = self._drafter.needs.projection
+        matrix = self.drafter.needs.projection
         if matrix is None:  # the door has seen to it
             return
         data = memoryview(matrix.data).cast("B")
         piece = bytes(data[frame.offset : frame.offset + MAX_FEATURE_BYTES])
         part = ProjectionPart(matrix.num_columns, matrix.dtype, frame.offset, piece)
-        self._pipe.send(ProjectionAnswer(frame.session, part, len(data)))
+        self.pipe.send(ProjectionAnswer(frame.session, part, len(data)))

@@ -68,7 +68,7 @@ async def engine_thread(engine: ThreadedEngine) -> AsyncIterator[EngineThread]:
     codes: list[int] = []
 
     def build(options: VerifyOptions, inbox: VerifyInbox, observer: Observer) -> tuple[VerifyEngine, TargetProfile]:
-        engine._inbox, engine._observer, engine._postprocessor._observer = inbox, observer, observer
+        engine._inbox, engine._observer, engine._postprocessor.observer = inbox, observer, observer
         return engine, ready_of(engine)
 
     def run() -> None:

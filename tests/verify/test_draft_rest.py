@@ -228,7 +228,7 @@ def test_a_draft_that_connects_serves_at_once_after_one_that_rested(model: Causa
     before.run(6.0)
     assert before.policy.rests
     engine, _ = make_paged_engine(model)
-    engine._postprocessor._rest = before.policy
+    engine._postprocessor.rest = before.policy
     engine.drafts.rest(True)
     engine.draft_connected(LocalDraft(engine, VOCAB, oracle(texts(truth), VOCAB)))
     engine.start()
@@ -295,7 +295,7 @@ def test_rounds_are_launched_ahead_while_drafts_rest_and_tokens_stay_the_same(
     engine, executor = make_paged_engine(model)
     draft = LocalDraft(engine, VOCAB, oracle(texts(truth), VOCAB))
     engine.draft_connected(draft)
-    script = engine._postprocessor._rest = Script(range(8, 24))
+    script = engine._postprocessor.rest = Script(range(8, 24))
     launched: list[tuple[bool, bool, bool]] = []
     launch = executor.launch
 
@@ -305,7 +305,7 @@ def test_rounds_are_launched_ahead_while_drafts_rest_and_tokens_stay_the_same(
         return launch(entries, *rest)
 
     told: list[RoundFigures] = []
-    observer = engine._postprocessor._observer
+    observer = engine._postprocessor.observer
     tell = observer.round
     observer.round = lambda *given: (told.append(given[-1]), tell(*given))  # type: ignore[method-assign]
     executor.launch = noting  # type: ignore[method-assign, assignment]

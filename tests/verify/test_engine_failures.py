@@ -146,7 +146,7 @@ def test_a_draft_that_answers_during_a_long_round_is_not_lost() -> None:
         now += 3.0
 
     engine = scripted_engine(Scripted(three_seconds))
-    engine.drafts._clock = lambda: now
+    engine.drafts.clock = lambda: now
     port = LocalDraft(engine, VOCAB, lambda author: None)
     engine.draft_connected(port)
     answer = submit(engine)

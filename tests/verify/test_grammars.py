@@ -275,7 +275,7 @@ def test_nodes_whose_masks_are_not_there_in_time_wait_for_a_later_round(
 ) -> None:
     monkeypatch.setattr(grammars, "_MAX_MASK_SECONDS", -1.0)
     engine = make_engine(model, vocabulary=vocabulary)
-    engine.grammars = engine.scheduler._grammars = Grammars(vocabulary, engine.drafts, patient=False)
+    engine.grammars = engine.scheduler.grammars = Grammars(vocabulary, engine.drafts, patient=False)
     engine.draft_connected(LocalDraft(engine, VOCAB, noise(3, VOCAB)))
     sizes: list[int] = []
     launch = engine._executor.launch

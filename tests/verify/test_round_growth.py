@@ -288,7 +288,7 @@ def test_a_drafter_that_rested_goes_on_where_it_is(
     )
     made.append((engine, executor))
     assert engine._growth is not None
-    policy = engine._growth._policy = Sleepy()  # type: ignore[assignment]
+    policy = engine._growth.policy = Sleepy()  # type: ignore[assignment]
     engine.start()
     answers = run_all(engine, jobs(), width)
     check_same(answers, truth)

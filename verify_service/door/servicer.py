@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,44 +33,36 @@ _LAST_READ_SECONDS = 1.0
 """That a caller gets to read the end of its answer while the service drains."""
 
 
+@dataclass(eq=False)
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """Answers gateways; the engine does the work."""
 
-    def __init__(
-        self,
-        engine: RemoteVerifyEngine,
-        admission: Admission,
-        info: VerifyInfo,
-        load: Callable[[], VerifyLoad],
-        *,
-        stall_seconds: float = 120.0,
-        grammars: GrammarChecker | None = None,
-    ) -> None:
-        """`stall_seconds`: how long a gateway may leave an answer unread. `grammars`: tries them before the engine."""
-        self._grammars = grammars
-        self._engine = engine
-        self._admission = admission
-        self._info = info
-        self._load = load
-        self._stall_seconds = stall_seconds
-        self.draining = False
-        """While set, new requests are refused."""
+    engine: RemoteVerifyEngine
+    admission: Admission
+    info: VerifyInfo
+    load: Callable[[], VerifyLoad]
+    stall_seconds: float = 120.0
+    """How long a gateway may leave an answer unread."""
+    grammars: GrammarChecker | None = None
+    """Tries them before the engine."""
+    draining: bool = False
+    """While set, new requests are refused."""
 
     async def Generate(self, request: verify_pb2.VerifyServiceGenerateRequest, context: Context) -> None:
         """Stream committed tokens. However the call ends, the request leaves the engine with it."""
         if self.draining:
             raise UnavailableError("the verify service is draining; send the request to another replica")
-        outbox = Outbox(self._stall_seconds)
-        admitted = self._admission.admit(request)
-        if self._grammars is not None and admitted.sampling.grammar is not None:
-            await self._grammars.check(admitted.sampling.grammar)
-        number = self._engine.submit(admitted, outbox.put)
+        outbox = Outbox(self.stall_seconds)
+        admitted = self.admission.admit(request)
+        if self.grammars is not None and admitted.sampling.grammar is not None:
+            await self.grammars.check(admitted.sampling.grammar)
+        number = self.engine.submit(admitted, outbox.put)
         try:
             # Apart: a status cannot follow a first message that is given up on its way, if it bears the metadata.
             await context.send_initial_metadata(())
             last = False
             while not last:
-                gathered = await outbox.take(self._engine.num_running * _MESSAGE_SECONDS)
+                gathered = await outbox.take(self.engine.num_running * _MESSAGE_SECONDS)
                 last = gathered[-1].last
                 error = gathered[-1].error
                 if error is None or len(gathered) > 1:
@@ -78,10 +71,10 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
                     raise error
             await self._until_read()
         except OverloadedError as error:
-            self._engine.backlog.slow_readers += error.code == "slow_reader"
+            self.engine.backlog.slow_readers += error.code == "slow_reader"
             raise
         finally:
-            self._engine.cancel(number)
+            self.engine.cancel(number)
 
     async def _until_read(self) -> None:
         # A connection of a server that stops closes with its last call, and takes along what a busy caller has not
@@ -93,13 +86,13 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         self, request: verify_pb2.VerifyServiceGetInfoRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetInfoResponse:
         """The model and its limits."""
-        return INFO.encode(self._info)
+        return INFO.encode(self.info)
 
     async def GetLoad(
         self, request: verify_pb2.VerifyServiceGetLoadRequest, context: Context
     ) -> verify_pb2.VerifyServiceGetLoadResponse:
         """The present load."""
-        return LOAD.encode(self._load())
+        return LOAD.encode(self.load())
 
 
 class Outbox:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import grpc
@@ -55,6 +56,7 @@ Dial = Callable[[str], grpc.aio.Channel]
 """Opens a channel to an address."""
 
 
+@dataclass(eq=False)
 class FeatureUpload:
     """Sends features and hears of releases until cancelled. What waits when it writes shares a message.
 
@@ -62,26 +64,18 @@ class FeatureUpload:
     that was not written yet.
     """
 
-    def __init__(
-        self,
-        session: DraftSession,
-        begin: FeaturesBegin,
-        reader: ProjectionReader | None,
-        engine: RemoteVerifyEngine,
-        dial: Dial,
-    ) -> None:
-        """`reader` checks the parts of the projection, if `begin` wants it."""
-        self._session = session
-        self._begin = begin
-        self._reader = reader
-        self._engine = engine
-        self._dial = dial
-        self._written = 0
-        """Number of the last features that the draft may have seen."""
-        self._max_pieces = 1
-        """Of a message."""
-        self._queue: deque[Features] = deque()
-        self._filled = asyncio.Event()
+    session: DraftSession
+    begin: FeaturesBegin
+    reader: ProjectionReader | None
+    """Checks the parts of the projection, if `begin` wants it."""
+    engine: RemoteVerifyEngine
+    dial: Dial
+    _written: int = 0
+    """Number of the last features that the draft may have seen."""
+    _max_pieces: int = 1
+    """Of a message."""
+    _queue: deque[Features] = field(default_factory=deque)
+    _filled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, messages: list[Features]) -> None:
         """Queue features, in order."""
@@ -90,17 +84,17 @@ class FeatureUpload:
 
     async def run(self) -> None:
         """Open the stream and serve it until either side ends it. Returns with a word in the log if the draft does."""
-        channel = self._dial(self._session.address)
+        channel = self.dial(self.session.address)
         try:
             call: FeaturesCall = draft_pb2_grpc.DraftServiceStub(channel).Features()
-            await call.write(encode_begin(self._begin))
+            await call.write(encode_begin(self.begin))
             accept = _read(await call.read())
             if not isinstance(accept, FeaturesAccept) or not self._fits(accept):
                 raise InvalidRequestError("event", "is not what accepts this stream")
-            if self._reader is not None:
-                await self._read_projection(call, self._reader)
+            if self.reader is not None:
+                await self._read_projection(call, self.reader)
             self._max_pieces = MAX_FEATURE_PIECES if accept.takes_batches else 1
-            self._engine.features_opened(self._session, accept.window, accept.uses_ring)
+            self.engine.features_opened(self.session, accept.window, accept.uses_ring)
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
             try:
@@ -110,20 +104,20 @@ class FeatureUpload:
                     if response.through > self._written:
                         problem = f"{response.through} was not sent yet, {self._written} is the last that was"
                         raise InvalidRequestError("released.through", problem)
-                    self._engine.features_released(self._session, response.through)
+                    self.engine.features_released(self.session, response.through)
             finally:
                 await end_writer(writer)
         except (grpc.aio.AioRpcError, InvalidRequestError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error.message
-            log.warning("the features stream to draft %s failed: %s", self._session.address, reason)
+            log.warning("the features stream to draft %s failed: %s", self.session.address, reason)
         except Exception:
-            log.exception("the features stream to draft %s failed", self._session.address)
+            log.exception("the features stream to draft %s failed", self.session.address)
         finally:
             await channel.close()
 
     def _fits(self, accept: FeaturesAccept) -> bool:
         """Whether the draft has agreed to no more and no less than it was asked for."""
-        return accept.projects == (self._reader is not None) and (self._begin.ring is not None or not accept.uses_ring)
+        return accept.projects == (self.reader is not None) and (self.begin.ring is not None or not accept.uses_ring)
 
     async def _read_projection(self, call: FeaturesCall, reader: ProjectionReader) -> None:
         whole = False
@@ -132,7 +126,7 @@ class FeatureUpload:
             if not isinstance(part, ProjectionPart):
                 raise InvalidRequestError("event", "is no part of the projection that is missing")
             whole = reader.take(part)
-            await self._engine.features_projection(self._session, part)
+            await self.engine.features_projection(self.session, part)
 
     async def _write(self, call: FeaturesCall) -> None:
         while True:
@@ -146,7 +140,7 @@ class FeatureUpload:
     def _next_batch(self) -> list[Features]:
         """What goes out next: a round's features for all requests, as a rule."""
         batch = [self._queue.popleft()]
-        room = MAX_FEATURE_BYTES // self._begin.row_bytes - batch[0].count
+        room = MAX_FEATURE_BYTES // self.begin.row_bytes - batch[0].count
         while self._queue and len(batch) < self._max_pieces and self._queue[0].count <= room:
             room -= self._queue[0].count
             batch.append(self._queue.popleft())
@@ -172,6 +166,7 @@ def _read(message: object) -> FeaturesResponse | None:
     return decode_response(cast(draft_pb2.DraftServiceFeaturesResponse, message))
 
 
+@dataclass(eq=False)
 class DraftSession:
     """An open stream.
 
@@ -179,32 +174,25 @@ class DraftSession:
     `MAX_QUEUED_MESSAGES` means that the draft does not read, and the session ends.
     """
 
-    def __init__(
-        self,
-        address: str,
-        call: SpeculateCall,
-        terms: Terms,
-        engine: RemoteVerifyEngine,
-        malformed: ThrottledWarnings,
-        dial: Dial = open_channel,
-    ) -> None:
-        """`malformed` logs what cannot be read; `dial` opens the features stream's channel."""
-        self.address = address
-        self.number = self.unread_weight = 0
-        self._dial = dial
-        self.features_failed = False
-        """Whether the features stream ended, and with it the session."""
-        self._malformed = malformed
-        self._call = call
-        self._terms = terms
-        self._engine = engine
-        self._features: FeatureUpload | None = None
-        self._features_task: asyncio.Task[None] | None = None
-        self._queue: list[VerifyMessage] = []
-        self._last_commit: dict[int, int] = {}
-        self._filled = asyncio.Event()
-        self._is_over = False
-        self._is_closing = False
+    address: str
+    call: SpeculateCall
+    terms: Terms
+    engine: RemoteVerifyEngine
+    malformed: ThrottledWarnings
+    """Logs what cannot be read."""
+    dial: Dial = open_channel
+    """Opens the features stream's channel."""
+    number: int = 0
+    unread_weight: int = 0
+    features_failed: bool = False
+    """Whether the features stream ended, and with it the session."""
+    _features: FeatureUpload | None = None
+    _features_task: asyncio.Task[None] | None = None
+    _queue: list[VerifyMessage] = field(default_factory=list)
+    _last_commit: dict[int, int] = field(default_factory=dict)
+    _filled: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_over: bool = False
+    _is_closing: bool = False
 
     def send(self, messages: list[VerifyMessage]) -> None:
         """Queue messages, in order."""
@@ -217,13 +205,13 @@ class DraftSession:
 
     def begin_features(self, begin: FeaturesBegin) -> None:
         """Open the features stream, under the session's token. A session whose features stream ends is over, too."""
-        begin = replace(begin, token=self._terms.features_token)
+        begin = replace(begin, token=self.terms.features_token)
         reader = None
         if begin.wants_projection:
-            terms = self._terms
+            terms = self.terms
             columns, name = terms.projection_columns, terms.projection_hash
             reader = ProjectionReader(begin.layers, terms.hidden_size, columns, name)
-        self._features = FeatureUpload(self, begin, reader, self._engine, self._dial)
+        self._features = FeatureUpload(self, begin, reader, self.engine, self.dial)
         self._features_task = asyncio.create_task(self._features.run())
         self._features_task.add_done_callback(self._features_ended)
 
@@ -235,7 +223,7 @@ class DraftSession:
     def reset(self) -> None:
         """End the session."""
         self._is_over = True
-        self._call.cancel()
+        self.call.cancel()
 
     async def close(self) -> None:
         """End the features stream, if there is one."""
@@ -252,21 +240,21 @@ class DraftSession:
             messages, self._queue = self._queue, []
             self._last_commit.clear()
             for batch in _batches(messages):
-                await self._call.write(encode_verify(batch))
+                await self.call.write(encode_verify(batch))
 
     async def read(self) -> None:
         """Pass on what comes in until the stream ends."""
         # read(), because grpc.aio refuses to iterate a call that the handshake has read from.
-        while (batch := await self._call.read()) is not grpc.aio.EOF:
+        while (batch := await self.call.read()) is not grpc.aio.EOF:
             # grpc hands out None for bytes that are no message.
             if batch is None:
-                self._malformed.warn("draft %s sent bytes that are no message, dropped", self.address)
+                self.malformed.warn("draft %s sent bytes that are no message, dropped", self.address)
                 continue
             for part in in_parts(cast(draft_pb2.DraftServiceSpeculateResponse, batch)):
                 try:
-                    self._engine.draft_received(self, decode_draft(part))
+                    self.engine.draft_received(self, decode_draft(part))
                 except InvalidRequestError as error:
-                    self._malformed.warn("draft %s sent a malformed message, dropped: %s", self.address, error.message)
+                    self.malformed.warn("draft %s sent a malformed message, dropped: %s", self.address, error.message)
                 await asyncio.sleep(0)
                 if self._is_over:  # what is left of the batch is of no use, however long it is
                     return
@@ -274,7 +262,7 @@ class DraftSession:
     def _features_ended(self, task: asyncio.Task[None]) -> None:
         # A stream that the draft cancelled looks as one that `close` did.
         self.features_failed = not self._is_closing
-        self._call.cancel()
+        self.call.cancel()
 
     def _put(self, message: VerifyMessage) -> None:
         if isinstance(message, Commit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from outrider.protocol.generation import FinishReason, GenerationUpdate, RoundCounts, RoundTree, TokenOrigin
@@ -21,35 +22,26 @@ _MAX_EARLY_COMMITS = 4
 """Commits that may be sent before the next round is launched: each takes 20 us, and the device is idle meanwhile."""
 
 
+@dataclass(eq=False)
 class RoundPostprocessor:
     """Tells drafts, clients and metrics of the last round, and learns from it. The engine's thread alone uses it."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        drafts: Drafts,
-        features: FeatureSender,
-        active_requests: set[Request],
-        observer: Observer,
-        cost: CostModel,
-        max_nodes: int,
-        growth: RoundGrowth | None = None,
-        rest: DraftRest | None = None,
-    ) -> None:
-        """`max_nodes`: of a round. `growth`: of trees on verify's own device. `rest`: where drafts may rest."""
-        self._scheduler = scheduler
-        self._drafts = drafts
-        self._features = features
-        self._active_requests = active_requests
-        self._observer = observer
-        self._cost = cost
-        self._max_nodes = max_nodes
-        self._growth = growth
-        self._rest = rest
-        self._done: RoundDone | None = None
-        self._commits_sent = False
-        """Whether the commits of that round were sent to drafts."""
-        self._prefilled = False
+    scheduler: Scheduler
+    drafts: Drafts
+    features: FeatureSender
+    active_requests: set[Request]
+    observer: Observer
+    cost: CostModel
+    max_nodes: int
+    """Of a round."""
+    growth: RoundGrowth | None
+    """Decides on trees on verify's own device."""
+    rest: DraftRest | None
+    """Decides when drafts rest, where they may."""
+    _done: RoundDone | None = None
+    _commits_sent: bool = False
+    """Whether the commits of that round were sent to drafts."""
+    _prefilled: bool = False
 
     def add(self, done: RoundDone) -> None:
         """Take a round that was committed, for `process`."""
@@ -75,62 +67,62 @@ class RoundPostprocessor:
         if not self._commits_sent:
             self._send_commits(done)
         if with_features:
-            self._features.collect(done.pending)
+            self.features.collect(done.pending)
         updates = [self._send_update(commit) for commit in done.commits]
-        drafted = any(entry.samples and self._drafts.serves(entry.request) for entry in done.batch.entries)
-        self._scheduler.release_ended()
+        drafted = any(entry.samples and self.drafts.serves(entry.request) for entry in done.batch.entries)
+        self.scheduler.release_ended()
         figures = RoundFigures(
             seconds=done.seconds,
             held=done.batch.wait_seconds,
             gap=done.gap,
             gpu=done.pending.gpu_seconds,
             ready=done.batch.num_ready_nodes if drafted else None,
-            answers=self._drafts.take_answer_seconds(),
+            answers=self.drafts.take_answer_seconds(),
             drafting=done.pending.drafting_seconds,
             resting=drafted and done.batch.resting,
         )
-        self._observer.round(done.batch.entries, updates, figures)
-        self._observer.flush()
+        self.observer.round(done.batch.entries, updates, figures)
+        self.observer.flush()
         if with_features:
             # They have been copied by now, and an answer may wait for them.
-            self._features.work()
+            self.features.work()
         log_long_gap(done.gap, done.phases)
-        self._drafts.learn()
-        if self._growth is not None and done.batch.taken is not None:
-            self._growth.learn(done.batch.taken, done.batch.entries, done.results, done.pending.drafting_seconds)
-        self._cost.follow_contexts(sum(entry.start for entry in done.batch.entries if entry.samples))
+        self.drafts.learn()
+        if self.growth is not None and done.batch.taken is not None:
+            self.growth.learn(done.batch.taken, done.batch.entries, done.results, done.pending.drafting_seconds)
+        self.cost.follow_contexts(sum(entry.start for entry in done.batch.entries if entry.samples))
         # Behind a round with prefill the device may still be busy with it.
         is_usual = not done.prefills and not self._prefilled
-        if self._rest is not None and drafted:
-            self._rest.observe(*done.num_sampled, done.wall_seconds, is_usual and done.host_gap is not None)
-            self._drafts.rest(self._rest.rests)
+        if self.rest is not None and drafted:
+            self.rest.observe(*done.num_sampled, done.wall_seconds, is_usual and done.host_gap is not None)
+            self.drafts.rest(self.rest.rests)
         if is_usual:
-            own, gpu_seconds = self._growth is not None, done.pending.gpu_seconds
+            own, gpu_seconds = self.growth is not None, done.pending.gpu_seconds
             # Drafting on verify's device lies between the rounds' ends.
             seconds = gpu_seconds if own and gpu_seconds is not None else done.seconds + (done.host_gap or 0.0)
-            self._cost.observe(done.num_tokens, seconds)
+            self.cost.observe(done.num_tokens, seconds)
         self._prefilled = done.prefills
 
     def draft_came(self) -> None:
         """Whether drafts rest is measured anew, with this one."""
-        if self._rest is not None:
-            self._rest.forget_drafts()
-            self._drafts.rest(self._rest.rests)
+        if self.rest is not None:
+            self.rest.forget_drafts()
+            self.drafts.rest(self.rest.rests)
 
     def _send_commits(self, done: RoundDone) -> None:
-        share = self._max_nodes // max(len(self._scheduler.running), 1)
+        share = self.max_nodes // max(len(self.scheduler.running), 1)
         for commit in done.commits:
             if commit is None or not commit.tokens or (request := commit.entry.request).finished:
                 continue
-            credit = self._drafts.credit(request, share, len(commit.entry.nodes.token_ids))
-            self._drafts.send_commit(request, len(commit.tokens), credit)
-        self._drafts.flush()
+            credit = self.drafts.credit(request, share, len(commit.entry.nodes.token_ids))
+            self.drafts.send_commit(request, len(commit.tokens), credit)
+        self.drafts.flush()
 
     def _send_update(self, commit: RoundCommit | None) -> GenerationUpdate:
         """Send a request what the round did for it, if anything."""
         update = GenerationUpdate() if commit is None else commit.update()
         if commit is not None and update.last:
-            self._active_requests.discard(commit.entry.request)
+            self.active_requests.discard(commit.entry.request)
         if commit is not None and (update.token_ids or update.last or update.prompt_logprobs):
             commit.entry.request.sink(update)
         return update

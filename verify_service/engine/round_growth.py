@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -152,6 +153,7 @@ class _Table:
         return seen >= LEAST_TRIAL_ROUNDS and float(self.accepted[-1, -1]) < _USELESS * num_rows
 
 
+@dataclass(eq=False)
 class GrowthPolicy:
     """Picks levels and nodes that maximise expected committed tokens over measured time.
 
@@ -160,33 +162,24 @@ class GrowthPolicy:
     What more would bring is tried now and then.
     """
 
-    def __init__(
-        self,
-        round_seconds: Callable[[int], float],
-        costs: Callable[[int], GrowthCost],
-        sizes: Callable[[int], Sequence[int]],
-        max_steps: int,
-        fixed: Growth | None = None,
-    ) -> None:
-        """`round_seconds`: seconds of a round by its tokens. `costs`: measured cost of growth by a round's requests.
-
-        `sizes`: numbers of nodes that fill rounds of so many requests, ascending. `fixed`: growth of every round, where
-        none is to be chosen.
-        """
-        self._round_seconds = round_seconds
-        self._costs = costs
-        self._sizes = sizes
-        self._max_steps = max_steps
-        self._fixed = fixed
-        self._tables: dict[int, _Table] = {}
+    round_seconds: Callable[[int], float]
+    """Seconds of a round by its tokens."""
+    costs: Callable[[int], GrowthCost]
+    """Measured cost of growth by a round's requests."""
+    sizes: Callable[[int], Sequence[int]]
+    """Numbers of nodes that fill rounds of so many requests, ascending."""
+    max_steps: int
+    fixed: Growth | None = None
+    """Growth of every round, where none is to be chosen."""
+    _tables: dict[int, _Table] = field(default_factory=dict)
 
     def plan(self, num_rows: int) -> Growth | None:
         """The growth behind a round of so many requests, for the next round; None for none."""
-        sizes = self._sizes(num_rows)
+        sizes = self.sizes(num_rows)
         if not sizes:
             return None
-        if self._fixed is not None:
-            return Growth(self._fixed.num_steps, min(self._fixed.num_nodes, sizes[-1]))
+        if self.fixed is not None:
+            return Growth(self.fixed.num_steps, min(self.fixed.num_nodes, sizes[-1]))
         table = self._table(num_rows)
         table.num_rounds += 1
         table.since_probe += 1
@@ -194,7 +187,7 @@ class GrowthPolicy:
         if is_trial or table.since_probe >= table.probe_every:
             if table.choice[0] or table.since_probe >= table.probe_every + PROBE_LENGTH - 1:
                 table.since_probe = 0
-            return Growth(self._max_steps, sizes[-1])
+            return Growth(self.max_steps, sizes[-1])
         is_over = table.num_rounds == table.trial_rounds + 2
         if is_over and not table.num_seen.any():
             # None of its rounds had a request that could take its tree, which says nothing of the drafter.
@@ -210,10 +203,10 @@ class GrowthPolicy:
 
     def rests(self, num_rows: int, num_rounds: int = 1) -> bool:
         """Whether `plan` would give None so many times, without a look at what was learned. Changes nothing."""
-        if not self._sizes(num_rows):
+        if not self.sizes(num_rows):
             return True
         table = self._tables.get(num_rows)
-        if self._fixed is not None or table is None or table.choice[0] or table.num_new >= _LOOK_EVERY:
+        if self.fixed is not None or table is None or table.choice[0] or table.num_new >= _LOOK_EVERY:
             return False
         return table.num_rounds > table.trial_rounds + 1 and table.since_probe + num_rounds < table.probe_every
 
@@ -236,18 +229,18 @@ class GrowthPolicy:
         size = int(np.searchsorted(table.sizes, growth.num_nodes))
         if size >= len(table.sizes):
             return
-        table.learn(growth.num_steps, size, nodes.accepted_within(self._max_steps, table.sizes), num_given)
+        table.learn(growth.num_steps, size, nodes.accepted_within(self.max_steps, table.sizes), num_given)
         table.num_new += 1 if table.choice[0] else _LOOK_EVERY
 
     def _table(self, num_rows: int) -> _Table:
-        sizes = self._sizes(num_rows)
+        sizes = self.sizes(num_rows)
         found = self._tables.get(num_rows)
         if found is None or len(found.sizes) != len(sizes):
             useless = [table for rows, table in self._tables.items() if table.is_useless(rows)]
-            cost = self._costs(num_rows)
-            dear = self._largest_seconds(num_rows, sizes[-1], cost) / (_DEAR_TRIAL * self._round_seconds(num_rows))
+            cost = self.costs(num_rows)
+            dear = self._largest_seconds(num_rows, sizes[-1], cost) / (_DEAR_TRIAL * self.round_seconds(num_rows))
             trial_rounds = max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(dear, 1.0)))
-            found = self._tables[num_rows] = _Table(self._max_steps, sizes, cost, trial_rounds)
+            found = self._tables[num_rows] = _Table(self.max_steps, sizes, cost, trial_rounds)
             if useless:
                 # What is useless in some rounds is so in all: it is tried now and then, and not at first.
                 found.num_rounds, found.choice = found.trial_rounds + 2, (0, 0)
@@ -256,52 +249,45 @@ class GrowthPolicy:
 
     def _largest_seconds(self, num_rows: int, most_nodes: int, cost: GrowthCost) -> float:
         """Seconds of a round that grows the largest tree, and verifies as large a one."""
-        return self._round_seconds(num_rows + most_nodes) + cost.seconds(self._max_steps)
+        return self.round_seconds(num_rows + most_nodes) + cost.seconds(self.max_steps)
 
     def _least_probe_rounds(self, table: _Table, num_rows: int) -> int:
         """Rounds from one probe to the next in which probes take no more than their share of the time."""
         cost, (steps, size) = table.followed.cost, table.choice
-        usual = self._round_seconds(num_rows + int(table.sizes[size]) if steps else num_rows) + cost.seconds(steps)
+        usual = self.round_seconds(num_rows + int(table.sizes[size]) if steps else num_rows) + cost.seconds(steps)
         probe = self._largest_seconds(num_rows, int(table.sizes[-1]), cost)
         return round((1 if steps else PROBE_LENGTH) * (probe / usual - 1.0) / _PROBE_SHARE)
 
     def _best(self, table: _Table, num_rows: int) -> tuple[int, int]:
         cost = table.followed.cost
-        drafting = np.array([cost.seconds(steps) for steps in range(self._max_steps + 1)])
-        verifying = np.array([self._round_seconds(num_rows + int(size)) for size in table.sizes])
+        drafting = np.array([cost.seconds(steps) for steps in range(self.max_steps + 1)])
+        verifying = np.array([self.round_seconds(num_rows + int(size)) for size in table.sizes])
         committed = num_rows + table.num_given
         rates = (committed + table.accepted) / (drafting[:, None] + verifying[None, :])
         rates[table.num_seen == 0] = 0.0
-        rates[0] = committed / self._round_seconds(num_rows)
+        rates[0] = committed / self.round_seconds(num_rows)
         steps, size = np.unravel_index(int(rates.argmax()), rates.shape)
         if rates[table.choice] * _HYSTERESIS >= rates[steps, size]:
             return table.choice
         return int(steps), int(size)
 
 
+@dataclass(eq=False)
 class RoundGrowth:
     """Decides what grows on the device. The engine's thread alone uses it."""
 
-    def __init__(
-        self,
-        trees: RoundDrafts,
-        policy: GrowthPolicy,
-        memory: Memory,
-        rows_of: Callable[[int], int],
-        limits: EngineLimits,
-    ) -> None:
-        """`rows_of`: number of rows that a round of so many requests is padded to."""
-        self._trees = trees
-        self._policy = policy
-        self._memory = memory
-        self._rows_of = rows_of
-        self._limits = limits
-        self._grown: tuple[Growth, int] | None = None
+    trees: RoundDrafts
+    policy: GrowthPolicy
+    memory: Memory
+    rows_of: Callable[[int], int]
+    """Number of rows that a round of so many requests is padded to."""
+    limits: EngineLimits
+    _grown: tuple[Growth, int] | None = None
 
     @property
     def num_grown(self) -> int:
         """Nodes that have grown for the next round."""
-        return 0 if self._grown is None else self._trees.num_grown
+        return 0 if self._grown is None else self.trees.num_grown
 
     def fetch(self, entries: Sequence[Entry], allowed: Allowed) -> None:
         """Give entries whose nodes the host masks the trees that were grown for them, and `allowed` of their nodes.
@@ -314,17 +300,17 @@ class RoundGrowth:
         takers = [entry for entry in decoded if self._has_tree(entry)]
         room = min(_MASKED_NODES, self.room(entries)) - sum(len(entry.nodes) for entry in entries)
         share = max(room, 0) // max(len(takers), 1)
-        joined = [self._trees.take_in(entry, share) for entry in takers]
+        joined = [self.trees.take_in(entry, share) for entry in takers]
         for entry, nodes in zip(takers, allowed(takers, joined), strict=True):
-            if self._memory.reserve(entry.request, entry.request.cached_len + entry.num_extend + len(nodes)):
+            if self.memory.reserve(entry.request, entry.request.cached_len + entry.num_extend + len(nodes)):
                 entry.nodes = nodes
-                self._trees.mark(entry)
+                self.trees.mark(entry)
 
     def rests(self, entries: Sequence[Entry]) -> bool:
         """Whether a round of these entries has no trees to take and is to have none grown behind it."""
         if self.num_grown:
             return False
-        return self._trees.failed or not _are_drafted(entries) or self._policy.rests(self._rows_of(len(entries)))
+        return self.trees.failed or not _are_drafted(entries) or self.policy.rests(self.rows_of(len(entries)))
 
     def take(self, entries: Sequence[Entry]) -> TakenTrees | None:
         """Let entries of a planned round have the trees that were grown for them, as far as there are pages.
@@ -333,10 +319,10 @@ class RoundGrowth:
         with masks have theirs by now.
         """
         grown, num_given = self._grown, sum(len(entry.nodes) for entry in entries)
-        num_nodes = max(min(self._trees.num_grown, self.room(entries) - num_given), 0)
-        if grown is None or not self._trees.num_grown:
+        num_nodes = max(min(self.trees.num_grown, self.room(entries) - num_given), 0)
+        if grown is None or not self.trees.num_grown:
             return None
-        self._trees.limit(num_nodes)
+        self.trees.limit(num_nodes)
         decoded = [entry for entry in entries if entry.samples]
         share = min(num_nodes, max(_SHARE_FACTOR * num_nodes // max(len(decoded), 1), _LEAST_SHARE))
         num_taken = 0
@@ -344,38 +330,38 @@ class RoundGrowth:
             if entry.masks or not share or not self._has_tree(entry):
                 continue
             # Nodes are worth no preemption: without pages the round goes without them.
-            if self._memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + share):
+            if self.memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + share):
                 entry.max_grown = share
                 num_taken += share
         has_fetched = any(entry.nodes.scores for entry in decoded)
         return TakenTrees(*grown, min(num_nodes, num_taken)) if num_taken or has_fetched else None
 
     def _has_tree(self, entry: Entry) -> bool:
-        return self._trees.has_tree(entry.request) and entry.request.draft_room > 0
+        return self.trees.has_tree(entry.request) and entry.request.draft_room > 0
 
     def room(self, entries: Sequence[Entry]) -> int:
         """Nodes that a round of these entries has room for."""
-        num_tokens = sum(entry.num_extend for entry in entries if not self._limits.is_apart(entry))
-        return min(self._limits.max_nodes, self._limits.max_round_tokens - num_tokens)
+        num_tokens = sum(entry.num_extend for entry in entries if not self.limits.is_apart(entry))
+        return min(self.limits.max_nodes, self.limits.max_round_tokens - num_tokens)
 
     def plan(self, entries: Sequence[Entry]) -> Growth | None:
         """The growth to queue behind a round of these entries; None for none."""
         num_roots = sum(entry.samples for entry in entries)
-        num_rows = self._rows_of(num_roots) if num_roots else 0
+        num_rows = self.rows_of(num_roots) if num_roots else 0
         # Rounds of requests that want no drafts would tell the policy that none are accepted.
-        growth = self._policy.plan(num_rows) if _are_drafted(entries) and not self._trees.failed else None
-        rests = growth is None and (self._trees.failed or self._policy.rests(num_rows, WARM_ROUNDS))
+        growth = self.policy.plan(num_rows) if _are_drafted(entries) and not self.trees.failed else None
+        rests = growth is None and (self.trees.failed or self.policy.rests(num_rows, WARM_ROUNDS))
         if growth is not None and not self._has_pages(entries):
             growth, rests = None, True
         self._grown = None if growth is None else (growth, num_rows)
-        self._trees.rests = rests
+        self.trees.rests = rests
         return growth
 
     def _has_pages(self, entries: Sequence[Entry]) -> bool:
         """Whether there are pages for what the drafter writes behind the round, which is worth no preemption."""
-        behind = self._trees.num_behind
+        behind = self.trees.num_behind
         return not behind or all(
-            self._memory.reserve(entry.request, entry.start + entry.num_tokens + entry.max_grown + behind)
+            self.memory.reserve(entry.request, entry.start + entry.num_tokens + entry.max_grown + behind)
             for entry in entries
             if entry.samples
         )
@@ -402,7 +388,7 @@ class RoundGrowth:
             if nodes.scores:
                 scores += [score if score <= 0 else -math.inf for score in nodes.scores]
                 depths += nodes.depths
-        self._policy.note(taken.growth, taken.num_rows, VerifiedNodes(scores, depths, accepted), num_given, seconds)
+        self.policy.note(taken.growth, taken.num_rows, VerifiedNodes(scores, depths, accepted), num_given, seconds)
 
 
 def _are_drafted(entries: Sequence[Entry]) -> bool:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -110,6 +110,7 @@ class NodePlan(NamedTuple):
                 state.end_chance = 0.0 if tree is None else self.forest.ends(tree, self.choice.num_nodes)
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Continuous batching at round granularity, in the order of a FairQueue; the last in rank gives way.
 
@@ -118,30 +119,21 @@ class Scheduler:
     called while one runs.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        drafts: Drafts,
-        budget: Budget,
-        limits: EngineLimits,
-        forget: Callable[[Request], None],
-        grammars: Grammars,
-    ) -> None:
-        """`forget` is told of every request that gives up its pages."""
-        self.waiting = FairQueue()
-        self.running: list[Request] = []
-        self.num_preemptions = 0
-        """For lack of pages."""
-        self._memory = memory
-        self._drafts = drafts
-        self._budget = budget
-        self._limits = limits
-        self._forget = forget
-        self._grammars = grammars
-        self._prompt_turns = PromptTurns()
-        self._ended: list[Request] = []
-        self._first_rank: tuple[float, int, int] = (-math.inf, 0, 0)
-        """Rank of the request that comes first in the next round, where not all fit."""
+    memory: Memory
+    drafts: Drafts
+    budget: Budget
+    limits: EngineLimits
+    forget: Callable[[Request], None]
+    """Told of every request that gives up its pages."""
+    grammars: Grammars
+    waiting: FairQueue = field(default_factory=FairQueue)
+    running: list[Request] = field(default_factory=list)
+    num_preemptions: int = 0
+    """For lack of pages."""
+    _prompt_turns: PromptTurns = field(default_factory=PromptTurns)
+    _ended: list[Request] = field(default_factory=list)
+    _first_rank: tuple[float, int, int] = (-math.inf, 0, 0)
+    """Rank of the request that comes first in the next round, where not all fit."""
 
     @property
     def stalled(self) -> bool:
@@ -162,7 +154,7 @@ class Scheduler:
         while self._ended:
             request = self._ended.pop()
             self._release(request)
-            self._drafts.close(request)
+            self.drafts.close(request)
 
     def admit(self) -> None:
         """Let waiting requests run, as many as fit, and see to it that the next round finds free pages."""
@@ -172,23 +164,23 @@ class Scheduler:
 
     def _has_room(self, request: Request) -> bool:
         """Whether a waiting request may run."""
-        if len(self.running) >= self._limits.max_running:
+        if len(self.running) >= self.limits.max_running:
             return False
         # One page more than it has tokens, lest it be preempted by its first round.
-        return not self.running or self._memory.fits(request.committed_len + self._memory.page_size)
+        return not self.running or self.memory.fits(request.committed_len + self.memory.page_size)
 
     def _run(self, request: Request) -> None:
         """Have a request that has left the queue run."""
-        self._memory.attach(request)
+        self.memory.attach(request)
         if request.num_cached_prompt_tokens is None:
             request.num_cached_prompt_tokens = request.cached_len
             request.queue_seconds = time.monotonic() - request.arrived_at
         self.running.append(request)
         self._sort_running()
-        if self._drafts.spec(request) is None:
-            self._drafts.admit(request)
+        if self.drafts.spec(request) is None:
+            self.drafts.admit(request)
         else:
-            self._drafts.resume(request)
+            self.drafts.resume(request)
 
     def _sort_running(self) -> None:
         places = Counter[str]()
@@ -227,7 +219,7 @@ class Scheduler:
     def _plain_round(self) -> list[Entry]:
         """A root of each request that runs, as nearly all rounds are; nothing if this one is not. Changes nothing."""
         entries: list[Entry] = []
-        page_size = self._memory.page_size
+        page_size = self.memory.page_size
         for request in self.running:
             cached_len = request.cached_len
             if len(request.tokens) != cached_len + 1 or cached_len >= len(request.pages) * page_size:
@@ -235,7 +227,7 @@ class Scheduler:
             if request.grammar is not None and request.grammar.waits:
                 return []
             entries.append(Entry(request, 1))
-        return entries if len(entries) <= self._limits.max_round_tokens else []
+        return entries if len(entries) <= self.limits.max_round_tokens else []
 
     def plan_ahead(self, entries: Sequence[Entry]) -> list[Entry]:
         """The round behind one of these entries that is under way; nothing where that one must be read first.
@@ -253,14 +245,14 @@ class Scheduler:
             return ahead
         planned = {entry.request for entry in entries if entry.num_tokens == 1 and entry.samples}
         for request in self.running:
-            if request not in planned or request.is_masked or self._drafts.may_have_nodes(request):
+            if request not in planned or request.is_masked or self.drafts.may_have_nodes(request):
                 return []
             if request.draft_room <= 0:
                 continue
-            if not self._memory.reserve(request, request.cached_len + 2):
+            if not self.memory.reserve(request, request.cached_len + 2):
                 return []
             ahead.append(Entry(request, 1, is_ahead=True))
-        return ahead if len(ahead) <= self._limits.max_round_tokens else []
+        return ahead if len(ahead) <= self.limits.max_round_tokens else []
 
     def _any_round(self) -> list[Entry]:
         entries: list[Entry] = []
@@ -275,12 +267,12 @@ class Scheduler:
                 if request not in prompts:
                     num_tokens += extend
             index += 1
-        return entries if num_tokens <= self._limits.max_round_tokens else self._take_turns(entries)
+        return entries if num_tokens <= self.limits.max_round_tokens else self._take_turns(entries)
 
     def _extends(self) -> tuple[dict[Request, int], set[Request]]:
         """Tokens of each request that runs which the next round may compute, without those of a tree, and who has more
         than its root to compute, in chunks of prefill."""
-        limits, extends = self._limits, {}
+        limits, extends = self.limits, {}
         prompts: list[Request] = []
         for request in self.running:
             if request.grammar is None or not request.grammar.waits:
@@ -306,9 +298,9 @@ class Scheduler:
         depths: list[int] = []
         awaited: list[DraftWaitState] = []
         num_tokens = num_roots = num_apart = 0
-        spec_of, max_depth, resting = self._drafts.spec, self._limits.max_depth, self._drafts.resting
+        spec_of, max_depth, resting = self.drafts.spec, self.limits.max_depth, self.drafts.resting
         for entry in entries:
-            is_apart = self._limits.is_apart(entry)
+            is_apart = self.limits.is_apart(entry)
             if is_apart:
                 num_apart += entry.num_extend
             else:
@@ -330,12 +322,12 @@ class Scheduler:
                 mirrors.append(mirror)
                 depths.append(room if room < max_depth else max_depth)
         forest = Forest(mirrors, depths)
-        max_nodes = self._budget.max_nodes
+        max_nodes = self.budget.max_nodes
         num_kept = min(num_grown, max_nodes - max_nodes // 2)
         num_tokens += num_kept
-        most = min(self._limits.max_round_tokens - num_tokens, max_nodes - num_kept)
-        prefill_seconds = self._budget.cost.seconds(num_apart) if num_apart else 0.0
-        choice = self._budget.choose(num_tokens, num_roots, forest.best(), most, prefill_seconds)
+        most = min(self.limits.max_round_tokens - num_tokens, max_nodes - num_kept)
+        prefill_seconds = self.budget.cost.seconds(num_apart) if num_apart else 0.0
+        choice = self.budget.choose(num_tokens, num_roots, forest.best(), most, prefill_seconds)
         plan = NodePlan(growing, forest, choice, awaited, num_tokens, prefill_seconds)
         if awaited:
             plan.note_end_chances(most)
@@ -349,13 +341,13 @@ class Scheduler:
 
     def take(self, plan: NodePlan) -> None:
         """Give a round the nodes that were chosen, but for those that a grammar forbids."""
-        self._budget.took(plan.choice)
+        self.budget.took(plan.choice)
         if not plan.choice.num_nodes:
             return
-        taken = self._grammars.allowed(plan.entries, plan.forest.take(plan.choice.num_nodes))
+        taken = self.grammars.allowed(plan.entries, plan.forest.take(plan.choice.num_nodes))
         for entry, nodes in zip(plan.entries, taken, strict=True):
             # Nodes are worth no preemption: without pages the round goes without them.
-            if nodes.token_ids and self._memory.reserve(
+            if nodes.token_ids and self.memory.reserve(
                 entry.request, entry.request.cached_len + entry.num_extend + len(nodes)
             ):
                 entry.nodes = nodes
@@ -364,28 +356,28 @@ class Scheduler:
 
     def _mark(self, entry: Entry) -> None:
         """Note where the nodes of a traced request come from, before its tree is re-rooted."""
-        spec = self._drafts.spec(entry.request)
+        spec = self.drafts.spec(entry.request)
         if spec is not None:
             sources = spec.replica.terms.sources if spec.replica is not None else ()
             entry.node_sources = node_sources(spec.mirror, entry.nodes.slots, sources)
 
     def _chunk(self, request: Request, room: int) -> int:
         """Tokens of a request with a prompt to compute that the next round takes, `room` at most."""
-        if self._limits.root_apart:
-            end = request.prompt_len if self._limits.deterministic else request.committed_len
+        if self.limits.root_apart:
+            end = request.prompt_len if self.limits.deterministic else request.committed_len
             return min(end - 1 - request.cached_len, room)
         # Rounding follows the cuts: they are the request's own, the prompt's end one of them, whatever runs beside.
         to_prompt_end = request.prompt_len - request.cached_len
         end = request.prompt_len if to_prompt_end > 0 else request.committed_len
-        whole = min(end - request.cached_len, self._limits.chunk_size)
+        whole = min(end - request.cached_len, self.limits.chunk_size)
         return whole if whole <= room else 0
 
     def _take_turns(self, entries: list[Entry]) -> list[Entry]:
         """The entries that fit a round; those left out come first in the next one."""
-        chunks = [entry for entry in entries if self._limits.is_apart(entry)]
-        others = [entry for entry in entries if not self._limits.is_apart(entry)]
+        chunks = [entry for entry in entries if self.limits.is_apart(entry)]
+        others = [entry for entry in entries if not self.limits.is_apart(entry)]
         others.sort(key=lambda entry: entry.request.rank < self._first_rank)
-        room, taken = self._limits.max_round_tokens, []
+        room, taken = self.limits.max_round_tokens, []
         for entry in others:
             room -= entry.num_extend
             if room < 0:
@@ -396,20 +388,20 @@ class Scheduler:
 
     def _refill(self) -> None:
         """Pages for the roots and nodes of a round, and some more, lest every round evict a few."""
-        need = 2 * len(self.running) + self._limits.max_nodes // self._memory.page_size
-        need = min(need, self._memory.num_pages // 16)
-        if self._memory.pool.num_free < need:
-            self._memory.refill(2 * need)
+        need = 2 * len(self.running) + self.limits.max_nodes // self.memory.page_size
+        need = min(need, self.memory.num_pages // 16)
+        if self.memory.pool.num_free < need:
+            self.memory.refill(2 * need)
 
     def _make_room(self, request: Request, length: int) -> bool:
         """Reserve pages, preempting the last in rank until they suffice; False when the request itself gave way.
 
         Requests are planned in rank, so none that is in the round already is preempted.
         """
-        if self._memory.reserve(request, length):
+        if self.memory.reserve(request, length):
             return True
         self.release_ended()
-        while not self._memory.reserve(request, length):
+        while not self.memory.reserve(request, length):
             last = self.running[-1]
             self.num_preemptions += 1
             self._preempt(last)
@@ -420,10 +412,10 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
-        self._drafts.pause(request)
+        self.drafts.pause(request)
         self.waiting.put_back(request)
 
     def _release(self, request: Request) -> None:
         self._prompt_turns.leave(request)
-        self._memory.release(request)
-        self._forget(request)
+        self.memory.release(request)
+        self.forget(request)

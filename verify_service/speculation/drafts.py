@@ -116,42 +116,37 @@ class DraftReplica:
     """Record of its guesses for all of its requests; new ones begin with it."""
 
 
+@dataclass(eq=False)
 class Drafts:
     """All draft replicas and speculative requests of a verify engine, whose thread alone uses it.
 
     Losing a replica forgets its trees and nothing else: their requests go on with plain decoding until one is there.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        max_nodes: int,
-        clock: Callable[[], float] = time.monotonic,
-        mode: DraftWaitMode | None = None,
-    ) -> None:
-        """`max_nodes`: that a draft may hold for a request. `mode`: how rounds wait for drafts, which changes."""
-        self.dropped: Counter[str] = Counter()
-        self.declined: Counter[str] = Counter()
-        self.replicas: dict[DraftConnection, DraftReplica] = {}
-        self.feature_epoch = 0
-        """Requests of this one (`Memory.feature_epoch`) have their features stored; 0 while none has."""
-        self._requests: dict[Request, SpeculativeRequest] = {}
-        self._calibrators: dict[str, Calibrator] = {}
-        self._vocab_size = vocab_size
-        self._max_nodes = max_nodes
-        self._clock = clock
-        self._wait_mode = mode or DraftWaitMode()
-        self._next_number = 1
+    vocab_size: int
+    max_nodes: int
+    """Nodes that a draft may hold for a request."""
+    clock: Callable[[], float] = time.monotonic
+    mode: DraftWaitMode = field(default_factory=DraftWaitMode)
+    """How rounds wait for drafts, which changes."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    declined: Counter[str] = field(default_factory=Counter)
+    replicas: dict[DraftConnection, DraftReplica] = field(default_factory=dict)
+    feature_epoch: int = 0
+    """Requests of this one (`Memory.feature_epoch`) have their features stored; 0 while none has."""
+    _requests: dict[Request, SpeculativeRequest] = field(default_factory=dict)
+    _calibrators: dict[str, Calibrator] = field(default_factory=dict)
+    _next_number: int = 1
 
     @property
     def resting(self) -> bool:
         """Whether rounds are to be plain for now, whatever trees have."""
-        return self._wait_mode.resting
+        return self.mode.resting
 
     def rest(self, resting: bool) -> None:
         """Have drafts rest: they are told of commits seldom, and grow little. Or end that: they are told of all."""
-        ends = self._wait_mode.resting and not resting
-        self._wait_mode.resting = resting
+        ends = self.mode.resting and not resting
+        self.mode.resting = resting
         for spec in self._requests.values() if ends else ():
             if spec.replica is not None and spec.num_unsent_tokens and not spec.backoff.in_doubt:
                 self._tell(spec)
@@ -166,10 +161,10 @@ class Drafts:
         """Begin to speculate for a request."""
         if not request.params.disable_speculation:
             # Half of them may be dead until they are in the way.
-            mirror = TreeMirror(request.tokens, self._vocab_size, 2 * self._max_nodes)
+            mirror = TreeMirror(request.tokens, self.vocab_size, 2 * self.max_nodes)
             backoff = DraftBackoff()
-            wait = DraftWaitState(mirror, self._wait_mode, backoff)
-            spec = SpeculativeRequest(request, mirror, wait, backoff, self._max_nodes // CREDIT_ROUNDS)
+            wait = DraftWaitState(mirror, self.mode, backoff)
+            spec = SpeculativeRequest(request, mirror, wait, backoff, self.max_nodes // CREDIT_ROUNDS)
             self._requests[request] = spec
             self._assign(spec)
 
@@ -182,8 +177,8 @@ class Drafts:
 
     def on_launch(self, at: float) -> None:
         """A round was launched then; where drafts share cores with rounds, what they do from then on is slow."""
-        if self._wait_mode.shares_cores:
-            self._wait_mode.launched_at = at
+        if self.mode.shares_cores:
+            self.mode.launched_at = at
             for spec in self._requests.values():
                 spec.wait.on_launch(at)
 
@@ -201,9 +196,9 @@ class Drafts:
         if spec.backoff.in_doubt:
             rounds, share = CREDIT_ROUNDS // 4, 0
         else:
-            is_roomy = 2 * share >= self._max_nodes / CREDIT_ROUNDS - 1  # about half of a round or more
+            is_roomy = 2 * share >= self.max_nodes / CREDIT_ROUNDS - 1  # about half of a round or more
             rounds = CREDIT_ROUNDS if is_roomy else CREDIT_ROUNDS // 2
-        return min(rounds * max(share, math.ceil(spec.num_used_nodes), _MIN_GRANTED_NODES), self._max_nodes)
+        return min(rounds * max(share, math.ceil(spec.num_used_nodes), _MIN_GRANTED_NODES), self.max_nodes)
 
     def send_commit(self, request: Request, num_tokens: int, credit: int) -> None:
         """Tell the draft of the request's last `num_tokens` tokens, which `on_commit` has followed."""
@@ -232,8 +227,8 @@ class Drafts:
         """
         if self.resting:
             return spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
-        on_demand = self._wait_mode.shares_cores and spec.replica is not None and spec.replica.terms.drafts_on_demand
-        if not on_demand or self._wait_mode.lockstep or spec.backoff.in_doubt:
+        on_demand = self.mode.shares_cores and spec.replica is not None and spec.replica.terms.drafts_on_demand
+        if not on_demand or self.mode.lockstep or spec.backoff.in_doubt:
             return False
         return not spec.wait.round_waited and spec.num_unsent_tokens <= _MAX_UNSENT_TOKENS
 
@@ -241,7 +236,7 @@ class Drafts:
         assert spec.replica is not None
         mirror, tokens = spec.mirror, spec.request.tokens
         num_tokens, spec.num_unsent_tokens = spec.num_unsent_tokens, 0
-        spec.wait.on_sent(self._clock())
+        spec.wait.on_sent(self.clock())
         spec.replica.health.sent(spec.number, len(tokens))
         length_before, token_ids = len(tokens) - num_tokens, tokens[-num_tokens:]
         state = (mirror.epoch, mirror.received_through, mirror.resolved_root)
@@ -280,7 +275,7 @@ class Drafts:
         self._calibrators[connection.address] = calibrator
         if len(self._calibrators) > MAX_CALIBRATORS:
             del self._calibrators[next(iter(self._calibrators))]
-        health = ReplicaHealth(self._clock, self._wait_mode.shares_cores)
+        health = ReplicaHealth(self.clock, self.mode.shares_cores)
         self.replicas[connection] = DraftReplica(connection, health, calibrator, terms or Terms())
         self._assign_all()
 
@@ -357,7 +352,7 @@ class Drafts:
 
         Call it when all that arrived was taken: during a round answers lie unread, and replicas seem slow or lost.
         """
-        now = self._clock()
+        now = self.clock()
         for replica in list(self.replicas.values()):
             if not replica.health.lost:
                 replica.lost_since = None
@@ -376,7 +371,7 @@ class Drafts:
 
     def _assign(self, spec: SpeculativeRequest) -> None:
         """Open the request with the healthy replica that has the fewest."""
-        if self._clock() >= spec.retry_at:
+        if self.clock() >= spec.retry_at:
             fit = [
                 replica
                 for connection, replica in self.replicas.items()
@@ -418,7 +413,7 @@ class Drafts:
         """Open under a new number, so that nothing said of an earlier life can be taken for this one."""
         spec.number, self._next_number = self._next_number, self._next_number + 1
         spec.replica = replica
-        spec.wait.on_open(replica.health, self._clock())
+        spec.wait.on_open(replica.health, self.clock())
         spec.mirror.forget()
         spec.mirror.calibrate = replica.calibrator
         spec.num_features_sent = spec.num_unsent_tokens = 0
@@ -458,8 +453,8 @@ class Drafts:
 
     def _open_again(self, spec: SpeculativeRequest) -> None:
         """Open a request anew, with whoever may serve it; not again and again."""
-        again = self._clock() - spec.wait.opened_at < REOPEN_SECONDS
-        spec.retry_at = self._clock() + REOPEN_SECONDS if again else spec.retry_at
+        again = self.clock() - spec.wait.opened_at < REOPEN_SECONDS
+        spec.retry_at = self.clock() + REOPEN_SECONDS if again else spec.retry_at
         self._detach(spec, tell=True)
         self._assign(spec)
 
@@ -476,8 +471,8 @@ class Drafts:
             spec.refused_by.add(replica.connection)
         else:
             told_anew = decline.reason in (DeclineReason.GAP, DeclineReason.UNKNOWN_REQUEST)
-            if not told_anew or self._clock() - spec.wait.opened_at < REOPEN_SECONDS:
-                spec.retry_at = self._clock() + REOPEN_SECONDS
+            if not told_anew or self.clock() - spec.wait.opened_at < REOPEN_SECONDS:
+                spec.retry_at = self.clock() + REOPEN_SECONDS
         self._assign(spec)
 
     def _learn(self, replica: DraftReplica, specs: Iterable[SpeculativeRequest]) -> None:
@@ -486,7 +481,7 @@ class Drafts:
             news = spec.mirror.take_observations()
             seen += news
             # In lockstep every answer is waited for.
-            if not self._wait_mode.lockstep:
+            if not self.mode.lockstep:
                 spec.backoff.judge(news)
                 replica.backoff.judge(news)
             if spec.mirror.dropped:
