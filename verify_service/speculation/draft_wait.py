@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -89,10 +89,11 @@ class DraftWaitMode:
     launched_at: float = math.inf
     """When the round was launched that runs now; what drafts do from then on is slow where they share cores with it."""
 
-    @property
-    def every_answer(self) -> bool:
-        """Whether the answer to every commit is awaited, also to one that left nodes."""
-        return self.lockstep or self.shares_cores
+    every_answer: bool = field(init=False)
+    """Whether the answer to every commit is awaited, also to one that left nodes."""
+
+    def __post_init__(self) -> None:
+        self.every_answer = self.lockstep or self.shares_cores  # looked at with each commit, between two rounds
 
 
 @dataclass(eq=False, slots=True)
