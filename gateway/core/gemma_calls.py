@@ -1,12 +1,16 @@
-"""Arguments of calls as Gemma 4 writes them, `{city:<|"|>Paris<|"|>,days:3}`, made JSON while they come."""
+"""Calls of tools as Gemma 4 writes them, `{city:<|"|>Paris<|"|>,days:3}`: made JSON while they come, and held to
+schemas by the rules of a grammar."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
-from typing import NoReturn
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NoReturn
 
 from gateway.core.tokenizer import overlap_length
+from outrider.errors import InvalidGrammarError
+from outrider.grammar.spec import MAX_SOURCE_BYTES, pointed_at, prepare_schema
 
 QUOTE = '<|"|>'
 """A token of its own, before and behind each string; nothing within a string is escaped."""
@@ -15,6 +19,15 @@ _ESCAPES = '"\\/bfnrtu'
 """What may stand behind a backslash in JSON."""
 _NULLS = ("null", "none", "nil")
 """The template writes a null of the history as `None`."""
+
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
+    | {"$comment", "$schema", "$id", "$defs", "definitions"}
+)
+"""Keywords that limit no value where they stand."""
+_REFERENCE = '"$ref"'
+_Embedded = Callable[[dict[str, Any]], str]
+_BARE_KEY = re.compile(r"[\w$.-]+")
 
 
 def read_arguments(take: Callable[[str], None]) -> Generator[None, str, None]:
@@ -117,3 +130,167 @@ def _scalar(word: str) -> str:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
+
+
+def call_rules(
+    names: Sequence[str], definitions: dict[str, Any], quote_id: int | None, embedded: _Embedded
+) -> list[str]:
+    """Rules in Lark of which `call` is what stands behind the opener, up to the end of the arguments.
+
+    `definitions`: the keyword `$defs` with the schemas `tool0`, `tool1` and so on; `quote_id`: the token of the quote,
+    if there is one; `embedded`: writes a JSON schema as an expression.
+    """
+    prepare_schema(definitions)
+    writer = _Writer(definitions, quote_id, embedded)
+    calls = [
+        f"{_literal(f'call:{name}')} {writer.value(definitions['$defs'][f'tool{index}'])}"
+        for index, name in enumerate(names)
+    ]
+    return [f"call: {' | '.join(calls)}", *writer.finish()]
+
+
+class _Writer:
+    """Makes expressions of schemas.
+
+    Values are written in the model's form, keys in the order of its template, which sorts them. What the form has no
+    words for, such as a string with a pattern, is JSON, which is read in its place.
+    """
+
+    def __init__(self, definitions: dict[str, Any], quote_id: int | None, embedded: _Embedded) -> None:
+        self._definitions = definitions
+        self._embedded = embedded
+        self._size = 0
+        """Of what is written in JSON."""
+        self._in_place: dict[str, str] = {}
+        """The rule of each schema that is."""
+        self._references: dict[str, str] = {}
+        """The rule of each reference."""
+        self._pending: list[str] = []
+        """References without a rule yet."""
+        pattern = re.escape(QUOTE)
+        if quote_id is None:
+            self._quote = json.dumps(QUOTE)
+            string, text = f"{self._quote} quoted", rf"quoted[lazy]: /(.|\n)*{pattern}/"
+        else:
+            self._quote = f"<[{quote_id}]>"
+            string = f"{self._quote} QUOTED {self._quote}"
+            text = rf"QUOTED: /(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"
+        self.rules = [
+            f"string: {string}",
+            text,
+            "value: string | object | array | scalar",
+            f"scalar: {embedded({'type': ['number', 'boolean', 'null']})}",
+            'array: "[" (value ("," value)*)? "]"',
+            'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
+            r'KEY: /[^ \n\r\t:,{}\[\]<|>"]+/',
+        ]
+
+    def finish(self) -> list[str]:
+        """All rules but those that call them."""
+        while self._pending:
+            reference = self._pending.pop()
+            schema = pointed_at(self._definitions, reference)
+            value = self._in_json({"$ref": reference}) if schema is None else self.value(schema)
+            self.rules.append(f"{self._references[reference]}: {value}")
+        return self.rules
+
+    def value(self, schema: Any) -> str:
+        """What fits a schema."""
+        return self._in_form(schema) or self._in_json(schema)
+
+    def _in_form(self, schema: Any) -> str | None:
+        """None for what the model's form has no words for, and for what is no schema: verify refuses that."""
+        if schema is True:
+            return "value"
+        if not isinstance(schema, dict):
+            return None
+        match {key: value for key, value in schema.items() if key not in _ANNOTATIONS and not key.startswith("x-")}:
+            case {**known} if not known:
+                return "value"
+            case {"$ref": str(reference), **others} if not others:
+                return self._reference(reference)
+            case {"anyOf": [*cases], **others} if cases and not others:
+                return f"({' | '.join(map(self.value, cases))})"
+            case {"enum": [*values], **others} if others in ({}, {"type": "string"}):
+                return self._one_of(values)
+            case {"const": str(text), **others} if others in ({}, {"type": "string"}):
+                return self._one_of([text])
+            case {"type": "string", **others} if not others:
+                return "string"
+            case {"type": "array", **others} if others.keys() <= {"items", "minItems", "maxItems"}:
+                return self._array(others.get("items", True), others.get("minItems", 0), others.get("maxItems"))
+            case {"type": "object", **others} if others.keys() <= {"properties", "required", "additionalProperties"}:
+                properties, required = others.get("properties", {}), others.get("required", [])
+                if isinstance(properties, dict) and isinstance(required, list):
+                    return self._object(properties, required, others.get("additionalProperties", not properties))
+        return None
+
+    def _in_json(self, schema: Any) -> str:
+        text = json.dumps(schema)
+        if text in self._in_place:
+            return self._in_place[text]
+        written: dict[str, Any] = schema if isinstance(schema, dict) else {"allOf": [schema]}
+        # Definitions may be long, and are seldom needed.
+        shared = {key: value for key, value in self._definitions.items() if key != "$defs" or _REFERENCE in text}
+        made = self._embedded(written | shared)
+        self._size += len(made)
+        if self._size > MAX_SOURCE_BYTES:
+            raise InvalidGrammarError(
+                "chat.tools",
+                f"their grammar is over the limit of {MAX_SOURCE_BYTES} bytes",
+                "send fewer or shorter ones",
+            )
+        self._in_place[text] = self._rule(made)
+        return self._in_place[text]
+
+    def _rule(self, expression: str) -> str:
+        """A rule of its own, which is called in more than one place."""
+        name = f"rule{len(self.rules)}"
+        self.rules.append(f"{name}: {expression}")
+        return name
+
+    def _reference(self, reference: str) -> str:
+        if reference not in self._references:
+            self._references[reference] = f"ref{len(self._references)}"
+            self._pending.append(reference)
+        return self._references[reference]
+
+    def _one_of(self, values: list[Any]) -> str | None:
+        if not values or not all(isinstance(value, str) and "<" not in value for value in values):
+            return None
+        return f"({' | '.join(f'{self._quote} {_literal(value)} {self._quote}' for value in values)})"
+
+    def _array(self, items: Any, least: Any, most: Any) -> str | None:
+        if type(least) is not int or type(most) not in (int, type(None)) or (most is not None and most < max(1, least)):
+            return None
+        item = self._rule(self.value(items))
+        more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+        several = item if most == 1 else f"{item} {more}"
+        return f'"[" {several} "]"' if least else f'"[" ({several})? "]"'
+
+    def _object(self, properties: dict[str, Any], required: list[Any], others: Any) -> str | None:
+        if others is not False:
+            if properties or required:
+                return None
+            pair = self._rule(f'KEY ":" {self.value(others)}')
+            return f'"{{" ({pair} ("," {pair})*)? "}}"'
+        if not all(key in properties for key in map(str, required)):
+            return None
+        heads: list[str] = []
+        behind, ending = "", "?"
+        for key in sorted(properties, key=str.lower, reverse=True):
+            written = key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
+            pair = self._rule(f"{_literal(f'{written}:')} {self.value(properties[key])}")
+            is_required = key in required
+            if is_required:
+                heads.clear()
+                ending = ""
+            heads.append(f"{pair} {behind}")
+            behind = self._rule(f'("," {pair}){"" if is_required else "?"} {behind}')
+        return f'"{{" ({" | ".join(heads)}){ending} "}}"' if heads else '"{" "}"'
+
+
+def _literal(text: str) -> str:
+    # "::=" would make another language of the grammar, and "%llguidance" an order to the library.
+    written = json.dumps(text, ensure_ascii=False)
+    return written.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")

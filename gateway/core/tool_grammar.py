@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from gateway.core.gemma_grammar import call_rules
+from gateway.core.gemma_calls import call_rules
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
