@@ -179,21 +179,25 @@ class HostConstants(TorchDispatchMode):
     before each capture copies the same. A kept copy is found by its bytes.
     """
 
-    def __init__(self, copies: dict[tuple[object, ...], Tensor]) -> None:
+    def __init__(self, copies: dict[tuple[object, ...], Tensor], kind: str = "cuda") -> None:
+        """`kind`: of the device that is copied to."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._copies = copies
+        self._kind = kind
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        device = options.get("device")
-        if func is not torch.ops.aten._to_copy.default or args[0].is_cuda or device is None or device.type != "cuda":
+        how = (*args[1:], *options.items())
+        # In inference mode `to` comes as it was called, elsewhere as `_to_copy`.
+        is_copy = func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy) and args[0].device.type == "cpu"
+        devices = [given for given in (*args[1:], *options.values()) if isinstance(given, torch.device)]
+        if not is_copy or all(device.type != self._kind for device in devices):
             return func(*args, **options)
         source: Tensor = args[0]
-        content = source.flatten().view(torch.uint8).numpy().tobytes()
-        key = (content, source.shape, source.dtype, options.get("dtype"))
-        if torch.cuda.is_current_stream_capturing():
+        key = (source.flatten().view(torch.uint8).numpy().tobytes(), source.shape, source.dtype, *how)
+        if self._kind == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._copies[key].clone()
         copy = func(*args, **options)
         if len(self._copies) < _MAX_CONSTANTS:

@@ -27,7 +27,7 @@ from outrider.models.fields import read_configs
 from outrider.models.foreign import check_config, foreign_shape
 from outrider.models.loader import describe_model, load_model
 from outrider.models.transformers_model import TransformersLM
-from outrider.models.transformers_modules import replace_modules
+from outrider.models.transformers_modules import HostConstants, replace_modules
 from outrider.models.transformers_survey import survey_model
 from verify_service.engine.build import attention_backend
 
@@ -440,3 +440,19 @@ def test_what_a_container_runs_stays_a_module() -> None:
     expected = model.inner(rows)
     replace_modules(model)
     assert torch.equal(model.inner(rows), expected)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_copied_from_the_host_is_kept_once_by_its_bytes(inference: bool) -> None:
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    with torch.inference_mode(inference), HostConstants(copies, "meta"):
+        rows = torch.zeros(2, device="meta")
+        for value in (1e-5, 1e-5, 2e-5):
+            torch.tensor(value).to(rows.device)
+        torch.tensor(1e-5).to(device=rows.device, dtype=torch.bfloat16)
+        torch.ones(3, dtype=torch.bfloat16)[None].expand(2, -1).to(rows)
+        torch.tensor(1e-5).to(torch.float64)
+        rows.to(torch.float64)
+    assert [(copy.device.type, copy.dtype) for copy in copies.values()] == [
+        ("meta", dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    ]
