@@ -469,7 +469,8 @@ class HttpServer:
                     await asyncio.sleep(_END_LOOK_SECONDS)
                 await self._server.wait_closed()
         except TimeoutError:
-            _logger.error("%d requests have not ended in time and are cancelled", len(state.tasks))
+            if state.tasks:  # or there are only clients that do not take the end of their connections
+                _logger.error("%d requests have not ended in time and are cancelled", len(state.tasks))
             for task in state.tasks:
                 task.cancel()
         self._dates.cancel()

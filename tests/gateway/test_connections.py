@@ -131,6 +131,25 @@ async def test_a_whole_answer_that_is_left_unread_is_dropped() -> None:
         await until(lambda: server.connections.num_open == 0)
 
 
+async def test_a_stop_with_no_request_left_says_nothing_of_who_takes_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gateway.http.server._GRACE_SECONDS", 0.05)
+    answered = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"x" * 30_000_000)(scope, receive, send)
+        answered.set()
+
+    async with serving(app) as server, client(server) as deaf:
+        deaf.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        deaf.writer.write(GET)
+        await answered.wait()
+        await server.stop()
+        assert server.connections.num_open == 1
+    assert not caplog.records
+
+
 async def give_up(send: Send) -> None:
     """Streams until the client has been deaf for too long."""
     stream = EventStream(send, stall_seconds=0.1)
