@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,13 @@ async def test_an_idle_connection_outlives_those_of_proxies_and_client_libraries
     # nginx and the load balancers of clouds keep idle connections for 60 s, httpx for 5 s.
     assert server.config.timeout_keep_alive > 60
     await server.stop()
+
+
+async def test_answers_bear_the_date(world: World) -> None:
+    answers = [await world.http.get("/health"), await world.http.get("/nowhere")]
+    assert [answer.status_code for answer in answers] == [200, 404]
+    for answer in answers:
+        assert parsedate_to_datetime(answer.headers["date"]).tzinfo is UTC
 
 
 async def test_requests_carry_an_id_back(world: World) -> None:
