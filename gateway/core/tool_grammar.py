@@ -317,7 +317,7 @@ def _moved(value: Any, root: str) -> Any:
 def check_tools(tools: Sequence[Tool], choice: str, name: str | None = None, *, place: str = "chat.tools[{}]") -> None:
     """Raises InvalidRequestError about tools that cannot be, or that do not fit the choice, as `Chat` has them.
 
-    `place`: what the door calls the tool of an index.
+    `name`: the tool that must be called, if it is one; `place`: what the door calls the tool of an index.
     """
     names = [tool.name for tool in tools]
     for index, one in enumerate(names):

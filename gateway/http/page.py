@@ -208,10 +208,10 @@ class Page:
         """Paths, and what serves them: the files to GET and HEAD, and what works for the page, which takes a key."""
         # Each route is given its file, for its pattern also matches the path with a line feed behind it.
         served = [Route(path, partial(_serve, asset), methods=["GET"]) for path, asset in sorted(self._assets.items())]
-        return [*served, Route("/page/markdown", self._lay_out, methods=["POST"])]
+        return [*served, Route("/page/markdown", self._markdown, methods=["POST"])]
 
-    async def _lay_out(self, request: Request) -> Response:
-        """Works at one text at a time, and not in the event loop. Raises OutriderError."""
+    async def _markdown(self, request: Request) -> Response:
+        """The blocks of a text; made of one text at a time, and not in the event loop. Raises OutriderError."""
         with self._gateway.counted(DOOR):
             reading = self._bodies.open(request, lambda body: validate(MarkdownRequest, body).text)
             async with reading as text, self._one_text:

@@ -51,7 +51,7 @@ class Form(NamedTuple):
     """What the answer must be."""
 
     field: str
-    """That says so."""
+    """The field of the body that says so."""
     grammar: Grammar
     strict: bool = False
     """Whether a schema that cannot be held to in full is refused, as OpenAI's `strict` has it."""

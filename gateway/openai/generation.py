@@ -346,7 +346,10 @@ class GenerationRoute:
 
     @contextmanager
     def _quota_of(self, builder: ResponseBuilder) -> Iterator[Callable[[], None]]:
-        """Counts what the response keeps in memory, and gives what counts it anew; text alone is not counted."""
+        """Counts what the response keeps in memory. Gives a function that counts again, for when it keeps more.
+
+        Text alone is not counted.
+        """
         if not builder.keeps_values:
             yield lambda: None
             return
