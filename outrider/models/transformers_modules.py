@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from kernels.attention_tiles import ScoreRules
 from outrider.attention.base import AttentionPlan, LayerRules
@@ -171,38 +171,42 @@ class DenseForward(Attends):
         return self.attend(None, parts[0], parts[1], parts[2], self.calls[number]).flatten(2).squeeze(0)
 
 
-class HostConstants(TorchDispatchMode):
+class HostConstants(TorchFunctionMode):
     """Keeps in `copies` what modules copy from the host to a GPU, and gives it to them while a CUDA graph is captured,
     which can hold no such copy.
 
     What they copy are numbers that they make anew in every forward, as Gemma 3n does its epsilon; the forward that runs
-    before each capture copies the same. A kept copy is found by its bytes.
+    before each capture copies the same. A copy is found by what it was made of.
     """
 
     def __init__(self, copies: dict[tuple[object, ...], Tensor], kind: str = "cuda") -> None:
         """`kind`: of the device that is copied to."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._copies = copies
         self._kind = kind
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        how = (*args[1:], *options.items())
-        # In inference mode `to` comes as it was called, elsewhere as `_to_copy`.
-        is_copy = func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy) and args[0].device.type == "cpu"
-        devices = [given for given in (*args[1:], *options.values()) if isinstance(given, torch.device)]
-        if not is_copy or all(device.type != self._kind for device in devices):
+        if func is not torch.tensor and (func is not torch.Tensor.to or args[0].device.type != "cpu"):
             return func(*args, **options)
-        source: Tensor = args[0]
-        key = (source.flatten().view(torch.uint8).numpy().tobytes(), source.shape, source.dtype, *how)
-        if self._kind == "cuda" and torch.cuda.is_current_stream_capturing():
+        key = (func, *map(_content, args), *((name, _content(value)) for name, value in options.items()))
+        if self._kind == "cuda" and torch.cuda.is_current_stream_capturing() and key in self._copies:
             return self._copies[key].clone()
-        copy = func(*args, **options)
-        if len(self._copies) < _MAX_CONSTANTS:
-            self._copies.setdefault(key, copy)
-        return copy.clone()
+        made = func(*args, **options)
+        if made.device.type == self._kind and len(self._copies) < _MAX_CONSTANTS:
+            self._copies.setdefault(key, made.clone())
+        return made
+
+
+def _content(value: Any) -> object:
+    """An argument of a copy as part of a key: of a tensor on the host its bytes, of another one where it lies."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.device.type != "cpu":
+        return value.device, value.dtype
+    return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
 
 
 def replace_attention(

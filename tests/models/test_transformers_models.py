@@ -453,6 +453,8 @@ def test_what_is_copied_from_the_host_is_kept_once_by_its_bytes(inference: bool)
         torch.ones(3, dtype=torch.bfloat16)[None].expand(2, -1).to(rows)
         torch.tensor(1e-5).to(torch.float64)
         rows.to(torch.float64)
+        for _ in range(2):
+            torch.tensor([0.5, 0.25], dtype=torch.float32, device=rows.device)
     assert [(copy.device.type, copy.dtype) for copy in copies.values()] == [
-        ("meta", dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+        ("meta", dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32)
     ]
