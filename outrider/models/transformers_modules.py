@@ -189,9 +189,15 @@ class HostConstants(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if func is not torch.tensor and (func is not torch.Tensor.to or args[0].device.type != "cpu"):
+        given = args[0] if args else options.get("data")
+        if func not in (torch.tensor, torch.Tensor.to) or (isinstance(given, Tensor) and given.device.type != "cpu"):
             return func(*args, **options)
-        key = (func, *map(_content, args), *((name, _content(value)) for name, value in options.items()))
+        if not isinstance(given, Tensor):
+            # Not by their text: that of arrays and of lists of tensors is cut short and rounded.
+            given = torch.tensor(given, dtype=options.get("dtype"), device="cpu")
+        numbers = given.flatten().view(torch.uint8).numpy().tobytes()
+        told = [("", value) for value in args[1:]] + [item for item in options.items() if item[0] != "data"]
+        key = (func, given.dtype, given.shape, numbers, *((name, _told(value)) for name, value in told))
         if self._kind == "cuda" and torch.cuda.is_current_stream_capturing() and key in self._copies:
             return self._copies[key].clone()
         made = func(*args, **options)
@@ -200,13 +206,9 @@ class HostConstants(TorchFunctionMode):
         return made
 
 
-def _content(value: Any) -> object:
-    """An argument of a copy as part of a key: of a tensor on the host its bytes, of another one where it lies."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    if value.device.type != "cpu":
-        return value.device, value.dtype
-    return value.dtype, value.shape, value.flatten().view(torch.uint8).numpy().tobytes()
+def _told(value: object) -> object:
+    """What a copy is told beside its numbers, as part of a key: of a tensor, as which to become, where it lies."""
+    return (value.device, value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 def replace_attention(

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from foreign_families import FAMILIES, GEMMA_4, GRANITE_4, WINDOW
@@ -458,3 +459,17 @@ def test_what_is_copied_from_the_host_is_kept_once_by_its_bytes(inference: bool)
     assert [(copy.device.type, copy.dtype) for copy in copies.values()] == [
         ("meta", dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32)
     ]
+
+
+def test_only_copies_of_the_same_numbers_are_one() -> None:
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    long = np.zeros(2000, np.float32)
+    with torch.inference_mode(), HostConstants(copies, "meta"):
+        for middle in (1.0, 1.0, 2.0):
+            long[1000] = middle
+            torch.tensor(long, device="meta")
+            torch.tensor(data=[torch.tensor(middle * 1e-6 + 1.0)], device="meta")
+        # Nothing of the host's: what lies on the device may be another thing in every forward.
+        with pytest.warns(UserWarning, match="clone"):
+            torch.tensor(torch.zeros(3, device="meta"))
+    assert [len(copy) for copy in copies.values()] == [2000, 1, 2000, 1]
