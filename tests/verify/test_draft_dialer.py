@@ -13,12 +13,14 @@ from msgspec.structs import replace
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.protocol.speculation import (
     Commit,
+    FeaturesBegin,
     Grow,
     Open,
     Pause,
     Resume,
 )
 from outrider.protocol.speculation_codec import MAX_EVENTS_AT_ONCE, decode_verify, encode_draft
+from outrider.rpc.lifecycle import new_event_loop
 from outrider.rpc.transport import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.sampling.params import SamplingParams
 from outrider.tree.handshake import Terms
@@ -214,6 +216,27 @@ async def test_commits_become_one_unless_something_else_of_their_request_is_betw
     session.send([first, Pause(2), second, Resume(1, 4), third])
     both = Commit(1, 5, [5, 6], 0, 0, None, credit=6)
     assert session._queue == [both, Pause(2), Resume(1, 4), third]
+
+
+def test_the_log_has_neither_the_token_nor_prompts_of_a_session_whose_callback_fails() -> None:
+    """uvloop, on which services run, logs such a callback with the repr of what it belongs to."""
+
+    class Call:
+        def cancel(self) -> None:
+            raise RuntimeError("cannot be cancelled")
+
+    async def end_features() -> str:
+        loop, said = asyncio.get_running_loop(), asyncio.Queue[str]()
+        loop.set_exception_handler(lambda _, about: said.put_nowait(about["message"]))
+        session = DraftSession("draft", Call(), Terms(features_token="secret"), None, None)  # type: ignore[arg-type]
+        session.send([Open(1, [4711], 1, SamplingParams(), 8)])
+        session.begin_features(FeaturesBegin("", (1,), 8, "float32"))
+        await session.close()
+        return await said.get()
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        text = runner.run(end_features())
+    assert "_features_ended" in text and "secret" not in text and "4711" not in text
 
 
 async def test_all_requests_of_a_large_service_can_be_opened_anew() -> None:

@@ -166,7 +166,7 @@ def _read(message: object) -> FeaturesResponse | None:
     return decode_response(cast(draft_pb2.DraftServiceFeaturesResponse, message))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # uvloop logs the owner of a callback that fails, and here are a token and prompts
 class DraftSession:
     """An open stream.
 
