@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from contextlib import aclosing
 
 import pytest
@@ -83,6 +84,32 @@ async def test_the_system_s_resolver_is_asked() -> None:
         await look_up("no-such-name.invalid", 7)
     with pytest.raises(UnicodeError):
         await look_up("x" * 70, 7)
+
+
+@pytest.mark.parametrize("answer", [[(socket.AF_INET, 0, 0, "", ("10.0.0.1", 7))], OSError("no network")])
+async def test_a_look_up_that_nobody_waits_for_any_more_ends_quietly(
+    answer: list[object] | OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answered, failures = threading.Event(), threading.Event(), list[object]()
+
+    def getaddrinfo(*question: object, **kind: object) -> object:
+        asked.set()
+        answered.wait()
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    looking = asyncio.create_task(look_up("verify", 7))
+    await asyncio.to_thread(asked.wait)
+    looking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looking
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "look up verify")
+    answered.set()
+    await asyncio.to_thread(thread.join)
+    assert not failures
 
 
 @pytest.mark.parametrize(
