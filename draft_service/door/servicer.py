@@ -53,7 +53,7 @@ _FeaturesContext = grpc.aio.ServicerContext[
 ]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """Speculation streams and information about the drafter."""
 

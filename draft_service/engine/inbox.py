@@ -284,7 +284,7 @@ class _Stream:
             _logger.error("features travel in messages: a ring could not be mapped", exc_info=error)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FeatureReceiver:
     """Answers the door's frames about features. The engine's thread alone uses it."""
 

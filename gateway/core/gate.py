@@ -18,7 +18,7 @@ _NO_KEY = ("", "0")
 """What a door with less than two keys calls its clients."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Ticket:
     """A request inside the gate; holds one place until it knows how many answers it needs."""
 

@@ -25,7 +25,7 @@ _Queue = asyncio.Queue[Delta | Exception | None]
 """Deltas of all answers; an error ends the request, None is the end of one answer."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Gateway:
     """The parts of one gateway."""
 

@@ -299,7 +299,7 @@ def _num_prompt_values(job: Job) -> int:
     return len(job.prompt_token_ids) * (1 + job.request.num_prompt_logprobs)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GenerationRoute:
     """An ASGI application for one route that generates."""
 

@@ -140,7 +140,7 @@ _FIXES = {
 }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CompiledGrammar:
     """A grammar ready to make matchers, which share what they learn about its tokens. One thread uses it at a time."""
 

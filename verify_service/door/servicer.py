@@ -33,7 +33,7 @@ _LAST_READ_SECONDS = 1.0
 """That a caller gets to read the end of its answer while the service drains."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
     """Answers gateways; the engine does the work."""
 

@@ -56,7 +56,7 @@ Dial = Callable[[str], grpc.aio.Channel]
 """Opens a channel to an address."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FeatureUpload:
     """Sends features and hears of releases until cancelled. What waits when it writes shares a message.
 
@@ -166,7 +166,7 @@ def _read(message: object) -> FeaturesResponse | None:
     return decode_response(cast(draft_pb2.DraftServiceFeaturesResponse, message))
 
 
-@dataclass(eq=False, repr=False)  # uvloop logs the owner of a callback that fails, and here are a token and prompts
+@dataclass(eq=False, repr=False)
 class DraftSession:
     """An open stream.
 

@@ -22,7 +22,7 @@ _MAX_EARLY_COMMITS = 4
 """Commits that may be sent before the next round is launched: each takes 20 us, and the device is idle meanwhile."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RoundPostprocessor:
     """Tells drafts, clients and metrics of the last round, and learns from it. The engine's thread alone uses it."""
 

@@ -153,7 +153,7 @@ class _Table:
         return seen >= LEAST_TRIAL_ROUNDS and float(self.accepted[-1, -1]) < _USELESS * num_rows
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GrowthPolicy:
     """Picks levels and nodes that maximise expected committed tokens over measured time.
 
@@ -272,7 +272,7 @@ class GrowthPolicy:
         return int(steps), int(size)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RoundGrowth:
     """Decides what grows on the device. The engine's thread alone uses it."""
 

@@ -110,7 +110,7 @@ class NodePlan(NamedTuple):
                 state.end_chance = 0.0 if tree is None else self.forest.ends(tree, self.choice.num_nodes)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Scheduler:
     """Continuous batching at round granularity, in the order of a FairQueue; the last in rank gives way.
 

@@ -410,7 +410,7 @@ def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
     return runs
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CudaRound:
     """A round that the device works on."""
 

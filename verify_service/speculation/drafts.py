@@ -116,7 +116,7 @@ class DraftReplica:
     """Record of its guesses for all of its requests; new ones begin with it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Drafts:
     """All draft replicas and speculative requests of a verify engine, whose thread alone uses it.
 

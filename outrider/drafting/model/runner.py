@@ -59,7 +59,7 @@ class RunnerOptions:
     use_graphs: bool = True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PendingBurst:
     """A burst that was launched, or a part of one."""
 
