@@ -28,7 +28,7 @@ from outrider.models.drafters.kinds import named_head
 from outrider.models.drafters.loader import load_draft_model
 from outrider.models.loader import load_model
 from outrider.models.store import resolve_model
-from outrider.models.store_folder import hash_token_ids
+from outrider.models.store_folder import hash_token_ids, hash_tokenizer
 from outrider.protocol.speculation import PROTOCOL_VERSION, Hello
 from outrider.sampling.noise import NOISE_VERSION
 from outrider.tree.handshake import agree
@@ -103,12 +103,11 @@ def _target(name: str, impl: str) -> tuple[Hello, str]:
     config = model.config
     tokens = Tokenizer.from_file(str(path / "tokenizer.json")).get_vocab_size()
     vocab_size = min(config.vocab_size, tokens)
-    digest = hash_token_ids(path)
     hello = Hello(
         protocol_version=PROTOCOL_VERSION,
         noise_version=NOISE_VERSION,
         model=path.name,
-        tokenizer_hash=digest,
+        tokenizer_hash=hash_token_ids(path),
         vocab_size=vocab_size,
         max_positions=config.max_positions,
         hidden_size=config.hidden_size,
@@ -117,7 +116,8 @@ def _target(name: str, impl: str) -> tuple[Hello, str]:
     name = config.architecture + ("" if isinstance(model, CausalLM) else " through transformers")
     text = f"{path.name}: {name}, {config.num_layers} layers of {config.hidden_size}, vocabulary of {tokens} tokens"
     more = "" if tokens <= config.vocab_size else f"; config.json allows {config.vocab_size}, the rest is never used"
-    return hello, f"{text}{more}, tokenizer {digest[:12]}"
+    # Of the file, as a running verify tells it of its own.
+    return hello, f"{text}{more}, tokenizer {hash_tokenizer(path)[:12]}"
 
 
 def _draft(options: DraftOptions) -> tuple[Hello, str]:

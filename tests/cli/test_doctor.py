@@ -254,6 +254,14 @@ def test_a_head_of_another_target_is_refused_as_the_loader_refuses_it(tiny_model
     assert f"{head}: the head takes features of hidden size 576, the target's is 32" in look(tiny_model, options)
 
 
+def test_the_tokenizer_is_told_by_the_digest_that_verify_tells(tiny_model: Path) -> None:
+    from outrider.models.store_folder import hash_tokenizer
+    from outrider_tools.doctor.probe import look_at_models  # imports torch
+
+    (target,) = look_at_models(str(tiny_model), None)
+    assert target["text"].endswith(f", tokenizer {hash_tokenizer(tiny_model)[:12]}")
+
+
 def test_another_tokenizer_is_refused_as_the_handshake_refuses_it(tiny_model: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(tiny_model, tmp_path / "draft")
     same = DraftOptions(speculative_algorithm=("STANDALONE",), speculative_draft_model_path=str(draft))
