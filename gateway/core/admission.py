@@ -17,7 +17,7 @@ from gateway.core.catalogue import GatewayModel
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Chat, ClientRequest, Job, RequestMessage, RequestSampling, Tool, ToolCall
 from gateway.core.tool_grammar import check_sizes, forced_grammars, form_grammar, strict_grammar
-from gateway.core.tool_parser import ToolCalls, read_json
+from gateway.core.tool_parser import FORMATS, ToolCalls, ToolFormat, read_json
 from gateway.core.validation import FieldNames, renamed
 from outrider.chat_template import ChatTemplate, ChatTemplateError
 from outrider.errors import ContextLengthError, InvalidRequestError
@@ -31,7 +31,7 @@ _INLINE_CHARACTERS = 4096
 
 _INSTRUCTIONS = """You may call functions. Each is described by a JSON object:
 {tools}
-To call one, answer with a JSON object and nothing else: {{"name": its name, "arguments": an object of arguments}}"""
+To call one, {answer}"""
 
 _WIDE_SPACE = "\N{EM SPACE}"
 """What no template writes behind a message, and each takes away that strips messages."""
@@ -193,7 +193,7 @@ def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
     template = model.tokenizer.tool_template if chat.offered else model.tokenizer.chat_template
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
-    messages, tools = _chat_messages(chat, template)
+    messages, tools = _chat_messages(chat, template, model.tool_format)
     mark = ""
     if chat.continue_final_message:
         mark = secrets.token_hex(16) + _WIDE_SPACE
@@ -260,22 +260,24 @@ def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_fi
     return int(min(limit for limit in limits if limit is not None))
 
 
-def _chat_messages(chat: Chat, template: ChatTemplate) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _chat_messages(
+    chat: Chat, template: ChatTemplate, form: ToolFormat | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The messages and the tools that a chat template is given."""
     if not template.knows_tools:
-        return _written_out(chat), []
+        return _written_out(chat, form or FORMATS["json"]), []
     tools = [{"type": "function", "function": _description(tool)} for tool in chat.offered]
     return [_known(message) for message in chat.messages], tools
 
 
-def _written_out(chat: Chat) -> list[dict[str, Any]]:
-    """The messages for a template that knows no tools: these, their calls and results are text."""
+def _written_out(chat: Chat, form: ToolFormat) -> list[dict[str, Any]]:
+    """The messages for a template that knows no tools: these, their calls in `form`, and results are text."""
     names = {call.id: call.name for message in chat.messages for call in message.tool_calls or ()}
-    messages = [_as_text(message, names) for message in chat.messages]
+    messages = [_as_text(message, names, form) for message in chat.messages]
     if not chat.offered:
         return messages
     tools = "\n".join(json.dumps(_description(tool), ensure_ascii=False) for tool in chat.offered)
-    text = _INSTRUCTIONS.format(tools=tools)
+    text = _INSTRUCTIONS.format(tools=tools, answer=form.describe())
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
     return [messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
@@ -296,15 +298,12 @@ def _known(message: RequestMessage) -> dict[str, Any]:
     return fields
 
 
-def _as_text(message: RequestMessage, names: dict[str, str]) -> dict[str, Any]:
+def _as_text(message: RequestMessage, names: dict[str, str], form: ToolFormat) -> dict[str, Any]:
     fields = message.model_dump(exclude_none=True, exclude={"tool_calls", "tool_call_id"})
     if message.role == "tool":
         name = names.get(message.tool_call_id or "") or message.name or "the function"
         return fields | {"role": "user", "content": f"Result of {name}: {message.content}"}
-    calls = [
-        json.dumps({"name": call.name, "arguments": _arguments(call)}, ensure_ascii=False)
-        for call in message.tool_calls or ()
-    ]
+    calls = [form.write(call.name, _arguments(call)) for call in message.tool_calls or ()]
     return fields | {"content": "\n".join(part for part in (message.content, *calls) if part)}
 
 

@@ -30,6 +30,18 @@ _Embedded = Callable[[dict[str, Any]], str]
 _BARE_KEY = re.compile(r"[\w$.-]+")
 
 
+def write_value(value: Any) -> str:
+    """A value of JSON as Gemma's template writes it: keys bare and sorted, strings in quotes of their own."""
+    if isinstance(value, dict):
+        items = (
+            f"{key if _BARE_KEY.fullmatch(key) else _in_json(key)}:{write_value(value[key])}" for key in sorted(value)
+        )
+        return f"{{{','.join(items)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(write_value, value))}]"
+    return f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) and QUOTE not in value else _in_json(value)
+
+
 def read_arguments(take: Callable[[str], None]) -> Generator[None, str, None]:
     """Is sent an object a character at a time, and ends behind its last one. `take` gets the same in JSON.
 
@@ -114,8 +126,8 @@ def _read_quoted(take: Callable[[str], None]) -> Generator[None, str, None]:
     take('"')
 
 
-def _in_json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _in_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _scalar(word: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from gateway.core.gemma_calls import QUOTE, read_arguments
+from gateway.core.gemma_calls import QUOTE, read_arguments, write_value
 from gateway.core.tokenizer import overlap_length
 
 
@@ -46,6 +46,29 @@ class ToolFormat:
     def forced_opening(self) -> str:
         """What is put behind the prompt where the answer must be a call."""
         return self.opener if self.is_list or self.quote or not self.closer else f"{self.opener}\n"
+
+    def describe(self) -> str:
+        """What to answer in order to call a function, for a model whose template says nothing of calls."""
+        if self.quote:
+            call = f"{self.opener}call:its name{{key:value,key:value}}{self.closer}"
+            return f"answer with nothing but {call}, with {self.quote} before and behind each string"
+        call = f'{{"name": its name, "{self.arguments_key}": an object of arguments}}'
+        return f"answer with {'a JSON object and nothing else:' if self.bare else 'nothing but'} {self._marked(call)}"
+
+    def write(self, name: str, arguments: Any) -> str:
+        """A call as it would be written in an answer."""
+        if self.quote:
+            try:
+                written = write_value(arguments)
+            except RecursionError:  # JSON, which is read as well, can be written of more levels.
+                written = json.dumps(arguments, ensure_ascii=False)
+            return f"{self.opener}call:{name}{written}{self.closer}"
+        return self._marked(json.dumps({"name": name, self.arguments_key: arguments}, ensure_ascii=False))
+
+    def _marked(self, call: str) -> str:
+        if self.bare:
+            return call
+        return f"{self.opener}[{call}]" if self.is_list else f"{self.opener}\n{call}\n{self.closer}"
 
 
 FORMATS = {

@@ -96,7 +96,7 @@ async def test_a_prompt_ends_where_it_is_told_to(world: World) -> None:
 )
 def test_a_message_is_continued_where_its_own_text_ends(content: str, written: str, strips: bool) -> None:
     template = ChatTemplate(f"{{% for m in messages %}}{written}{{% endfor %}}")
-    model: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
+    model: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template), tool_format=None)
     messages = [RequestMessage(role="user", content="Hi"), RequestMessage(role="assistant", content=content)]
     text = render_chat(Chat(messages=messages, continue_final_message=True), model, "messages")
     assert text == template.render([m.model_dump() for m in messages[:1]], add_generation_prompt=False) + (

@@ -273,6 +273,42 @@ async def test_calls_and_results_in_the_history_reach_the_template(tmp_path: Pat
         assert shown.startswith("{" if form == "hermes" else "[system] You may call functions.")
 
 
+@pytest.mark.parametrize("parser", list(WRITTEN))
+async def test_calls_as_a_template_without_tools_shows_them_are_calls_to_the_parser(
+    tmp_path: Path, parser: str
+) -> None:
+    arguments = {"city": 'Rome "é"', "days": [1, 2.5, None, True], "of a": {"b": f"x{QUOTE}", "c": ""}}
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": json.dumps(arguments)}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c1", "content": "21"}]  # fmt: skip
+    verify = make_verify(tmp_path, "json")
+    async with open_world(verify, tmp_path, tool_call_parser=parser) as world:
+        verify.say("21 degrees")
+        asked = {"messages": messages, "tools": TOOLS}
+        assert (await world.http.post(CHAT, json=asked)).status_code == 200
+        told, _, shown = prompt(world).partition("[assistant] ")
+        written = shown.partition("\n[user] Result of weather: 21")[0]
+        opening = written[: written.index("weather")].removesuffix('"')
+        assert f"{opening}its name" in told
+        verify.say(written)
+        choice = (await world.http.post(CHAT, json=asked)).json()["choices"][0]
+        (read,) = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and read["function"]["name"] == "weather"
+        assert json.loads(read["function"]["arguments"]) == arguments
+
+
+async def test_arguments_of_many_levels_are_shown_in_every_format(tmp_path: Path) -> None:
+    verify = make_verify(tmp_path, "json")
+    verify.context_length = 8192
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a":' * 450 + "1" + "}" * 450}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO]
+    async with open_world(verify, tmp_path, tool_call_parser="gemma4") as world:
+        verify.say("21 degrees")
+        response = await world.http.post(CHAT, json={"messages": messages, "tools": TOOLS})
+        assert response.status_code == 200, response.text
+        assert "<|tool_call>call:now{" in prompt(world)
+
+
 async def test_a_parser_may_be_named_or_left_out(tmp_path: Path) -> None:
     verify = make_verify(tmp_path, "hermes")
     verify.say(WRITTEN["json"])
