@@ -9,7 +9,7 @@ bin := .venv/bin
 # Processes that tests run in, a file at a time; on two cores three, since tests of services wait for them.
 WORKERS ?= 3
 
-.PHONY: help demo test test-fast up chat setup setup-dev check format stubs options clean
+.PHONY: help demo test test-fast up chat setup setup-dev check format stubs options metrics clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; \
