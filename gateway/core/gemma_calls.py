@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NoReturn
 
 from gateway.core.tokenizer import overlap_length
@@ -33,13 +33,20 @@ _BARE_KEY = re.compile(r"[\w$.-]+")
 def write_value(value: Any) -> str:
     """A value of JSON as Gemma's template writes it: keys bare and sorted, strings in quotes of their own."""
     if isinstance(value, dict):
-        items = (
-            f"{key if _BARE_KEY.fullmatch(key) else _in_json(key)}:{write_value(value[key])}" for key in sorted(value)
-        )
+        items = (f"{_written_key(key)}:{write_value(value[key])}" for key in _in_order(value))
         return f"{{{','.join(items)}}}"
     if isinstance(value, list):
         return f"[{','.join(map(write_value, value))}]"
     return f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) and QUOTE not in value else _in_json(value)
+
+
+def _in_order(keys: Iterable[str]) -> list[str]:
+    """As the template has them: Jinja's dictsort does not tell capitals apart."""
+    return sorted(keys, key=str.lower)
+
+
+def _written_key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _in_json(key)
 
 
 def read_arguments(take: Callable[[str], None]) -> Generator[None, str, None]:
@@ -290,9 +297,8 @@ class _Writer:
             return None
         heads: list[str] = []
         behind, ending = "", "?"
-        for key in sorted(properties, key=str.lower, reverse=True):
-            written = key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
-            pair = self._rule(f"{_literal(f'{written}:')} {self.value(properties[key])}")
+        for key in reversed(_in_order(properties)):
+            pair = self._rule(f"{_literal(f'{_written_key(key)}:')} {self.value(properties[key])}")
             is_required = key in required
             if is_required:
                 heads.clear()
@@ -304,5 +310,4 @@ class _Writer:
 
 def _literal(text: str) -> str:
     # "::=" would make another language of the grammar, and "%llguidance" an order to the library.
-    written = json.dumps(text, ensure_ascii=False)
-    return written.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
+    return _in_json(text).replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")

@@ -10,8 +10,9 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import Template
 
-from gateway.core.gemma_calls import read_arguments
+from gateway.core.gemma_calls import read_arguments, write_value
 from gateway.core.tool_parser import FORMATS, ToolCallParser, ToolCalls, find_format
 
 NAMES = frozenset({"look_up", "add"})
@@ -255,3 +256,10 @@ def test_a_model_stuck_in_whitespace_is_read_on(form: str, in_call: bool) -> Non
     """Half a million characters: looked at again for each that follows, the run would take minutes."""
     opener = (FORMATS[form].opener or "[") if in_call else ""
     assert parse(form, [opener, *[" " * 64] * 8000]) == (opener + " " * 512_000, [])
+
+
+def test_gemma_s_keys_are_in_the_order_of_its_template() -> None:
+    value = {"b": 1, "C d": "x", "a": {"Z": [True, None], "y": 'say "hi"'}}
+    order = Template("{% for key, _ in value | dictsort %}{{ key }};{% endfor %}").render(value=value)
+    assert order == "a;b;C d;"
+    assert write_value(value) == '{a:{y:<|"|>say "hi"<|"|>,Z:[true,null]},b:1,"C d":<|"|>x<|"|>}'
