@@ -126,7 +126,7 @@ def plot_engine() -> Figure:
 def plot_drafts() -> Figure:
     """How far trees get, by depth."""
     figure, (axes,) = _figure(6.4, 1)
-    head, copy = report("evaluate_eagle3_h100"), report("evaluate_noisy_h200")
+    head, copy = report("evaluate_eagle3_h200"), report("evaluate_noisy_h200")
     for one, title in ((head, "EAGLE-3 head"), (copy, "135M noisy copy")):
         for answers, style in zip(one.data["evaluation"], ("o-", "s--"), strict=True):
             reached = answers["all"]["tree"]["reached"]

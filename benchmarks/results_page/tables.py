@@ -293,13 +293,13 @@ def deterministic_table() -> str:
 def drafts_table() -> str:
     """Accept lengths of the shipped head and of the noisy copy, offline."""
     lines = []
-    for name, title in (("evaluate_eagle3_h100", "shipped EAGLE-3 head"), ("evaluate_noisy_h200", "135M noisy copy")):
+    for name, title in (("evaluate_eagle3_h200", "shipped EAGLE-3 head"), ("evaluate_noisy_h200", "135M noisy copy")):
         for one in report(name).data["evaluation"]:
             all_of = one["all"]
             rates = (f"{all_of['rates'][depth - 1]:.2f}" for depth in (1, 6, 10))
             lengths = (f"{all_of[kind]['accept_length']:.2f}" for kind in ("tree", "chain"))
             lines.append((title, f"{one['temperature']:g}", *lengths, *rates))
-    one = report("evaluate_eagle3_h100")
+    one = report("evaluate_eagle3_h200")
     head = ("draft", "temperature", "tree", "chain", "accept rate at depth 1", "6", "10")
     by_heat = [answers["all"]["tree"]["accept_length"] for answers in one.data["evaluation"]]
     deep = one.data["evaluation"][0]["all"]["deep_over_first"]
