@@ -114,7 +114,7 @@ class _Attention:
             before = code.plus(first, -_AHEAD * KEYS)
             with code.when(code.build.icmp_signed(">=", before, I64(0))):
                 self._multiply(self._stage(room, before), code.plus(self.scores, code.times(before, 64)))
-        code.call("llvm.x86.tilerelease", ir.VoidType())
+        code.tile("tilerelease")
 
     def _stage(self, room: Any, first: Any) -> Any:
         """Where keys from the number `first` on are laid."""
@@ -131,14 +131,14 @@ class _Attention:
             code.fetch(self._key(code.least(code.plus(first, number, _FETCHED), last), "keys"), size)
 
     def _multiply(self, stage: Any, target: Any) -> None:
-        code, size, nothing = self.code, 2 * self.shape.head_dim, ir.VoidType()
-        code.call("llvm.x86.tilezero", nothing, I8(_SCORES))
+        code, size = self.code, 2 * self.shape.head_dim
+        code.tile("tilezero", _SCORES)
         for part in range(size // 64):
             queries = code.plus(self.laid, 64 * TILE * part)
             for tile, at, stride in ((_KEYS, code.plus(stage, 64 * part), size), (_QUERIES, queries, 64)):
-                code.call("llvm.x86.tileloadd64", nothing, I8(tile), code.at(at), I64(stride))
-            code.call("llvm.x86.tdpbf16ps", nothing, I8(_SCORES), I8(_KEYS), I8(_QUERIES))
-        code.call("llvm.x86.tilestored64", nothing, I8(_SCORES), code.at(target), I64(64))
+                code.tile("tileloadd64", tile, code.at(at), I64(stride))
+            code.tile("tdpbf16ps", _SCORES, _KEYS, _QUERIES)
+        code.tile("tilestored64", _SCORES, code.at(target), I64(64))
 
     def _hide(self) -> None:
         """Keys that a mask hides get a product below all others."""

@@ -274,30 +274,28 @@ class Code:
     @contextmanager
     def loop(self, first: Any, end: Any, step: int = 1) -> Iterator[Any]:
         """Over int64 values from `first` up to `end`."""
-        build = self.build
         first, end = (I64(value) if isinstance(value, int) else value for value in (first, end))
         place = Variable(self, first)
-        head, body, behind = (build.append_basic_block() for _ in range(3))
-        build.branch(head)
-        build.position_at_end(head)
-        value = place.get()
-        build.cbranch(build.icmp_signed("<", value, end), body, behind)
-        build.position_at_end(body)
-        yield value
-        place.set(self.plus(value, step))
-        build.branch(head)
-        build.position_at_end(behind)
+        with self.again() as go_on_if:
+            value = place.get()
+            go_on_if(self.build.icmp_signed("<", value, end))
+            yield value
+            place.set(self.plus(value, step))
 
     @contextmanager
-    def repeat_while(self, condition: Callable[[], Any]) -> Iterator[None]:
-        """What is written within is done again and again, while a condition holds."""
+    def again(self) -> Iterator[Callable[[Any], None]]:
+        """What is written within is done again and again, until a condition does not hold that the yielded function is
+        given there once: it goes on behind."""
         build = self.build
         head, body, behind = (build.append_basic_block() for _ in range(3))
+
+        def go_on_if(condition: Any) -> None:
+            build.cbranch(condition, body, behind)
+            build.position_at_end(body)
+
         build.branch(head)
         build.position_at_end(head)
-        build.cbranch(condition(), body, behind)
-        build.position_at_end(body)
-        yield
+        yield go_on_if
         build.branch(head)
         build.position_at_end(behind)
 
@@ -315,19 +313,13 @@ class Code:
 
     def wait_while(self, condition: Callable[[], Any]) -> None:
         """Look again and again while a condition holds."""
-        build, looks = self.build, Variable(self, I64(0))
-        head, body, rest, behind = (build.append_basic_block() for _ in range(4))
-        build.branch(head)
-        build.position_at_end(head)
-        build.cbranch(condition(), body, behind)
-        build.position_at_end(body)
-        self.call("llvm.x86.sse2.pause", ir.VoidType())
-        looks.set(self.plus(looks.get(), 1))
-        build.cbranch(build.icmp_signed(">", looks.get(), I64(_SPINS)), rest, head)
-        build.position_at_end(rest)
-        self.call("sched_yield", I32)
-        build.branch(head)
-        build.position_at_end(behind)
+        looks = Variable(self, I64(0))
+        with self.again() as go_on_if:
+            go_on_if(condition())
+            self.call("llvm.x86.sse2.pause", ir.VoidType())
+            looks.set(self.plus(looks.get(), 1))
+            with self.when(self.build.icmp_signed(">", looks.get(), I64(_SPINS))):
+                self.call("sched_yield", I32)
 
     def clear(self, address: Any, size: Any) -> None:
         """Zeros, so many bytes."""
@@ -340,7 +332,12 @@ class Code:
         for tile, width, rows in tiles:
             self.store(I16(width), room, 16 + 2 * tile)
             self.store(rows, room, 48 + tile)
-        self.call("llvm.x86.ldtilecfg", ir.VoidType(), self.at(room))
+        self.tile("ldtilecfg", self.at(room))
+
+    def tile(self, instruction: str, *values: Any) -> None:
+        """An instruction of AMX; tiles are told by Python's numbers."""
+        values = tuple(I8(value) if isinstance(value, int) else value for value in values)
+        self.call(f"llvm.x86.{instruction}", ir.VoidType(), *values)
 
     @contextmanager
     def chunks(self, count: Any, counters: Any, prepare: Any = None, ahead: Any = None) -> Iterator[Any]:
@@ -351,20 +348,15 @@ class Code:
         build = self.build
         count = I64(count) if isinstance(count, int) else count
         is_new = Variable(self, I64(1))
-        head, body, behind = (build.append_basic_block() for _ in range(3))
-        build.branch(head)
-        build.position_at_end(head)
-        chunk = self.count_up(counters)
-        build.cbranch(build.icmp_signed("<", chunk, count), body, behind)
-        build.position_at_end(body)
-        if prepare is not None:
-            with self.when(build.icmp_signed("==", is_new.get(), I64(1))):
-                prepare()
-                is_new.set(I64(0))
-        yield chunk
-        self.count_up(counters, LINE)
-        build.branch(head)
-        build.position_at_end(behind)
+        with self.again() as go_on_if:
+            chunk = self.count_up(counters)
+            go_on_if(build.icmp_signed("<", chunk, count))
+            if prepare is not None:
+                with self.when(build.icmp_signed("==", is_new.get(), I64(1))):
+                    prepare()
+                    is_new.set(I64(0))
+            yield chunk
+            self.count_up(counters, LINE)
         if ahead is not None:
             ahead()
         self.wait_while(lambda: build.icmp_signed("<", self.look(counters, LINE), count))

@@ -92,7 +92,8 @@ def _find_best(code: Code, row: Any, kept: Any) -> Any:
         values = code.load_vector(row, code.times(first, 4))
         above = build.fcmp_ordered(">", values, code.same(bound.get()))
         lanes = code.variable(build.zext(build.bitcast(above, I16), I64))
-        with code.repeat_while(lambda: build.icmp_signed("!=", lanes.get(), I64(0))):
+        with code.again() as go_on_if:
+            go_on_if(build.icmp_signed("!=", lanes.get(), I64(0)))
             lane = code.call("llvm.cttz.i64", I64, lanes.get(), ir.IntType(1)(0))
             lanes.set(build.and_(lanes.get(), code.plus(lanes.get(), -1)))
             place = code.plus(first, lane)
@@ -109,14 +110,12 @@ def _keep(code: Code, value: Any, place: Any, found: Variable, bound: Variable, 
     args, build = code.args, code.build
     at = code.variable(code.least(found.get(), code.plus(args["best"], -1)))
 
-    def is_lesser_before() -> Any:
+    with code.again() as go_on_if:
         before = code.times(code.plus(at.get(), -1), 4)
         is_there = build.icmp_signed(">", at.get(), I64(0))
         # Where there is none the first is looked at, for nothing.
         before = build.select(is_there, before, I64(0))
-        return build.and_(is_there, build.fcmp_ordered("<", code.load(F32, kept, before), value))
-
-    with code.repeat_while(is_lesser_before):
+        go_on_if(build.and_(is_there, build.fcmp_ordered("<", code.load(F32, kept, before), value)))
         before, here = code.times(code.plus(at.get(), -1), 4), code.times(at.get(), 4)
         code.store(code.load(F32, kept, before), kept, here)
         code.store(code.load(I32, kept, code.plus(before, _PLACES)), kept, code.plus(here, _PLACES))
