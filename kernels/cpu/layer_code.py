@@ -22,8 +22,9 @@ from kernels.cpu.layout import (
     TILE,
     StackShape,
     chunk_of,
+    float_bits,
 )  # fmt: skip
-from kernels.cpu.norm import float_bits, norm_row, write_norm
+from kernels.cpu.norm import norm_row, write_norm
 from kernels.cpu.pool import write_call
 from kernels.cpu.products import is_prepared
 

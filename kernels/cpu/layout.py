@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 from kernels.cpu.isa import Isa
@@ -121,3 +122,8 @@ def chunk_of(num_out: int, size: int, threads: int, kind: str) -> int:
     tiles = num_out // TILE
     chunks = max(2 * threads, tiles * (size // GROUP) * BLOCKS[kind] // _CHUNK)
     return max(1, -(-tiles // chunks))
+
+
+def float_bits(value: float) -> int:
+    """A float32 number as a function's argument."""
+    return int.from_bytes(struct.pack("<f", value), "little")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.isa import Isa, best_isa, needed_isa
-from kernels.cpu.layout import LANES
+from kernels.cpu.layout import LANES, float_bits
 
 if TYPE_CHECKING:
     from kernels.cpu.code import Code, Module
@@ -30,11 +29,6 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(rows)
     compiled_norm(needed_isa())(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, float_bits(eps))
     return out
-
-
-def float_bits(value: float) -> int:
-    """A float32 number as a function's argument."""
-    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 @cache

@@ -2,9 +2,9 @@
 
 Where there are tile instructions (AMX, Intel's since 2023), one of these multiplies 16 rows of 32 columns with those of
 16 weight rows, so that sixteen rows take hardly longer than one, which is bound by the reading of the weights: see
-kernels.cpu.four_bit_tiles, eight_bit_tiles and tiles. Elsewhere weights of few bits are multiplied as bytes where there
-are instructions for that (kernels.cpu.vnni), and all others are made float32 in registers (kernels.cpu.fma). The code
-is compiled by llvmlite when the first product is made.
+kernels.cpu.tiles. Elsewhere weights of few bits are multiplied as bytes where there are instructions for that, and all
+others are made float32 in registers: see kernels.cpu.vectors. The code is compiled by llvmlite when the first product
+is made.
 """
 
 from __future__ import annotations
@@ -212,27 +212,15 @@ def is_prepared(kind: str, isa: Isa) -> bool:
 def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
     """All functions: `tiles_four` or the like of TILES, `prepare` of PREPARE, and `product`, which calls them in all
     threads. `wide`: of products in float32."""
-    from kernels.cpu import eight_bit_tiles, four_bit_tiles
-    from kernels.cpu.code import Code, Module, made, parsed
-    from kernels.cpu.fma import write_products
+    from kernels.cpu.code import Code, Module, made
     from kernels.cpu.pool import write_call
     from kernels.cpu.tiles import write_tiles
-    from kernels.cpu.vnni import write_dots
+    from kernels.cpu.vectors import write_products
 
     module = Module(isa)
     part = Code(module, "part", ["array", "me"])
     given = part.fields(part.args["array"], _PRODUCT)
-    if isa.has_dots(kind):
-        write_dots(module, kind, wide)
-    elif not isa.has_tiles:
-        write_products(module, kind, wide)
-    elif kind == "four":
-        four_bit_tiles.write_calls(module)
-    elif kind == "eight":
-        eight_bit_tiles.write_prepare(module)
-        eight_bit_tiles.write_tiles(module, wide)
-    else:
-        write_tiles(module, "tiles_half", wide)
+    (write_tiles if isa.has_tiles else write_products)(module, kind, wide)
     if is_prepared(kind, isa):
         # Each thread for itself: they are few.
         part.run("prepare", *(given[name] for name in PREPARE))
@@ -241,5 +229,4 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
         part.run(f"tiles_{kind}", *(given[name] for name in TILES))
     part.done()
     write_call(module, "product", _PRODUCT, "part", ("counters", COUNTERS, ""))
-    found = made(module, is_straight=not isa.has_tiles)
-    return [parsed(four_bit_tiles.assembly()), found] if kind == "four" and isa.has_tiles else [found]
+    return [made(module, is_straight=not isa.has_tiles)]

@@ -1,0 +1,292 @@
+"""Products without tiles: 16 weight rows lie side by side in a vector, and are multiplied with numbers of each row.
+
+Weights of four and eight bits are multiplied by AVX-512's dot products of bytes (VNNI) where there are these. Rows
+become integers of 15 bits with a scale for each group of 32 columns, as in kernels.cpu.tiles. Weights stay the codes
+that they are, as bytes from 0 on: an instruction multiplies four of them of each weight row with a high or a low part
+of a row's, and adds them up. Sums of a group are exact, and scaled in float32, one group behind the other.
+
+All others are made float32 in registers, and multiplied with one number of each row. Sums run over columns in their
+order alone.
+
+So a row's result does not depend on the rows beside it. Few rows take several tiles of weights at once: a sum waits for
+its last addition, and others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from kernels.cpu.code import F32, I32, VECTOR, WORDS, Code, Module, Variable, words
+from kernels.cpu.isa import Isa
+from kernels.cpu.layout import BLOCKS, DOT_CODES, FLOATS, GROUP, LANES, PREPARE, TILES
+from kernels.cpu.tiles import LOW_BITS, SCALES, bytes_of, call_variants, integers_of, scales_of, write_out
+
+_TILES_OF_AVX2 = {1: 4, 2: 2, 4: 1}
+_FETCHED = 48
+"""Blocks that are asked of memory before they are needed: processors by themselves ask for less."""
+_FRACTION, _ONE = 0xF << 19, 0x3F800000
+"""A code in the four highest bits of a float32's fraction, and the bits of 1.0: 1 + code / 16, without a conversion."""
+_WORD = 4
+"""Codes that an instruction adds up."""
+_NIBBLES = 0x0F0F0F0F
+_MIDDLE = 128
+"""What is added to weights of eight bits, which are signed, to make bytes from 0 on of them."""
+
+
+def write_products(module: Module, kind: str, wide: bool = False) -> None:
+    """`prepare` of PREPARE and `tiles_<kind>` of TILES. `wide`: results stay float32."""
+    weights = (_DOTS if module.isa.has_dots(kind) else _WIDENED)[kind]
+    variants = _TILES_OF_AVX2 if module.isa is Isa.AVX2 else weights.tiles_of
+    for rows, tiles in variants.items():
+        _write_prepare(Code(module, f"prepare_{rows}", PREPARE), weights, rows)
+        _write_some(Code(module, f"tiles_{kind}_{rows}", TILES), weights, BLOCKS[kind], rows, tiles, wide)
+    for name, names in (("prepare", PREPARE), (f"tiles_{kind}", TILES)):
+        call_variants(module, name, names, [*variants], weights.prepared)
+
+
+def _write_prepare(code: Code, weights: type[_Weights], rows: int) -> None:
+    """What is prepared of rows, side by side for each block. Of rows that are not there it is zeros: processors take
+    long for numbers as small as what may lie there."""
+    args, size = code.args, weights.prepared * rows
+    with code.loop(args["count"], rows) as row, code.loop(0, args["blocks"]) as number:
+        weights.clear(code, code.plus(args["prepared"], code.times(number, size)), row, rows)
+    with code.loop(0, args["count"]) as row:
+        source = code.plus(args["x"], code.times(row, args["row_stride"]))
+        with code.loop(0, args["blocks"]) as number:
+            target = code.plus(args["prepared"], code.times(number, size))
+            weights.prepare(code, code.plus(source, code.times(number, 2 * GROUP)), target, row, rows)
+    code.done()
+
+
+def _write_some(code: Code, weights: type[_Weights], size: int, rows: int, tiles: int, wide: bool) -> None:
+    """As many rows as `count` says, `rows` at most, and some tiles at a time. Behind the last it is taken again."""
+    args = code.args
+    tile_size, last = code.times(args["blocks"], size), code.plus(args["last"], -1)
+    totals = [[code.variable(code.number(0.0)) for _ in range(rows)] for _ in range(tiles)]
+    with code.loop(args["first"], args["last"], tiles) as first:
+        taken = [code.least(code.plus(first, number), last) for number in range(tiles)]
+        begins = [code.plus(args["w"], code.times(tile, tile_size)) for tile in taken]
+        for total in (total for some in totals for total in some):
+            total.set(code.number(0.0))
+        with code.loop(0, args["blocks"]) as number:
+            prepared = code.plus(args["prepared"], code.times(number, weights.prepared * rows))
+            weights.multiply(code, _fetched(code, begins, number, size), prepared, totals)
+        for tile, some in zip(taken, totals, strict=True):
+            write_out(code, tile, some, wide)
+    code.done()
+
+
+def _fetched(code: Code, begins: Sequence[Any], number: Any, size: int) -> Iterator[Any]:
+    """Where the block of this number of each tile lies; one some way behind it is asked of memory."""
+    for begin in begins:
+        block = code.plus(begin, code.times(number, size))
+        code.fetch(code.plus(block, _FETCHED * size), size)
+        yield block
+
+
+class _Weights(ABC):
+    """Those of a block."""
+
+    tiles_of: ClassVar[dict[int, int]]
+    """Tiles that are taken at once, by the rows that products are compiled for."""
+    prepared: ClassVar[int]
+    """Bytes of what is prepared of each row and block."""
+
+    def __init__(self, code: Code, block: Any) -> None:
+        self.code, self.build, self.block = code, code.build, block
+
+    @classmethod
+    @abstractmethod
+    def prepare(cls, code: Code, source: Any, target: Any, row: Any, rows: int) -> None:
+        """Prepare the block at `source` of a row, to its place among those of all `rows` at `target`."""
+
+    @staticmethod
+    @abstractmethod
+    def clear(code: Code, target: Any, row: Any, rows: int) -> None:
+        """Prepare the same of a row that is not there."""
+
+    @classmethod
+    @abstractmethod
+    def multiply(cls, code: Code, blocks: Iterable[Any], prepared: Any, totals: list[list[Variable]]) -> None:
+        """Add products of a block of each tile with the rows to `totals`, by tile and row."""
+
+
+class _Wide(_Weights):
+    """Made float32, as rows are. Of bfloat16 the upper half of the number is there."""
+
+    tiles_of: ClassVar = {1: 2, 2: 2, 4: 2, 8: 1, 16: 1}
+    prepared = FLOATS
+    columns = 2
+    """That lie in a word of 32 bits."""
+
+    @classmethod
+    def prepare(cls, code: Code, source: Any, target: Any, row: Any, rows: int) -> None:
+        for column in range(0, GROUP, LANES):
+            values = code.load_halves(source, 2 * column)
+            code.store(values, code.plus(target, code.times(row, FLOATS)), 4 * column)
+
+    @staticmethod
+    def clear(code: Code, target: Any, row: Any, rows: int) -> None:
+        for column in range(0, GROUP, LANES):
+            code.store(code.number(0.0), code.plus(target, code.times(row, FLOATS)), 4 * column)
+
+    @classmethod
+    def multiply(cls, code: Code, blocks: Iterable[Any], prepared: Any, totals: list[list[Variable]]) -> None:
+        blocks = [*blocks]  # all are asked of memory before anything is loaded
+        weights = [cls(code, block) for block in blocks]
+        with code.loop(0, GROUP // cls.columns) as word:
+            of_tiles = [code.load(WORDS, tile.block, code.times(word, 64)) for tile in weights]
+            columns = code.plus(prepared, code.times(word, 4 * cls.columns))
+            for column in range(cls.columns):
+                found = [tile.wide(bits, column) for tile, bits in zip(weights, of_tiles, strict=True)]
+                for row in range(len(totals[0])):
+                    number = code.load_same(columns, FLOATS * row + 4 * column)
+                    for weight, some in zip(found, totals, strict=True):
+                        some[row].set(code.fma(weight, number, some[row].get()))
+
+    def wide(self, bits: Any, column: int) -> Any:
+        """A column of these words as float32."""
+        bits = self.build.and_(bits, words(-1 << 16)) if column else self.build.shl(bits, words(16))
+        return self.build.bitcast(bits, VECTOR)
+
+
+class _WideFour(_Wide):
+    """scale * (code - 8) + middle, which is 16 * scale * (1 + code / 16) + middle - 24 * scale."""
+
+    columns = 8
+
+    def __init__(self, code: Code, block: Any) -> None:
+        super().__init__(code, block)
+        scale, middle = scales_of(code, block)
+        self.moved, self.scale = code.fma(scale, code.number(-24.0), middle), code.build.fmul(scale, code.number(16.0))
+
+    def wide(self, bits: Any, column: int) -> Any:
+        """Columns with even numbers are in the lower half of a word."""
+        shift = 19 - (4 * (column // 2) + 16 * (column % 2))
+        bits = (self.build.shl if shift > 0 else self.build.lshr)(bits, words(abs(shift)))
+        bits = self.build.or_(self.build.and_(bits, words(_FRACTION)), words(_ONE))
+        return self.code.fma(self.build.bitcast(bits, VECTOR), self.scale, self.moved)
+
+
+class _WideEight(_Wide):
+    """scale * code."""
+
+    columns = 4
+
+    def __init__(self, code: Code, block: Any) -> None:
+        super().__init__(code, block)
+        self.scale = code.load_vector(block, SCALES)
+
+    def wide(self, bits: Any, column: int) -> Any:
+        bits = self.build.ashr(self.build.shl(bits, words(24 - 8 * column)), words(24))
+        return self.build.fmul(self.build.sitofp(bits, VECTOR), self.scale)
+
+
+class _Codes(_Weights):
+    """As vectors of bytes: of each weight row four codes for columns side by side in `order`. Of each block codes of
+    all rows lie side by side, then their scales, then what their sums are moved by."""
+
+    tiles_of: ClassVar = {1: 4, 2: 2, 4: 2, 8: 1, 16: 1}
+    prepared = DOT_CODES
+    order: ClassVar[Sequence[int]] = range(LANES)
+    """Of 16 columns those that lie at each place."""
+    codes: Sequence[Any]
+
+    @classmethod
+    def prepare(cls, code: Code, source: Any, target: Any, row: Any, rows: int) -> None:
+        scale, integers = integers_of(code, source)
+        for half, numbers in enumerate(integers):
+            for part, found in enumerate(bytes_of(code, numbers)):
+                found = code.build.shuffle_vector(found, found, WORDS([*cls.order]))
+                code.store(found, code.plus(target, code.times(row, 2 * GROUP)), part * GROUP + half * LANES)
+        total = code.call("llvm.vector.reduce.add.v16i32", I32, code.build.add(*integers))
+        at_scale = code.plus(target, code.times(row, 4), 2 * GROUP * rows)
+        code.store(scale, at_scale)
+        code.store(cls.moved_by(code, total, scale), at_scale, 4 * rows)
+
+    @staticmethod
+    def clear(code: Code, target: Any, row: Any, rows: int) -> None:
+        for behind in (2 * GROUP * rows, 2 * GROUP * rows + 4 * rows):
+            code.store(F32(0.0), code.plus(target, code.times(row, 4)), behind)
+
+    @classmethod
+    def multiply(cls, code: Code, blocks: Iterable[Any], prepared: Any, totals: list[list[Variable]]) -> None:
+        for block, some in zip(blocks, totals, strict=True):
+            found, rows = cls(code, block), len(some)
+            for row, total in enumerate(some):
+                at_scale = code.plus(prepared, 2 * GROUP * rows + 4 * row)
+                parts = (code.plus(prepared, 2 * GROUP * row + part * GROUP) for part in range(2))
+                total.set(found.add_to(total.get(), parts, at_scale, code.plus(at_scale, 4 * rows)))
+
+    @staticmethod
+    @abstractmethod
+    def moved_by(code: Code, total: Any, scale: Any) -> Any:
+        """What a row's sums are moved by for each group, of 32 bits, from the sum of its integers."""
+
+    @abstractmethod
+    def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
+        """A row's total with this block's: addresses of both parts of its codes, of its scale, and of `moved_by`."""
+
+    def _add(self, sums: Any, part: Any) -> Any:
+        """Sums with those of a part of a row."""
+        for number, codes in enumerate(self.codes):
+            word = self.code.same(self.code.load(I32, part, _WORD * number))
+            sums = self.code.call("llvm.x86.avx512.vpdpbusd.512", WORDS, sums, codes, word)
+        return sums
+
+    def _higher(self, sums: Any) -> Any:
+        return self.build.shl(sums, words(LOW_BITS))
+
+
+class _FourCodes(_Codes):
+    """scale * code + (middle - 8 * scale); in words of eight codes, those of odd columns in the upper half."""
+
+    order: ClassVar = tuple(8 * word + column for word in range(2) for column in (0, 4, 1, 5, 2, 6, 3, 7))
+
+    def __init__(self, code: Code, block: Any) -> None:
+        super().__init__(code, block)
+        self.scale, middle = scales_of(code, block)
+        self.moved = code.fma(self.scale, code.number(-8.0), middle)
+        self.codes = []
+        for word in range(GROUP // (2 * _WORD)):
+            bits = code.load(WORDS, block, 64 * word)
+            self.codes += [self.build.and_(part, words(_NIBBLES)) for part in (bits, self.build.lshr(bits, words(4)))]
+
+    @staticmethod
+    def moved_by(code: Code, total: Any, scale: Any) -> Any:
+        """The sum of its numbers."""
+        return code.build.fmul(code.build.sitofp(total, F32), scale)
+
+    def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
+        high, low = parts
+        sums = self._add(self._higher(self._add(words(0), high)), low)
+        found = self.build.fmul(self.build.sitofp(sums, VECTOR), self.code.load_same(scale))
+        total = self.code.fma(found, self.scale, total)
+        return self.code.fma(self.moved, self.code.load_same(moved), total)
+
+
+class _EightCodes(_Codes):
+    """scale * code."""
+
+    def __init__(self, code: Code, block: Any) -> None:
+        super().__init__(code, block)
+        self.scale = code.load_vector(block, SCALES)
+        bits = (code.load(WORDS, block, 64 * word) for word in range(GROUP // _WORD))
+        self.codes = [self.build.xor(word, words(0x80808080 - (1 << 32))) for word in bits]
+
+    @staticmethod
+    def moved_by(code: Code, total: Any, scale: Any) -> Any:
+        """What the sum is too large by, with another sign."""
+        return code.build.mul(total, I32(-_MIDDLE))
+
+    def add_to(self, total: Any, parts: Any, scale: Any, moved: Any) -> Any:
+        high, low = parts
+        sums = self.build.add(self._higher(self._add(words(0), high)), self.code.same(self.code.load(I32, moved)))
+        found = self.build.sitofp(self._add(sums, low), VECTOR)
+        return self.code.fma(self.build.fmul(found, self.code.load_same(scale)), self.scale, total)
+
+
+_DOTS: dict[str, type[_Weights]] = {"four": _FourCodes, "eight": _EightCodes}
+_WIDENED: dict[str, type[_Weights]] = {"four": _WideFour, "eight": _WideEight, "half": _Wide}
