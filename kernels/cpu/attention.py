@@ -36,9 +36,7 @@ class _Attention:
         where = code.plus(self.run["queries"], code.times(self.item["queries"], 8 * len(QUERIES)))
         self.queries = code.fields(where, QUERIES)
         scratch = code.args["scratch"]
-        self.laid, self.seen, self.scores = (
-            code.plus(scratch, self.run[name]) for name in ("at_queries", "at_seen", "at_scores")
-        )
+        self.laid, self.scores = (code.plus(scratch, self.run[name]) for name in ("at_queries", "at_scores"))
         self.has_tiles, self.some = code.isa.has_tiles, code.isa.registers // 2
         self.num_keys = self.queries["num_keys"]
         self.num_lanes = code.times(self.item["count"], shape.group)
@@ -51,8 +49,8 @@ class _Attention:
         else:
             self._score()
         self._hide()
-        sums = self._weigh()
-        self._add_up(sums)
+        self._weigh()
+        self._add_up()
 
     def _lay_out_queries(self) -> None:
         """Columns as float32, each of all queries side by side; for tiles pairs of columns, as they are."""
@@ -157,8 +155,8 @@ class _Attention:
             visible = code.build.bitcast(code.build.trunc(seen.get(), I16), bits)
             code.store(code.build.select(visible, code.load_vector(place), code.number(_HIDDEN)), place)
 
-    def _weigh(self) -> Any:
-        """Products become scores, and these weights; returns where one over their sums is."""
+    def _weigh(self) -> None:
+        """Products become scores, and these weights; one over their sums is put where queries were laid."""
         code = self.code
         most, sums = code.variable(code.number(_HIDDEN)), code.variable(code.number(0.0))
         with code.loop(0, self.num_keys) as key:
@@ -174,9 +172,8 @@ class _Attention:
             sums.set(code.build.fadd(sums.get(), weight))
             code.store(weight, place)
         code.store(code.build.fdiv(code.number(1.0), sums.get()), self.laid)
-        return self.laid
 
-    def _add_up(self, shares: Any) -> None:
+    def _add_up(self) -> None:
         """Values times weights, for some queries at a time."""
         code, shape = self.code, self.shape
         columns = range(0, shape.head_dim, LANES)
@@ -196,7 +193,7 @@ class _Attention:
             for member, row in enumerate(totals):
                 query = code.plus(lane, member)
                 with code.when(code.build.icmp_signed("<", query, self.num_lanes)):
-                    share = code.load_same(shares, code.times(query, 4))
+                    share = code.load_same(self.laid, code.times(query, 4))
                     target = self._target(query)
                     for column, total in zip(columns, row, strict=True):
                         code.store_halves(code.build.fmul(total.get(), share), target, 2 * column)

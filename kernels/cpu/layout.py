@@ -43,7 +43,7 @@ KEYS = TILE
 RUN = (
     "stream", "rows", "layers", "num_layers", "num_counted", "draft_head", "cos", "sin", "positions", "slots", "items",
     "num_items", "queries", "heads", "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part",
-    "at_queries", "at_seen", "at_scores", "counters",
+    "at_queries", "at_scores", "counters",
 )  # fmt: skip
 """What a run is told, all int64: addresses and counts. See StackPlan."""
 LAYER = (

@@ -162,7 +162,7 @@ class StackPlan:
                 items += [(number, head, start, some) for head in range(shape.num_kv_heads)]
             first += part.rows
         self._queries, self._items = np.array(lines, np.int64), np.array(items, np.int64)
-        self._most_keys, self._most_masked = max(line[1] for line in lines), max(line[4] for line in lines)
+        self._most_keys = max(line[1] for line in lines)
         self._kept = (queries, masks, angles, own_slots, positions)
         self._fields = dict.fromkeys(RUN, 0)
         self._fields |= {
@@ -193,7 +193,7 @@ class StackPlan:
         for layer, kept in taps.items():
             self._table[layer, _TAP] = kept.data_ptr()
         shape, rows, count = self._shape, self.rows, len(self._table) - 1
-        places, size = _scratch(self._isa, shape, rows, self._threads, self._most_masked, ends.prepared)
+        places, size = _scratch(self._isa, shape, rows, self._threads, ends.prepared)
         size += (self._most_keys + KEYS + 1) * LINE
         qkv, wide = shape.num_all * shape.head_dim, shape.num_heads * shape.head_dim
         shared, counted = _room(2 * rows * (qkv + wide + shape.inner)), (count + 1) * PHASES * COUNTERS
@@ -275,13 +275,11 @@ def _check_angles(shape: StackShape, positions: Tensor, own_slots: Tensor, angle
 
 
 @cache
-def _scratch(
-    isa: Isa, shape: StackShape, rows: int, threads: int, masked: int, more_prepared: int
-) -> tuple[dict[str, int], int]:
+def _scratch(isa: Isa, shape: StackShape, rows: int, threads: int, more_prepared: int) -> tuple[dict[str, int], int]:
     """Where each part of a thread's own memory begins, behind normed rows, and where the last one does, which holds
     scores, a line for each key.
 
-    `masked`: the most keys of any queries that a mask tells of. `more_prepared`: bytes of what is prepared at least.
+    `more_prepared`: bytes of what is prepared at least.
     """
     widest = max(shape.hidden, shape.inner, shape.given, shape.num_heads * shape.head_dim)
     part = max(2 * chunk_of(shape.inner, 2 * shape.hidden, threads, shape.kind), *(
@@ -292,7 +290,6 @@ def _scratch(
         "at_prepared": max(prepared_size(shape.kind, rows, widest, isa), more_prepared),
         "at_part": rows * part * TILE * 2,
         "at_queries": shape.head_dim * 4 * LANES,
-        "at_seen": masked * 2,
     }
     found, size = {}, 0
     for name, need in sizes.items():
