@@ -44,7 +44,7 @@ def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
     if shape.given:
         _write_ends(module, shape)
     _write_part(module, shape)
-    write_call(module, "run", RUN, "all_layers", ("counters", PHASES * COUNTERS, "num_counted"))
+    write_call(module, "run", RUN, "all_layers")
     return module
 
 

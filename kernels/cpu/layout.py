@@ -41,9 +41,9 @@ PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
 KEYS = TILE
 """Keys that are multiplied with queries at once."""
 RUN = (
-    "stream", "rows", "layers", "num_layers", "num_counted", "draft_head", "cos", "sin", "positions", "slots", "items",
+    "stream", "rows", "layers", "num_layers", "draft_head", "cos", "sin", "positions", "slots", "items",
     "num_items", "queries", "heads", "attended", "inner", "given", "scratch", "scratch_size", "at_prepared", "at_part",
-    "at_queries", "at_scores", "counters",
+    "at_queries", "at_scores", "counters", "counter_bytes",
 )  # fmt: skip
 """What a run is told, all int64: addresses and counts. See StackPlan."""
 LAYER = (

@@ -48,19 +48,15 @@ class HelperThreads:
             self._started = max(self._started, threads)
 
 
-def write_call(module: Module, name: str, names: tuple[str, ...], part: str, cleared: tuple[str, int, str]) -> None:
+def write_call(module: Module, name: str, names: tuple[str, ...], part: str) -> None:
     """A function of `names`, `pool` and `threads` that runs `part` in some threads: of an array with its arguments, and
-    the thread's number.
-
-    `cleared`: the name of an address, and of how many times so many bytes are zeroed there first, if not once.
-    """
+    the thread's number. `names` has `counters` and `counter_bytes`, which are zeroed first."""
     code = Code(module, name, [*names, "pool", "threads"])
     build, pool = code.build, code.args["pool"]
     array = code.room(8 * len(names))
     for place, value in enumerate(names):
         code.store(code.args[value], array, 8 * place)
-    address, size, times = cleared
-    code.clear(code.args[address], code.times(code.args[times], size) if times else I64(size))
+    code.clear(code.args["counters"], code.args["counter_bytes"])
     called = module.globals[part]
     is_taken = build.icmp_signed("!=", code.swap(pool, _TAKEN, I64(1)), I64(0))
     with build.if_else(is_taken) as (alone, together):

@@ -42,6 +42,7 @@ _PRODUCT = (
     "chunk",
     "chunks",
     "counters",
+    "counter_bytes",
 )
 
 
@@ -141,7 +142,7 @@ def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat
         _compiled(isa, weight.kind, dtype == torch.float32)(
             rows.data_ptr() + first * x_stride, x_stride, weight.blocks.data_ptr(), out.data_ptr() + first * out_stride,
             out_stride, size // GROUP, tiles, min(count - first, some), prepared.data_ptr(),
-            chunk, -(-tiles // chunk), counters.data_ptr(), *pool(threads),
+            chunk, -(-tiles // chunk), counters.data_ptr(), COUNTERS, *pool(threads),
         )  # fmt: skip
     return out
 
@@ -228,5 +229,5 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
         given["first"], given["last"] = part.bounds(chunk, given["chunk"], given["tiles"])
         part.run(f"tiles_{kind}", *(given[name] for name in TILES))
     part.done()
-    write_call(module, "product", _PRODUCT, "part", ("counters", COUNTERS, ""))
+    write_call(module, "product", _PRODUCT, "part")
     return [made(module, is_straight=not isa.has_tiles)]

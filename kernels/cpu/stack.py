@@ -201,9 +201,10 @@ class StackPlan:
         heads = memory.data_ptr() + -memory.data_ptr() % LINE
         fields = self._fields | places | {
             "stream": stream.data_ptr(), "given": 0 if given is None else given.data_ptr(), "draft_head": ends.address,
-            "num_layers": count, "num_counted": count + 1, "layers": self._table.ctypes.data,
+            "num_layers": count, "layers": self._table.ctypes.data,
             "heads": heads, "attended": heads + 2 * rows * qkv, "inner": heads + 2 * rows * (qkv + wide),
-            "counters": heads + shared, "scratch": heads + shared + counted, "scratch_size": size,
+            "counters": heads + shared, "counter_bytes": counted,
+            "scratch": heads + shared + counted, "scratch_size": size,
         }  # fmt: skip
         self._function(*fields.values(), *products.pool(self._threads))
         _spare.give(memory)
