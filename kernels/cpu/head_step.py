@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cpu import products, ranks
 from kernels.cpu.isa import needed_isa
 from kernels.cpu.layout import HEAD, TILE, chunk_of, prepared_size
-from kernels.cpu.products import Packed, function_address, is_prepared
+from kernels.cpu.products import Packed, function_address
 from kernels.cpu.ranks import MAX_BEST
 from kernels.cpu.stack import Ends, StackPlan, StackShape
 
@@ -97,7 +97,7 @@ class HeadStep:
             "starts_normed": weights.starts_normed, "leaves_normed": weights.leaves_normed,
             "output": output.blocks.data_ptr(), "num_tiles": tiles, "chunk": chunk, "num_chunks": -(-tiles // chunk),
             "tiles": function_address(isa, output.kind, f"tiles_{output.kind}"),
-            "prepare": function_address(isa, output.kind, "prepare") if is_prepared(output.kind, isa) else 0,
+            "prepare": function_address(isa, output.kind, "prepare"),
             "ranks": ranks.function_address(),
         }  # fmt: skip
 

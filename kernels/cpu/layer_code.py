@@ -26,7 +26,6 @@ from kernels.cpu.layout import (
 )  # fmt: skip
 from kernels.cpu.norm import norm_row, write_norm
 from kernels.cpu.pool import write_call
-from kernels.cpu.products import is_prepared
 
 _FETCHED = 8 << 10
 """Bytes of weights that are asked of memory before a phase begins."""
@@ -153,8 +152,7 @@ class _Layer:
         return lambda: self.code.fetch(self.code.plus(weights, self.code.times(self.args["me"], block)), _FETCHED)
 
     def _prepare(self, source: Any, size: int) -> None:
-        if is_prepared(self.shape.kind, self.code.isa):
-            self.code.run("prepare", source, 2 * size, size // GROUP, self.rows, self.prepared)
+        self.code.run("prepare", source, 2 * size, size // GROUP, self.rows, self.prepared)
 
     def _norm(self, weight: Any) -> None:
         size, eps = self.shape.hidden, float_bits(self.shape.eps)
@@ -288,8 +286,7 @@ def _write_logits(code: Code, shape: StackShape, run: dict[str, Any], head: dict
 
     def prepare() -> None:
         code.run("norm", run["stream"], head["final_norm"], normed, run["rows"], shape.hidden, float_bits(shape.eps))
-        with code.when(code.build.icmp_signed("!=", head["prepare"], I64(0))):
-            code.run_at(head["prepare"], normed, size, blocks, run["rows"], prepared)
+        code.run_at(head["prepare"], normed, size, blocks, run["rows"], prepared)
 
     with code.chunks(head["num_chunks"], code.plus(code.args["counters"], COUNTERS), prepare) as chunk:
         bounds = code.bounds(chunk, head["chunk"], head["num_tiles"])

@@ -132,7 +132,7 @@ def tile_product(rows: Tensor, weight: Packed, dtype: torch.dtype = torch.bfloat
         return tile_product(rows, weight).float()
     isa = needed_isa()
     out = torch.empty(count, weight.num_out, dtype=dtype)
-    some = max(count, 1) if not is_prepared(weight.kind, isa) else _TOGETHER
+    some = _TOGETHER if prepared_size(weight.kind, 1, size, isa) else max(count, 1)
     prepared = torch.empty(prepared_size(weight.kind, min(count, some), size, isa), dtype=torch.uint8)
     tiles, threads = weight.num_out // TILE, num_threads()
     chunk = max(1, -(-tiles // (_CHUNKS * threads))) if threads > 1 else tiles
@@ -205,11 +205,6 @@ def _compiled(isa: Isa, kind: str, wide: bool) -> Any:
     return code.function(engine, "product", len(_PRODUCT) + 2)
 
 
-def is_prepared(kind: str, isa: Isa) -> bool:
-    """Whether `prepare` comes before products."""
-    return kind != "half" or not isa.has_tiles
-
-
 def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
     """All functions: `tiles_four` or the like of TILES, `prepare` of PREPARE, and `product`, which calls them in all
     threads. `wide`: of products in float32."""
@@ -222,9 +217,8 @@ def modules(isa: Isa, kind: str, wide: bool = False) -> list[Any]:
     part = Code(module, "part", ["array", "me"])
     given = part.fields(part.args["array"], _PRODUCT)
     (write_tiles if isa.has_tiles else write_products)(module, kind, wide)
-    if is_prepared(kind, isa):
-        # Each thread for itself: they are few.
-        part.run("prepare", *(given[name] for name in PREPARE))
+    # Each thread for itself: they are few.
+    part.run("prepare", *(given[name] for name in PREPARE))
     with part.chunks(given["chunks"], given["counters"]) as chunk:
         given["first"], given["last"] = part.bounds(chunk, given["chunk"], given["tiles"])
         part.run(f"tiles_{kind}", *(given[name] for name in TILES))

@@ -28,8 +28,8 @@ _PRODUCT, _X, _W = range(3)
 
 
 def write_tiles(module: Module, kind: str, wide: bool = False) -> None:
-    """`tiles_<kind>` of TILES for any number of rows and, but for "half", `prepare` of PREPARE. `wide`: results stay
-    float32, but for "four"."""
+    """`tiles_<kind>` of TILES and `prepare` of PREPARE, for any number of rows. `wide`: results stay float32, but for
+    "four"."""
     {"four": _write_four, "eight": _write_eight, "half": _write_half}[kind](module, wide)
 
 
@@ -291,7 +291,8 @@ _HALF_X, _HALF_W = 4, 6
 
 
 def _write_half(module: Module, wide: bool) -> None:
-    """32 rows at a time while each pair of weights is at hand, the rest behind."""
+    """32 rows at a time while each pair of weights is at hand, the rest behind. Nothing is prepared."""
+    Code(module, "prepare", PREPARE).done()
     for groups in (1, 2):
         code = Code(module, f"tiles_half_{groups}", TILES)
         _Half(code, groups, wide).write()
