@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import products, ranks
+from kernels.cpu import products
 from kernels.cpu.isa import needed_isa
-from kernels.cpu.layout import HEAD, TILE, chunk_of, prepared_size
+from kernels.cpu.layout import HEAD, MAX_BEST, TILE, chunk_of, prepared_size
 from kernels.cpu.products import Packed, function_address
-from kernels.cpu.ranks import MAX_BEST
+from kernels.cpu.rows import row_function
 from kernels.cpu.stack import Ends, StackPlan, StackShape
 
 
@@ -55,7 +55,7 @@ class Links(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """How candidates of M rows are found: as kernels.cpu.ranks does, with logits divided first.
+    """How candidates of M rows are found: as kernels.cpu.rows does, with logits divided first.
 
     Attributes:
         divisors: float32 [M].
@@ -73,7 +73,7 @@ class Stepped(NamedTuple):
 
     Attributes:
         logits: float32 [M, N]; divided, if they were ranked.
-        tokens: int32 [M, best], as `scores` float32; see kernels.cpu.ranks.best_of. None where nothing was ranked.
+        tokens: int32 [M, best], as `scores` float32; see kernels.cpu.rows.best_of. None where nothing was ranked.
     """
 
     logits: Tensor
@@ -98,7 +98,7 @@ class HeadStep:
             "output": output.blocks.data_ptr(), "num_tiles": tiles, "chunk": chunk, "num_chunks": -(-tiles // chunk),
             "tiles": function_address(isa, output.kind, f"tiles_{output.kind}"),
             "prepare": function_address(isa, output.kind, "prepare"),
-            "ranks": ranks.function_address(),
+            "ranks": row_function(isa, "ranks").engine.get_function_address("ranks"),
         }  # fmt: skip
 
     def __call__(self, plan: StackPlan, token_ids: Tensor, links: Links, ranking: Ranking | None = None) -> Stepped:

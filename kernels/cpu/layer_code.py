@@ -24,8 +24,8 @@ from kernels.cpu.layout import (
     chunk_of,
     float_bits,
 )  # fmt: skip
-from kernels.cpu.norm import norm_row, write_norm
 from kernels.cpu.pool import write_call
+from kernels.cpu.row_code import NORM, norm_row, write_norm
 
 _FETCHED = 8 << 10
 """Bytes of weights that are asked of memory before a phase begins."""
@@ -36,7 +36,7 @@ _TILE_BYTES = 2 * TILE
 def layers_module(isa: Isa, shape: StackShape, threads: int) -> Module:
     """The function `run` of RUN, and all that it calls but products."""
     module = Module(isa)
-    write_norm(module)
+    write_norm(Code(module, "norm", NORM))
     _write_turn(module, shape)
     write_attention(module, shape)
     _Layer(module, shape, threads).write()

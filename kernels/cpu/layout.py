@@ -38,6 +38,12 @@ prepared of them: for tiles sums, which weights of four bits are moved by, or co
 products of bytes codes, scales and what sums are moved by; else float32 numbers."""
 PREPARE = ("x", "row_stride", "blocks", "count", "prepared")
 """Of what prepares that."""
+LARGEST_CODE = 127
+"""Of weights of eight bits."""
+TINY = 1e-30
+"""Scales of such weights that are less count as zeros."""
+MAX_BEST = 64
+"""Numbers that are ranked in a row."""
 KEYS = TILE
 """Keys that are multiplied with queries at once."""
 RUN = (

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.isa import Isa, best_isa, needed_isa
-from kernels.cpu.layout import BLOCKS, COUNTERS, GROUP, PREPARE, TILE, TILES, prepared_size
+from kernels.cpu.layout import BLOCKS, COUNTERS, GROUP, LARGEST_CODE, PREPARE, TILE, TILES, TINY, prepared_size
+from kernels.cpu.rows import row_function
 
 MAX_ROWS = 64
 """Rows that weights of few bits are best for where tiles multiply: they are made wide for every 16, or 8."""
@@ -27,6 +28,8 @@ _AHEAD = 2
 """Blocks before the first and twice as many behind the last that are read, and not used."""
 _CHUNKS = 4
 """Pieces of a product for each thread."""
+_ROUNDED = 128
+"""Tiles that are rounded together, for the sake of memory."""
 _TOGETHER = 256
 """Rows that are prepared at once, by each thread for itself."""
 _PRODUCT = (
@@ -93,6 +96,30 @@ def packed_eight(codes: Tensor, scales: Tensor) -> Packed:
     # Of each block fours of columns, each of 16 weight rows side by side.
     fours = codes.to(torch.int8).view(tiles, TILE, blocks, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
     return _packed("eight", num_out, size, fours, scales.float().view(tiles, TILE, blocks).permute(0, 2, 1))
+
+
+def eight_bits(weight: Tensor) -> Packed | None:
+    """A bfloat16 weight [out, in] that `fits` and that lies on 255 even levels around zero in each group, as one does
+    that was made of GGUF's Q8_0: half of the bytes to read. None for any other.
+
+    Codes and scales give the weights, rounded to bfloat16, exactly. The first group that has none ends the search.
+    """
+    weight = weight.contiguous()
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], weight.shape[1] // GROUP)
+    found = torch.zeros(1, dtype=torch.int64)
+    find = row_function(needed_isa(), "find")
+    find(weight.data_ptr(), scales.numel(), codes.data_ptr(), scales.data_ptr(), found.data_ptr())
+    return packed_eight(codes, scales) if int(found) == scales.numel() else None
+
+
+def round_to_eight_bits(weight: Tensor) -> None:
+    """Lay a bfloat16 weight [out, in], in its place, on such levels: the largest of a group is the last."""
+    for part in weight.split(_ROUNDED * TILE):
+        places = part.float().view(part.shape[0], -1, GROUP)
+        scales = (places.abs().amax(2, keepdim=True) / LARGEST_CODE).half().float()
+        codes = places.div_(scales.clamp(min=TINY)).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+        part.copy_(codes.mul_(scales).view(part.shape))
 
 
 def packed_half(weight: Tensor) -> Packed:

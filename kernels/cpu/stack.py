@@ -35,8 +35,8 @@ from kernels.cpu.layout import (
     chunk_of,
     prepared_size,
 )  # fmt: skip
-from kernels.cpu.norm import compiled_norm
 from kernels.cpu.products import MAX_ROWS, Packed
+from kernels.cpu.rows import row_function
 
 __all__ = ["MAX_ROWS", "DecoderStack", "LayerWeights", "Queries", "StackShape"]
 
@@ -80,7 +80,7 @@ class DecoderStack:
         self.shape, self._layers = shape, list(layers)
         # Here and not at the first forward, which would take a second.
         isa = needed_isa()
-        compiled_norm(isa)
+        row_function(isa, "norm")
         _compiled(isa, shape, products.num_threads())
         # Behind the last layer its weights are asked of memory again, in vain.
         self._table = np.zeros((len(layers) + 1, len(LAYER)), np.int64)

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from kernels.cpu.isa import needed_isa
 from kernels.cpu.layout import GROUP
-from kernels.cpu.levels import eight_bits
-from kernels.cpu.products import MAX_ROWS, Packed, fits, packed_four, packed_half, prepare, tile_product
+from kernels.cpu.products import MAX_ROWS, Packed, eight_bits, fits, packed_four, packed_half, prepare, tile_product
 from kernels.quant_weight import QuantWeight, unpacked
 from outrider.device import bf16_flag
 

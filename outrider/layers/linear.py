@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.norm import fits_norm
-from kernels.cpu.norm import rms_norm as cpu_rms_norm
+from kernels.cpu.rows import fits_norm
+from kernels.cpu.rows import rms_norm as cpu_rms_norm
 from kernels.elementwise import add_rms_norm, gate_mul, rms_norm
 from kernels.launch import use_triton
 from kernels.linear import MAX_FP8_ROWS, dequantize, fits_fp8_linear, fp8_linear, norm_linear, ring_pays, stream_linear

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.head_step import Ranking
-from kernels.cpu.ranks import MAX_BEST, best_of, fits_ranks, prepare_ranks
+from kernels.cpu.layout import MAX_BEST
+from kernels.cpu.rows import best_of, fits_ranks, prepare_ranks
 from kernels.proposals import propose
 from kernels.sampling_state import RANK_BY_NOISE, ProposeBuffers, ProposeTables
 from outrider.device import put

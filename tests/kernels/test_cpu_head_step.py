@@ -13,9 +13,8 @@ from test_cpu_stack import EPS, angles_of, layers_of, tree_mask
 from torch import Tensor
 
 from kernels.cpu.head_step import HeadStep, HeadWeights, Links, Ranking, Stepped
-from kernels.cpu.norm import rms_norm
 from kernels.cpu.products import tile_product
-from kernels.cpu.ranks import best_of
+from kernels.cpu.rows import best_of, rms_norm
 from kernels.cpu.stack import DecoderStack, LayerWeights, Queries, StackPlan, StackShape
 
 pytestmark = pytest.mark.usefixtures("isa")

@@ -16,7 +16,7 @@ from test_cpu_products import KINDS, made
 
 import kernels
 from kernels import cpu
-from kernels.cpu import norm, objects, products
+from kernels.cpu import objects, products, rows
 from kernels.cpu.isa import Isa, best_isa
 from kernels.cpu.objects import kept_objects
 
@@ -60,11 +60,11 @@ def test_what_may_be_compiled_from_sources_of_two_releases_is_not_kept(
 ) -> None:
     copy = tmp_path / "release" / "kernels"
     shutil.copytree(Path(kernels.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    lines = ["from kernels.cpu import isa, norm"]
+    lines = ["from kernels.cpu import isa, rows"]
     if is_changed:
         # A service imports this long before it compiles: a model may have to be fetched between.
         lines.append(f"open({str(copy / 'cpu' / 'layout.py')!r}, 'a').write('# newer')")
-    lines.append("norm.compiled_norm(isa.needed_isa())")
+    lines.append("rows.row_function(isa.needed_isa(), 'norm')")
     env = {**os.environ, "PYTHONPATH": str(copy.parent)}
     subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=copy.parent, env=env, check=True)
     assert (home / "code").exists() is not is_changed
@@ -132,12 +132,12 @@ def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, mon
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_code_computes_the_same_bits(kind: str, home: Path) -> None:
     weight, _ = made(kind, 64, 128)
-    rows = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    numbers = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     found, kept = [], []
     for _ in range(2):
-        norm.compiled_norm.cache_clear()
+        rows.row_function.cache_clear()
         products._compiled.cache_clear()
-        normed = norm.rms_norm(rows, torch.ones(128), 1e-5)
+        normed = rows.rms_norm(numbers, torch.ones(128), 1e-5)
         found.append((normed, products.tile_product(normed, weight)))
         kept.append({path.name: path.stat().st_mtime_ns for path in (home / "code").iterdir()})
     assert kept[0] == kept[1] and len(kept[0]) >= 2

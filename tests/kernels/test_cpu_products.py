@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu import levels, products
+from kernels.cpu import products
 from kernels.cpu.isa import Isa
 from kernels.cpu.layout import GROUP, TILE
 from kernels.cpu.products import MAX_ROWS, Packed, packed_eight, packed_four, packed_half, tile_product
@@ -96,8 +96,9 @@ def test_rows_that_it_does_not_take_are_refused() -> None:
 def test_no_instruction_is_used_that_is_not_asked_for(isa: Isa) -> None:
     """Conversions of float16 are AVX-512's or F16C's, not those of AVX-512 FP16."""
     code = pytest.importorskip("kernels.cpu.code", exc_type=ImportError)
+    row_code = pytest.importorskip("kernels.cpu.row_code", exc_type=ImportError)
     module = code.Module(isa)
-    levels._write(code.Code(module, "find", levels._FIND))
+    row_code._write_find(code.Code(module, "find", row_code._FIND))
     text = code.machine(isa).emit_assembly(code.made(module))
     assert "vcvtps2ph" in text and "vcvtss2sh" not in text
 

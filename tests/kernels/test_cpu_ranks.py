@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.layout import LANES
-from kernels.cpu.ranks import MAX_BEST, best_of, fits_ranks
+from kernels.cpu.layout import LANES, MAX_BEST
+from kernels.cpu.rows import best_of, fits_ranks
 
 pytestmark = pytest.mark.usefixtures("isa")
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cpu.layout import GROUP, TILE
-from kernels.cpu.levels import eight_bits, round_to_eight_bits
-from kernels.cpu.products import MAX_ROWS, tile_product
+from kernels.cpu.products import MAX_ROWS, eight_bits, round_to_eight_bits, tile_product
 from outrider.layers.cpu_weight import CpuWeight
 
 pytestmark = pytest.mark.usefixtures("isa")

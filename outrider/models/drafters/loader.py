@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.cpu.levels import round_to_eight_bits
-from kernels.cpu.products import fits
+from kernels.cpu.products import fits, round_to_eight_bits
 from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
 from outrider.device import choose_device, choose_dtype
 from outrider.errors import ConfigError

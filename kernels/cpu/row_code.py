@@ -1,73 +1,59 @@
-"""The best few of each row of ranks, and the logarithm of their share, on a CPU."""
+"""The code of functions that are called by themselves: those of kernels.cpu.rows, and `find` of kernels.cpu.products.
+
+Norms are also parts of kernels.cpu.layer_code.
+"""
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+from llvmlite import ir
 
-from kernels.cpu.isa import Isa, best_isa, needed_isa
-from kernels.cpu.layout import LANES
+from kernels.cpu.code import F32, I8, I16, I32, I64, Code, Variable
+from kernels.cpu.layout import GROUP, LANES, LARGEST_CODE, MAX_BEST, TINY
 
-if TYPE_CHECKING:
-    from kernels.cpu.code import Code, Variable
-
-MAX_BEST = 64
-"""Of a row."""
-_ARGUMENTS = ("ranks", "count", "size", "ids", "tokens", "scores", "best")
+NORM = ("x", "weight", "out", "count", "size", "eps")
+"""All int64: addresses, rows, columns, and the bits of a float32."""
+_RANKS = ("ranks", "count", "size", "ids", "tokens", "scores", "best")
 """All int64: address of rows of ranks, rows, numbers in a row, addresses of ids and of both results, and how many of a
 row are wanted."""
+_FIND = ("w", "groups", "codes", "scales", "found")
+"""All int64: addresses of weights, of int8 codes and float32 scales, and of how many groups are on levels, so far as
+they are without a gap; and groups."""
 _PLACES = 4 * MAX_BEST
 """On the stack, values of the best, best first, lie before where they lie in the row."""
 _LEAST = float("-inf")
+_NEAREST = 4
+"""Numbers of float16 on either side of one that bfloat16's rounding may hide."""
 
 
-def fits_ranks(ranks: Tensor, best: int) -> bool:
-    """Whether `best_of` takes these."""
-    is_served = ranks.device.type == "cpu" and ranks.dtype == torch.float32 and ranks.is_contiguous()
-    return (
-        is_served and best_isa() is not None and ranks.shape[1] % LANES == 0 and best <= min(MAX_BEST, ranks.shape[1])
-    )
+def write_norm(code: Code) -> None:
+    """The body of `norm`, a function of NORM."""
+    args, build = code.args, code.build
+    eps = build.bitcast(build.trunc(args["eps"], I32), F32)
+    with code.loop(0, args["count"]) as row:
+        start = code.times(code.times(row, args["size"]), 2)
+        places = code.plus(args["x"], start), code.plus(args["out"], start)
+        norm_row(code, *places, args["weight"], args["size"], eps)
+    code.done()
 
 
-def best_of(ranks: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
-    """Write ids and log softmax of the largest numbers of each row, largest first and, of equals, the first first.
-
-    Args:
-        ranks: float32 [M, N]; those of -inf are never found. A row with a NaN has no best.
-        ids: int32 [N], of each place.
-        tokens: int32 [M, k], contiguous as `scores`; -1 where there are no more.
-        scores: float32 [M, k], 0 at most; -inf where there are no more.
-    """
-    _compiled(needed_isa())(
-        ranks.data_ptr(), *ranks.shape, ids.data_ptr(), tokens.data_ptr(), scores.data_ptr(), tokens.shape[1]
-    )
-
-
-def function_address() -> int:
-    """Of what `best_of` calls, with _ARGUMENTS."""
-    address: int = ctypes.cast(_compiled(needed_isa()), ctypes.c_void_p).value or 0
-    return address
+def norm_row(code: Code, source: Any, target: Any, weight: Any, size: Any, eps: Any) -> None:
+    """`size` numbers scaled to unit root mean square, then by float32 weights."""
+    build = code.build
+    squares = code.variable(code.number(0.0))
+    with code.loop(0, size, LANES) as column:
+        values = code.load_halves(source, code.times(column, 2))
+        squares.set(code.fma(values, values, squares.get()))
+    mean = build.fdiv(code.total(squares.get()), build.sitofp(size, eps.type))
+    factor = code.same(code.inverse_root(build.fadd(mean, eps)))
+    with code.loop(0, size, LANES) as column:
+        values = build.fmul(code.load_halves(source, code.times(column, 2)), factor)
+        scaled = build.fmul(values, code.load_vector(weight, code.times(column, 4)))
+        code.store_halves(scaled, target, code.times(column, 2))
 
 
-def prepare_ranks() -> None:
-    """Compile `best_of`, if it serves here, before it is first asked for."""
-    if (isa := best_isa()) is not None:
-        _compiled(isa)
-
-
-@cache
-def _compiled(isa: Isa) -> Any:
-    """`ranks` of _ARGUMENTS."""
-    from kernels.cpu.code import single
-
-    return single(isa, "ranks", _ARGUMENTS, _write)
-
-
-def _write(code: Code) -> None:
+def _write_ranks(code: Code) -> None:
     args, kept = code.args, code.room(8 * MAX_BEST)
     with code.loop(0, args["count"]) as row:
         place = code.plus(args["ranks"], code.times(code.times(row, args["size"]), 4))
@@ -82,10 +68,6 @@ def _write(code: Code) -> None:
 
 def _find_best(code: Code, row: Any, kept: Any) -> Any:
     """How many were found; the least of them is what a number must be above, once there are as many as wanted."""
-    from llvmlite import ir
-
-    from kernels.cpu.code import F32, I16, I64
-
     args, build = code.args, code.build
     found, bound = code.variable(I64(0)), code.variable(F32(_LEAST))
     with code.loop(0, args["size"], LANES) as first:
@@ -105,11 +87,8 @@ def _find_best(code: Code, row: Any, kept: Any) -> Any:
 
 def _keep(code: Code, value: Any, place: Any, found: Variable, bound: Variable, kept: Any) -> None:
     """Behind all that are as large: lesser ones move by one, and the last leaves if there is no room."""
-    from kernels.cpu.code import F32, I32, I64
-
     args, build = code.args, code.build
     at = code.variable(code.least(found.get(), code.plus(args["best"], -1)))
-
     with code.again() as go_on_if:
         before = code.times(code.plus(at.get(), -1), 4)
         is_there = build.icmp_signed(">", at.get(), I64(0))
@@ -130,10 +109,6 @@ def _keep(code: Code, value: Any, place: Any, found: Variable, bound: Variable, 
 
 def _log_sum(code: Code, row: Any, kept: Any) -> Any:
     """The logarithm of the sum of powers of e, the largest of which is at hand."""
-    from llvmlite import ir
-
-    from kernels.cpu.code import F32
-
     args, build, wide = code.args, code.build, ir.DoubleType()
     largest, total = code.load(F32, kept), code.variable(code.number(0.0))
     with code.loop(0, args["size"], LANES) as first:
@@ -146,8 +121,6 @@ def _log_sum(code: Code, row: Any, kept: Any) -> Any:
 
 
 def _write_out(code: Code, number: Any, found: Any, share: Any, target: Any, kept: Any) -> None:
-    from kernels.cpu.code import F32, I32
-
     args, build, at = code.args, code.build, code.times(number, 4)
     code.store(I32(-1), args["tokens"], target)
     code.store(F32(_LEAST), args["scores"], target)
@@ -159,3 +132,49 @@ def _write_out(code: Code, number: Any, found: Any, share: Any, target: Any, kep
             code.store(code.load(I32, args["ids"], place), args["tokens"], target)
             is_above = build.fcmp_ordered(">", edge, F32(0.0))
             code.store(build.select(is_above, F32(0.0), edge), args["scores"], target)
+
+
+def _write_find(code: Code) -> None:
+    """The largest weight of a group is 127 scales, rounded, or all are zeros: numbers near are tried one by one."""
+    args, build = code.args, code.build
+    with code.loop(0, args["groups"]) as group:
+        at = code.plus(args["w"], code.times(group, 2 * GROUP))
+        largest = code.farthest([code.load_halves(at, 2 * LANES * half) for half in range(2)])
+        middle = build.fptrunc(build.fdiv(largest, F32(LARGEST_CODE)), ir.HalfType())
+        middle = build.zext(build.bitcast(middle, I16), I64)
+        is_open = code.variable(I64(1))
+        with code.loop(-_NEAREST, _NEAREST + 1) as step, code.when(build.icmp_signed("!=", is_open.get(), I64(0))):
+            tried = build.bitcast(build.trunc(code.plus(middle, step), I16), ir.HalfType())
+            _try(code, at, group, build.fpext(tried, F32), is_open)
+        with code.when(build.icmp_signed("!=", is_open.get(), I64(0))):
+            code.done()
+        code.store(code.plus(group, 1), args["found"])
+    code.done()
+
+
+def _try(code: Code, at: Any, group: Any, scale: Any, is_open: Variable) -> None:
+    """Keep a group's codes and close it, if this scale and they give the weights."""
+    args, build = code.args, code.build
+    words, octets = ir.VectorType(I16, LANES), ir.VectorType(I8, LANES)
+    is_small = build.fcmp_ordered("<", scale, F32(TINY))
+    inverse = code.same(build.select(is_small, F32(0.0), build.fdiv(F32(1.0), scale)))
+    numbers, is_same = [], ir.IntType(1)(1)
+    for half in range(2):
+        wanted = code.load(words, at, 2 * LANES * half)
+        number = code.rounded(build.fmul(code.load_halves(at, 2 * LANES * half), inverse))
+        numbers.append(number)
+        given = build.bitcast(code.halves(build.fmul(number, code.same(scale))), words)
+        is_equal = build.icmp_signed("==", given, wanted)
+        is_code = build.fcmp_ordered("<=", code.absolute(number), code.number(LARGEST_CODE))
+        are_right = build.and_(is_equal, is_code)
+        is_same = build.and_(is_same, build.icmp_signed("==", build.bitcast(are_right, I16), I16(-1)))
+    with code.when(is_same):
+        for half, number in enumerate(numbers):
+            place = code.plus(args["codes"], code.times(group, GROUP), half * LANES)
+            code.store(build.fptosi(number, octets), place)
+        code.store(scale, args["scales"], code.times(group, 4))
+        is_open.set(I64(0))
+
+
+FUNCTIONS = {"norm": (NORM, write_norm), "ranks": (_RANKS, _write_ranks), "find": (_FIND, _write_find)}
+"""Arguments of each, and what writes it."""

@@ -1,0 +1,65 @@
+"""Functions of rows on a CPU that are called by themselves: RMS norms, and the best few of ranks.
+
+Their code is in kernels.cpu.row_code, which needs LLVM and is imported when they are compiled.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.isa import Isa, best_isa, needed_isa
+from kernels.cpu.layout import LANES, MAX_BEST, float_bits
+
+
+@cache
+def row_function(isa: Isa, name: str) -> Any:
+    """A function of kernels.cpu.row_code, compiled."""
+    from kernels.cpu.code import single
+    from kernels.cpu.row_code import FUNCTIONS
+
+    return single(isa, name, *FUNCTIONS[name])
+
+
+def fits_norm(rows: Tensor) -> bool:
+    """Whether `rms_norm` takes these rows."""
+    is_served = rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and rows.ndim == 2
+    return is_served and rows.shape[1] % LANES == 0 and rows.is_contiguous() and best_isa() is not None
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows bfloat16 [M, N] scaled to unit root mean square, then by float32 `weight` [N], rounded once."""
+    out, norm = torch.empty_like(rows), row_function(needed_isa(), "norm")
+    norm(rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, float_bits(eps))
+    return out
+
+
+def fits_ranks(ranks: Tensor, best: int) -> bool:
+    """Whether `best_of` takes these."""
+    is_served = ranks.device.type == "cpu" and ranks.dtype == torch.float32 and ranks.is_contiguous()
+    return (
+        is_served and best_isa() is not None and ranks.shape[1] % LANES == 0 and best <= min(MAX_BEST, ranks.shape[1])
+    )
+
+
+def best_of(ranks: Tensor, ids: Tensor, tokens: Tensor, scores: Tensor) -> None:
+    """Write ids and log softmax of the largest numbers of each row, largest first and, of equals, the first first.
+
+    Args:
+        ranks: float32 [M, N]; those of -inf are never found. A row with a NaN has no best.
+        ids: int32 [N], of each place.
+        tokens: int32 [M, k], contiguous as `scores`; -1 where there are no more.
+        scores: float32 [M, k], 0 at most; -inf where there are no more.
+    """
+    row_function(needed_isa(), "ranks")(
+        ranks.data_ptr(), *ranks.shape, ids.data_ptr(), tokens.data_ptr(), scores.data_ptr(), tokens.shape[1]
+    )
+
+
+def prepare_ranks() -> None:
+    """Compile `best_of`, if it serves here, before it is first asked for."""
+    if (isa := best_isa()) is not None:
+        row_function(isa, "ranks")
