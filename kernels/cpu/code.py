@@ -34,6 +34,11 @@ _HALVES = ir.VectorType(_BFloat16(), LANES)
 _BITS = ir.VectorType(I16, LANES)
 
 
+def _int64(value: Any) -> Any:
+    """A Python number as a constant; a value as it is."""
+    return I64(value) if isinstance(value, int) else value
+
+
 def words(value: int) -> Any:
     """An int32 constant in all lanes."""
     return WORDS([value] * LANES)
@@ -99,7 +104,7 @@ class Code:
     def plus(self, first: Any, *others: Any) -> Any:
         """The sum of int64 values and Python's numbers."""
         for other in others:
-            first = self.build.add(first, I64(other) if isinstance(other, int) else other)
+            first = self.build.add(first, _int64(other))
         return first
 
     def minus(self, first: Any, other: Any) -> Any:
@@ -108,7 +113,7 @@ class Code:
 
     def times(self, first: Any, other: Any) -> Any:
         """The product of an int64 value and another or a Python number."""
-        return self.build.mul(first, I64(other) if isinstance(other, int) else other)
+        return self.build.mul(first, _int64(other))
 
     def load_number(self, address: Any, offset: Any = 0) -> Any:
         """An int64 value."""
@@ -116,8 +121,8 @@ class Code:
 
     def between(self, low: Any, value: Any, high: Any) -> Any:
         """low < value <= high."""
-        low, high = (I64(bound) if isinstance(bound, int) else bound for bound in (low, high))
-        return self.build.and_(self.build.icmp_signed("<", low, value), self.build.icmp_signed("<=", value, high))
+        is_above = self.build.icmp_signed("<", _int64(low), value)
+        return self.build.and_(is_above, self.build.icmp_signed("<=", value, _int64(high)))
 
     def when(self, condition: Any) -> AbstractContextManager[Any]:
         """What is written within is done if the condition holds."""
@@ -126,7 +131,7 @@ class Code:
 
     def least(self, first: Any, other: Any) -> Any:
         """The lesser of two int64 values; `other` may be a Python number."""
-        other = I64(other) if isinstance(other, int) else other
+        other = _int64(other)
         return self.build.select(self.build.icmp_signed("<", first, other), first, other)
 
     def at(self, address: Any, offset: Any = 0) -> Any:
@@ -211,13 +216,12 @@ class Code:
 
     def run(self, name: str, *values: Any) -> None:
         """Call a function that takes int64 values and returns nothing."""
-        self.call(name, ir.VoidType(), *(I64(value) if isinstance(value, int) else value for value in values))
+        self.call(name, ir.VoidType(), *map(_int64, values))
 
     def run_at(self, address: Any, *values: Any) -> None:
         """The same for one that is known by its address."""
-        values = tuple(I64(value) if isinstance(value, int) else value for value in values)
         kind = ir.FunctionType(ir.VoidType(), [I64] * len(values))
-        self.build.call(self.build.inttoptr(address, kind.as_pointer()), values)
+        self.build.call(self.build.inttoptr(address, kind.as_pointer()), [*map(_int64, values)])
 
     def copy(self, source: Any, target: Any, size: int) -> None:
         """So many bytes, a multiple of 64."""
@@ -261,7 +265,7 @@ class Code:
     def exp(self, value: Any) -> Any:
         """e to the power of numbers up to 0, off by 2^-22 of it: a power of two, times Taylor's series of the rest."""
         build = self.build
-        value = self.call("llvm.maxnum.v16f32", VECTOR, value, self.number(-87.0))
+        value = self.largest(value, self.number(-87.0))
         turns = self.rounded(build.fmul(value, self.number(1.4426950408889634)))
         left = self.fma(turns, self.number(-0.693145751953125), value)
         left = self.fma(turns, self.number(-1.428606765330187e-06), left)
@@ -274,18 +278,17 @@ class Code:
     @contextmanager
     def loop(self, first: Any, end: Any, step: int = 1) -> Iterator[Any]:
         """Over int64 values from `first` up to `end`."""
-        first, end = (I64(value) if isinstance(value, int) else value for value in (first, end))
-        place = Variable(self, first)
+        place = Variable(self, _int64(first))
         with self.again() as go_on_if:
             value = place.get()
-            go_on_if(self.build.icmp_signed("<", value, end))
+            go_on_if(self.build.icmp_signed("<", value, _int64(end)))
             yield value
             place.set(self.plus(value, step))
 
     @contextmanager
     def again(self) -> Iterator[Callable[[Any], None]]:
-        """What is written within is done again and again, until a condition does not hold that the yielded function is
-        given there once: it goes on behind."""
+        """What is written within is done again and again. There the yielded function is called once, with a condition:
+        where it does not hold, the rest is left out, and the loop ends."""
         build = self.build
         head, body, behind = (build.append_basic_block() for _ in range(3))
 
@@ -346,8 +349,7 @@ class Code:
         `prepare` writes what a thread does before its first, `ahead` what it does before it waits.
         """
         build = self.build
-        count = I64(count) if isinstance(count, int) else count
-        is_new = Variable(self, I64(1))
+        count, is_new = _int64(count), Variable(self, I64(1))
         with self.again() as go_on_if:
             chunk = self.count_up(counters)
             go_on_if(build.icmp_signed("<", chunk, count))
@@ -374,18 +376,13 @@ def machine(isa: Isa) -> Any:
     return target.create_target_machine(cpu=cpu, features=features, opt=2)
 
 
-def parsed(text: str) -> Any:
-    """A module of functions in LLVM's assembly."""
-    return llvm.parse_assembly(text)
-
-
 def made(module: Module, is_straight: bool = False) -> Any:
     """A module of functions as LLVM has it, with its optimizations.
 
     `is_straight`: with those alone that keep variables in registers, a twentieth of the time. Where long stretches of
     vector code are all that counts, others find nothing to do.
     """
-    found = parsed(str(module))
+    found = llvm.parse_assembly(str(module))
     for function in found.functions:
         if not function.is_declaration:
             function.add_function_attribute("nounwind")
@@ -409,7 +406,7 @@ def compiled(isa: Isa, name: str, write: Callable[[], Sequence[Any]]) -> Any:
     """
     target = machine(isa)
     objects = kept_objects(isa, name, lambda: [target.emit_object(module) for module in write()])
-    engine = llvm.create_mcjit_compiler(parsed(""), target)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
     for part in objects:
         engine.add_object_file(llvm.ObjectFileRef.from_data(part))
     engine.finalize_object()

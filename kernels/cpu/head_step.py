@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kernels.cpu import products
 from kernels.cpu.isa import needed_isa
-from kernels.cpu.layout import HEAD, MAX_BEST, TILE, chunk_of, prepared_size
+from kernels.cpu.layout import HEAD, MAX_BEST, TILE, StackShape, chunk_of, prepared_size
 from kernels.cpu.products import Packed, function_address
 from kernels.cpu.rows import row_function
-from kernels.cpu.stack import Ends, StackPlan, StackShape
+from kernels.cpu.stack import Ends, StackPlan
 
 
 class HeadWeights(NamedTuple):

@@ -216,7 +216,6 @@ def prepare(kind: str) -> None:
         _compiled(needed_isa(), kind, wide)
 
 
-@cache
 def function_address(isa: Isa, kind: str, name: str) -> int:
     """Of `prepare` or `tiles_<kind>` of `modules`, with results in float32."""
     address: int = _compiled(isa, kind, True).engine.get_function_address(name)

@@ -38,8 +38,6 @@ from kernels.cpu.layout import (
 from kernels.cpu.products import MAX_ROWS, Packed
 from kernels.cpu.rows import row_function
 
-__all__ = ["MAX_ROWS", "DecoderStack", "LayerWeights", "Queries", "StackShape"]
-
 
 class LayerWeights(NamedTuple):
     """A layer's: norms in float32, and matrices. Where the input of q, k and v is given, it has no `attention_norm`.

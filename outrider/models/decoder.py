@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention_tiles import ScoreRules
-from kernels.cpu.stack import MAX_ROWS, DecoderStack, LayerWeights, StackPlan, StackShape
+from kernels.cpu.layout import StackShape
+from kernels.cpu.products import MAX_ROWS
+from kernels.cpu.stack import DecoderStack, LayerWeights, StackPlan
 from outrider.attention.base import PLAIN, AttentionBackend, AttentionPlan, LayerRules, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.layers.exchange import Exchange

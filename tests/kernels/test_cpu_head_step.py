@@ -13,9 +13,10 @@ from test_cpu_stack import EPS, angles_of, layers_of, tree_mask
 from torch import Tensor
 
 from kernels.cpu.head_step import HeadStep, HeadWeights, Links, Ranking, Stepped
+from kernels.cpu.layout import StackShape
 from kernels.cpu.products import tile_product
 from kernels.cpu.rows import best_of, rms_norm
-from kernels.cpu.stack import DecoderStack, LayerWeights, Queries, StackPlan, StackShape
+from kernels.cpu.stack import DecoderStack, LayerWeights, Queries, StackPlan
 
 pytestmark = pytest.mark.usefixtures("isa")
 HIDDEN, VOCAB, NUM_OUT, SLOTS = 64, 50, 96, 80

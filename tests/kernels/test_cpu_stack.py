@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from test_cpu_products import made
 from torch import Tensor
 
-from kernels.cpu.layout import GROUP
-from kernels.cpu.stack import MAX_ROWS, DecoderStack, LayerWeights, Queries, StackPlan, StackShape
+from kernels.cpu.layout import GROUP, StackShape
+from kernels.cpu.products import MAX_ROWS
+from kernels.cpu.stack import DecoderStack, LayerWeights, Queries, StackPlan
 
 pytestmark = pytest.mark.usefixtures("isa")
 EPS, NUM_LAYERS = 1e-5, 2
