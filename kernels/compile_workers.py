@@ -50,8 +50,10 @@ class CompileJob(NamedTuple):
         return cls(*ast.literal_eval(line.decode()))
 
     def line(self) -> bytes:
-        """The job as a line of literals."""
-        return repr(tuple(self)).encode() + b"\n"
+        """The job as a line of literals. Raises what `parse` does."""
+        line = repr(tuple(self)).encode() + b"\n"
+        self.parse(line)
+        return line
 
     def compile(self) -> None:
         """Compile it, and leave it in Triton's cache."""
@@ -101,7 +103,7 @@ class _Workers:
 
     def tell(self, job: CompileJob) -> None:
         """Have a job done, without waiting for it. Raises ValueError or SyntaxError for one that cannot be told."""
-        line = _checked_line(job)
+        line = job.line()
         self._begin()
         if line not in self._told:
             self._told[line] = self._threads.submit(self._do, line)
@@ -112,7 +114,7 @@ class _Workers:
         Raises ValueError or SyntaxError for one that cannot be told, OSError for a process that is gone, and
         RuntimeError with what the compiler says.
         """
-        line = _checked_line(job)
+        line = job.line()
         self._begin()
         told = self._told.get(line)
         if told is not None:
@@ -227,12 +229,6 @@ def prepare(function: Any, device: int, signature: Any, *variant: Any, ahead: bo
 def compiles_aside() -> bool:
     """Whether other processes compile, within `compile_aside`."""
     return _workers is not None
-
-
-def _checked_line(job: CompileJob) -> bytes:
-    line = job.line()
-    CompileJob.parse(line)
-    return line
 
 
 def _is_cached(source: Any, backend: Any, options: Any) -> bool:
