@@ -13,7 +13,7 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rows / sqrt(mean(rows^2) + eps) * weight for each row, in float32, rounded once.
 
     Args:
-        rows: [M, K], contiguous, of any float dtype.
+        rows: [M, K] of any float dtype; copied first unless they are contiguous.
         weight: [K]. It may be read before the kernel launched last has ended: it must not be what that one writes.
         eps: added to the mean of the squares.
 
@@ -29,6 +29,7 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(rows, weight, eps)
     from kernels.jit import elementwise as jit
 
+    rows = rows.contiguous()
     out = torch.empty_like(rows)
     jit.rms_norm(rows, weight, eps, out)
     return out

@@ -27,6 +27,13 @@ def test_rms_norm_is_in_float32_rounded_once(device: str, dtype: torch.dtype, nu
     torch.testing.assert_close(result.cpu(), expected.to(dtype))
 
 
+def test_rows_that_are_columns_of_a_wider_matrix_are_normed(device: str) -> None:
+    """As queries and keys of a fused product are, where a norm goes over all heads."""
+    wide, weight = torch.randn(3, 112).to(device), torch.randn(72).to(device)
+    rows = wide[:, 40:]
+    torch.testing.assert_close(rms_norm(rows, weight, 1e-5), functional.rms_norm(rows, (72,), weight, 1e-5))
+
+
 def test_without_triton_the_norm_is_the_same() -> None:
     rows, weight = torch.randn(3, 40), torch.randn(40)
     expected = torch.nn.functional.rms_norm(rows, (40,), weight, 1e-5)
