@@ -40,68 +40,33 @@ sub.bf16x2 $3, a, $5;
 }"""
 )
 """The four codes $0 to $3 of words $4, less $5 - 128, in bfloat16, two words at a time."""
-
-
-@triton.jit
-def _decode_fp8(words):
-    """Both codes of words, in bfloat16."""
-    return tl.inline_asm_elementwise(
-        FP8_CODES,
-        "=&r,=&r,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _decode_int4(words, zero):
-    """The four codes of words less `zero` [weight rows, 1], in bfloat16."""
-    return tl.inline_asm_elementwise(
-        INT4_CODES,
-        "=&r,=&r,=&r,=&r,r,r",
-        [words, (zero + 128.0).to(tl.bfloat16)],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _decode_mxfp4(words):
-    """The four codes of words, e2m1, in bfloat16."""
-    # Exponent and mantissa at the place of bfloat16's are the value times 2^-126.
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 s, t, m;
-        mov.b32 m, 0x7e807e80;
-        shl.b32 s, $4, 12;
-        shl.b32 t, $4, 6;
-        and.b32 t, t, 0x01c001c0;
-        lop3.b32 s, s, 0x80008000, t, 0xea;
-        mul.bf16x2 $0, s, m;
-        shl.b32 s, $4, 8;
-        shl.b32 t, $4, 2;
-        and.b32 t, t, 0x01c001c0;
-        lop3.b32 s, s, 0x80008000, t, 0xea;
-        mul.bf16x2 $1, s, m;
-        shl.b32 s, $4, 4;
-        shr.b32 t, $4, 2;
-        and.b32 t, t, 0x01c001c0;
-        lop3.b32 s, s, 0x80008000, t, 0xea;
-        mul.bf16x2 $2, s, m;
-        shr.b32 t, $4, 6;
-        and.b32 t, t, 0x01c001c0;
-        lop3.b32 s, $4, 0x80008000, t, 0xea;
-        mul.bf16x2 $3, s, m;
-        }""",
-        "=&r,=&r,=&r,=&r,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
+# Exponent and mantissa at the place of bfloat16's are the value times 2^-126.
+MXFP4_CODES = tl.constexpr(
+    """{
+.reg .b32 s, t, m;
+mov.b32 m, 0x7e807e80;
+shl.b32 s, $4, 12;
+shl.b32 t, $4, 6;
+and.b32 t, t, 0x01c001c0;
+lop3.b32 s, s, 0x80008000, t, 0xea;
+mul.bf16x2 $0, s, m;
+shl.b32 s, $4, 8;
+shl.b32 t, $4, 2;
+and.b32 t, t, 0x01c001c0;
+lop3.b32 s, s, 0x80008000, t, 0xea;
+mul.bf16x2 $1, s, m;
+shl.b32 s, $4, 4;
+shr.b32 t, $4, 2;
+and.b32 t, t, 0x01c001c0;
+lop3.b32 s, s, 0x80008000, t, 0xea;
+mul.bf16x2 $2, s, m;
+shr.b32 t, $4, 6;
+and.b32 t, t, 0x01c001c0;
+lop3.b32 s, $4, 0x80008000, t, 0xea;
+mul.bf16x2 $3, s, m;
+}"""
+)
+"""The four codes $0 to $3 of words $4, e2m1, in bfloat16, two words at a time."""
 
 
 @triton.jit
@@ -127,11 +92,20 @@ def _decode(words, zero, like, KIND: tl.constexpr, ASM: tl.constexpr):
     """Weights [weight rows, columns] of words, in the dtype of `like`; int4's less `zero` [weight rows, 1]."""
     if ASM:
         if KIND == "fp8":
-            first, second = _decode_fp8(words)
-        elif KIND == "mxfp4":
-            first, second, third, fourth = _decode_mxfp4(words)
+            first, second = tl.inline_asm_elementwise(
+                FP8_CODES, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
         else:
-            first, second, third, fourth = _decode_int4(words, zero)
+            kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+            if KIND == "mxfp4":
+                first, second, third, fourth = tl.inline_asm_elementwise(
+                    MXFP4_CODES, "=&r,=&r,=&r,=&r,r", [words], dtype=kinds, is_pure=True, pack=2
+                )
+            else:
+                less = (zero + 128.0).to(tl.bfloat16)
+                first, second, third, fourth = tl.inline_asm_elementwise(
+                    INT4_CODES, "=&r,=&r,=&r,=&r,r,r", [words, less], dtype=kinds, is_pure=True, pack=2
+                )
     else:
         first = (code_values(words, 0, KIND) - zero).to(like.dtype)
         second = (code_values(words, 1, KIND) - zero).to(like.dtype)
