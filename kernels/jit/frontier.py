@@ -11,16 +11,16 @@ from kernels.frontier_state import BurstRows, CandidatePool, RegionPlan, StepTok
 from kernels.jit.filters import order_key
 from kernels.launch import power_of_two
 
-_ROW: tl.constexpr = tl.constexpr(state.ROW)
-_PARENT: tl.constexpr = tl.constexpr(state.PARENT)
-_TOKEN: tl.constexpr = tl.constexpr(state.TOKEN)
-_POSITION: tl.constexpr = tl.constexpr(state.POSITION)
-_SLOT: tl.constexpr = tl.constexpr(state.SLOT)
-_FEATURE: tl.constexpr = tl.constexpr(state.FEATURE)
-_SCORE: tl.constexpr = tl.constexpr(state.SCORE)
-_BASE: tl.constexpr = tl.constexpr(state.BASE)
-_STEP: tl.constexpr = tl.constexpr(state.STEP)
-_NUM_SEEDS: tl.constexpr = tl.constexpr(state.NUM_SEEDS)
+ROW: tl.constexpr = tl.constexpr(state.ROW)
+PARENT: tl.constexpr = tl.constexpr(state.PARENT)
+TOKEN: tl.constexpr = tl.constexpr(state.TOKEN)
+POSITION: tl.constexpr = tl.constexpr(state.POSITION)
+SLOT: tl.constexpr = tl.constexpr(state.SLOT)
+FEATURE: tl.constexpr = tl.constexpr(state.FEATURE)
+SCORE: tl.constexpr = tl.constexpr(state.SCORE)
+BASE: tl.constexpr = tl.constexpr(state.BASE)
+STEP: tl.constexpr = tl.constexpr(state.STEP)
+NUM_SEEDS: tl.constexpr = tl.constexpr(state.NUM_SEEDS)
 _NUM_FIELDS: tl.constexpr = tl.constexpr(state.NUM_FIELDS)
 _NEW_ROOT: tl.constexpr = tl.constexpr(state.NEW_ROOT)
 _NEW_ROOT_SLOT: tl.constexpr = tl.constexpr(state.NEW_ROOT_SLOT)
@@ -30,8 +30,8 @@ _REROOT_WORDS: tl.constexpr = tl.constexpr(state.REROOT_WORDS)
 _FIRST_SEED: tl.constexpr = tl.constexpr(state.FIRST_SEED)
 _NUM_NEW_SEEDS: tl.constexpr = tl.constexpr(state.NUM_NEW_SEEDS)
 _SEED_HEADER_WORDS: tl.constexpr = tl.constexpr(state.SEED_HEADER_WORDS)
-_NEVER: tl.constexpr = tl.constexpr(float("-inf"))
-_FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
+NEVER: tl.constexpr = tl.constexpr(float("-inf"))
+FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
 _FAR: tl.constexpr = tl.constexpr(1 << 20)
 
 # A key is the score's order, and below it how far the entry is from the pool's last possible one.
@@ -76,12 +76,12 @@ def _begin(
     if program < num_seed_programs:
         index = program * BLOCK + tl.arange(0, BLOCK)
         inside = index < MAX_SEEDS
-        used = index < tl.load(header + _NUM_SEEDS)
+        used = index < tl.load(header + NUM_SEEDS)
         for field in tl.static_range(_NUM_FIELDS):
             value = tl.load(seeds + field * MAX_SEEDS + index, mask=inside & used, other=0)
             tl.store(entries + field * CAPACITY + index, value, mask=inside & used)
-        never = tl.full([BLOCK], _NEVER, tl.float32).to(tl.int32, bitcast=True)
-        tl.store(entries + _SCORE * CAPACITY + index, never, mask=inside & (index >= tl.load(header + _NUM_SEEDS)))
+        never = tl.full([BLOCK], NEVER, tl.float32).to(tl.int32, bitcast=True)
+        tl.store(entries + SCORE * CAPACITY + index, never, mask=inside & (index >= tl.load(header + NUM_SEEDS)))
     else:
         row = program - num_seed_programs
         masks = slot_masks + tl.load(table_rows + row).to(tl.int64) * SIZE
@@ -103,28 +103,28 @@ def _reroot(
     LINE: tl.constexpr = _REROOT_WORDS + REGION
     if program < num_entry_programs:
         index = program * BLOCK + tl.arange(0, BLOCK)
-        inside = index < tl.minimum(MAX_SEEDS + tl.load(header + _STEP) * step_size, CAPACITY)
-        score = _as_float(tl.load(entries + _SCORE * CAPACITY + index, mask=inside, other=0))
-        there = inside & (score != _NEVER)
-        row = tl.load(entries + _ROW * CAPACITY + index, mask=there, other=0)
+        inside = index < tl.minimum(MAX_SEEDS + tl.load(header + STEP) * step_size, CAPACITY)
+        score = _as_float(tl.load(entries + SCORE * CAPACITY + index, mask=inside, other=0))
+        there = inside & (score != NEVER)
+        row = tl.load(entries + ROW * CAPACITY + index, mask=there, other=0)
         root = tl.load(reroots + row * LINE + _NEW_ROOT, mask=there, other=-1)
         slot = tl.load(reroots + row * LINE + _NEW_ROOT_SLOT, mask=there, other=-1)
         asked = there & ((root >= 0) | (slot != -1))
         # Another program may count the root's score anew by now; it is -inf before and after, or neither.
         in_pool = asked & (root >= 0)
-        ran = in_pool & (_as_float(tl.load(entries + _SCORE * CAPACITY + root, mask=in_pool, other=0)) == _NEVER)
-        slot = tl.where(in_pool, tl.load(entries + _SLOT * CAPACITY + root, mask=ran, other=-1), slot)
-        parent = tl.load(entries + _PARENT * CAPACITY + index, mask=asked, other=-1)
+        ran = in_pool & (_as_float(tl.load(entries + SCORE * CAPACITY + root, mask=in_pool, other=0)) == NEVER)
+        slot = tl.where(in_pool, tl.load(entries + SLOT * CAPACITY + root, mask=ran, other=-1), slot)
+        parent = tl.load(entries + PARENT * CAPACITY + index, mask=asked, other=-1)
         table_row = tl.load(table_rows + row, mask=asked, other=0).to(tl.int64)
         may_see = asked & (slot >= 0) & (parent >= 0)
         seen = tl.load(slot_masks + (table_row * REGION + parent) * WORDS + (slot >> 5), mask=may_see, other=0)
         alive = (may_see & (((seen >> (slot & 31)) & 1) == 1)) | (index == root)
         shift = _as_float(tl.load(reroots + row * LINE + _SHIFT, mask=asked, other=0))
-        base = _as_float(tl.load(entries + _BASE * CAPACITY + index, mask=asked, other=0))
-        score = tl.where(alive, tl.minimum(score - shift, 0.0), _NEVER)
+        base = _as_float(tl.load(entries + BASE * CAPACITY + index, mask=asked, other=0))
+        score = tl.where(alive, tl.minimum(score - shift, 0.0), NEVER)
         base = tl.minimum(base - shift, 0.0)
-        tl.store(entries + _SCORE * CAPACITY + index, score.to(tl.int32, bitcast=True), mask=asked)
-        tl.store(entries + _BASE * CAPACITY + index, base.to(tl.int32, bitcast=True), mask=asked & alive)
+        tl.store(entries + SCORE * CAPACITY + index, score.to(tl.int32, bitcast=True), mask=asked)
+        tl.store(entries + BASE * CAPACITY + index, base.to(tl.int32, bitcast=True), mask=asked & alive)
     else:
         # Names of their own: in the programs of entries the same ones would stand for blocks.
         lone_row = program - num_entry_programs
@@ -198,13 +198,13 @@ def _place(
     number = tl.arange(0, WIDTH_PAD)
     entry = tl.load(order + number, mask=number < WIDTH, other=-1)
     chosen = entry >= 0
-    row = tl.load(entries + _ROW * CAPACITY + entry, mask=chosen, other=_FAR)
-    parent = tl.load(entries + _PARENT * CAPACITY + entry, mask=chosen, other=-1)
-    token = tl.load(entries + _TOKEN * CAPACITY + entry, mask=chosen, other=0)
-    position = tl.load(entries + _POSITION * CAPACITY + entry, mask=chosen, other=0)
-    fixed = tl.load(entries + _SLOT * CAPACITY + entry, mask=chosen, other=-1)
-    feature = tl.load(entries + _FEATURE * CAPACITY + entry, mask=chosen, other=-1)
-    base = _as_float(tl.load(entries + _BASE * CAPACITY + entry, mask=chosen, other=0))
+    row = tl.load(entries + ROW * CAPACITY + entry, mask=chosen, other=_FAR)
+    parent = tl.load(entries + PARENT * CAPACITY + entry, mask=chosen, other=-1)
+    token = tl.load(entries + TOKEN * CAPACITY + entry, mask=chosen, other=0)
+    position = tl.load(entries + POSITION * CAPACITY + entry, mask=chosen, other=0)
+    fixed = tl.load(entries + SLOT * CAPACITY + entry, mask=chosen, other=-1)
+    feature = tl.load(entries + FEATURE * CAPACITY + entry, mask=chosen, other=-1)
+    base = _as_float(tl.load(entries + BASE * CAPACITY + entry, mask=chosen, other=0))
     table_row = tl.load(table_rows + row, mask=chosen, other=TABLES - 1)
     taken = tl.load(next_free + row, mask=chosen, other=0)
     there_are = tl.load(num_free + row, mask=chosen, other=0)
@@ -251,9 +251,9 @@ def _place(
     tl.store(next_free + burst_row, new_taken, mask=in_rows)
     tl.store(order + number, -1, mask=stored)
     tl.store(masks + (slot * WORDS)[:, None], words, mask=kept[:, None] & in_words)
-    never = tl.full([WIDTH_PAD], _NEVER, tl.float32)
-    tl.store(entries + _SCORE * CAPACITY + entry, never.to(tl.int32, bitcast=True), mask=kept)
-    tl.store(entries + _SLOT * CAPACITY + entry, slot, mask=kept)
+    never = tl.full([WIDTH_PAD], NEVER, tl.float32)
+    tl.store(entries + SCORE * CAPACITY + entry, never.to(tl.int32, bitcast=True), mask=kept)
+    tl.store(entries + SLOT * CAPACITY + entry, slot, mask=kept)
 
     put = place < WIDTH
     tl.store(out_tokens + place, tl.where(kept, token, 0), mask=put)
@@ -266,7 +266,7 @@ def _place(
     tl.store(out_picked + place, tl.where(kept, entry, -1), mask=put)
     tl.store(out_slots + place, tl.where(kept, slot, -1), mask=put)
     tl.store(out_positions + place, tl.where(kept, position, 0), mask=put)
-    tl.store(out_bases + place, tl.where(kept, base, _NEVER), mask=put)
+    tl.store(out_bases + place, tl.where(kept, base, NEVER), mask=put)
     zero_row = TABLES * REGION
     source = tl.where(
         feature >= 0, zero_row + 1 + feature, tl.where(parent >= 0, table_row * REGION + parent, zero_row)
@@ -283,7 +283,7 @@ def _append(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: it counts the step when all is read."""
-    step = tl.load(header + _STEP)
+    step = tl.load(header + STEP)
     if step >= max_steps:
         return
     SIZE: tl.constexpr = WIDTH * BRANCHING
@@ -297,25 +297,25 @@ def _append(
         token = tl.load(tokens + index, mask=inside, other=-1)
         edge = tl.load(scores + index, mask=inside, other=0.0)
         there = (run >= 0) & (token >= 0) & (edge <= 0)
-        edge = tl.where(there, edge, _NEVER)
-        path = tl.load(bases + place, mask=inside, other=_NEVER) + edge
+        edge = tl.where(there, edge, NEVER)
+        path = tl.load(bases + place, mask=inside, other=NEVER) + edge
         bits = path.to(tl.int32, bitcast=True)
         entry = entries + MAX_SEEDS + step * SIZE + index
-        tl.store(entry + _ROW * CAPACITY, tl.load(rows + place, mask=inside, other=-1), mask=inside)
-        tl.store(entry + _PARENT * CAPACITY, slot, mask=inside)
-        tl.store(entry + _TOKEN * CAPACITY, token, mask=inside)
-        tl.store(entry + _POSITION * CAPACITY, tl.load(positions + place, mask=inside, other=0) + 1, mask=inside)
-        tl.store(entry + _SLOT * CAPACITY, -1, mask=inside)
-        tl.store(entry + _FEATURE * CAPACITY, -1, mask=inside)
-        tl.store(entry + _SCORE * CAPACITY, bits, mask=inside)
-        tl.store(entry + _BASE * CAPACITY, bits, mask=inside)
+        tl.store(entry + ROW * CAPACITY, tl.load(rows + place, mask=inside, other=-1), mask=inside)
+        tl.store(entry + PARENT * CAPACITY, slot, mask=inside)
+        tl.store(entry + TOKEN * CAPACITY, token, mask=inside)
+        tl.store(entry + POSITION * CAPACITY, tl.load(positions + place, mask=inside, other=0) + 1, mask=inside)
+        tl.store(entry + SLOT * CAPACITY, -1, mask=inside)
+        tl.store(entry + FEATURE * CAPACITY, -1, mask=inside)
+        tl.store(entry + SCORE * CAPACITY, bits, mask=inside)
+        tl.store(entry + BASE * CAPACITY, bits, mask=inside)
         tl.store(result + 2 * WIDTH + index, tl.where(there, token, -1), mask=inside)
         tl.store(result + 2 * WIDTH + SIZE + index, edge.to(tl.int32, bitcast=True), mask=inside)
         of_node = inside & (index % BRANCHING == 0)
         tl.store(result + place, run, mask=of_node)
         tl.store(result + WIDTH + place, slot, mask=of_node)
     tl.debug_barrier()
-    tl.store(header + _STEP, step + 1)
+    tl.store(header + STEP, step + 1)
 
 
 def begin_burst(header: Tensor, seeds: Tensor, pool: CandidatePool, rows: BurstRows, plan: RegionPlan) -> None:
@@ -456,12 +456,12 @@ def _choose(
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < capacity
     # All are loaded at once, whether they count or not: loads that wait for each other take longer.
-    score = tl.load(entries + _SCORE * capacity + index, mask=inside, other=0).to(tl.float32, bitcast=True)
-    row = tl.load(entries + _ROW * capacity + index, mask=inside, other=0)
-    slot = tl.load(entries + _SLOT * capacity + index, mask=inside, other=0)
-    floor = tl.load(header + _FLOOR).to(tl.float32, bitcast=True)
-    limit = tl.minimum(max_seeds + tl.load(header + _STEP) * step_size, capacity)
-    usable = (index < limit) & (score >= floor) & (score > _NEVER)
+    score = tl.load(entries + SCORE * capacity + index, mask=inside, other=0).to(tl.float32, bitcast=True)
+    row = tl.load(entries + ROW * capacity + index, mask=inside, other=0)
+    slot = tl.load(entries + SLOT * capacity + index, mask=inside, other=0)
+    floor = tl.load(header + FLOOR).to(tl.float32, bitcast=True)
+    limit = tl.minimum(max_seeds + tl.load(header + STEP) * step_size, capacity)
+    usable = (index < limit) & (score >= floor) & (score > NEVER)
     free = usable & (slot < 0)
     taken = tl.load(next_free + row, mask=free, other=0)
     usable = usable & ((slot >= 0) | (taken < tl.load(num_free + row, mask=free, other=0)))

@@ -10,21 +10,9 @@ from torch import Tensor
 
 from kernels import frontier_state as state
 from kernels.frontier_state import BurstRows, CandidatePool, CommittedTokens, GrownTrees, MergeLimits
+from kernels.jit.frontier import BASE, FEATURE, FLOOR, NEVER, NUM_SEEDS, PARENT, POSITION, ROW, SCORE, SLOT, STEP, TOKEN
 from kernels.launch import power_of_two
 from kernels.sampling_state import RoundTokens
-
-_ROW: tl.constexpr = tl.constexpr(state.ROW)
-_PARENT: tl.constexpr = tl.constexpr(state.PARENT)
-_TOKEN: tl.constexpr = tl.constexpr(state.TOKEN)
-_POSITION: tl.constexpr = tl.constexpr(state.POSITION)
-_SLOT: tl.constexpr = tl.constexpr(state.SLOT)
-_FEATURE: tl.constexpr = tl.constexpr(state.FEATURE)
-_SCORE: tl.constexpr = tl.constexpr(state.SCORE)
-_BASE: tl.constexpr = tl.constexpr(state.BASE)
-_STEP: tl.constexpr = tl.constexpr(state.STEP)
-_NUM_SEEDS: tl.constexpr = tl.constexpr(state.NUM_SEEDS)
-_FLOOR: tl.constexpr = tl.constexpr(state.FLOOR)
-_NEVER: tl.constexpr = tl.constexpr(float("-inf"))
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows", "lag", "spare"])
@@ -100,18 +88,18 @@ def _plant_roots(
     drafted = tl.load(draft_rows + of_row, mask=inside, other=-1) >= 0
     position = tl.load(root_positions + of_row, mask=inside, other=0) + 1
     token = tl.load(tokens + index, mask=inside, other=-1)
-    edge = tl.load(scores + index, mask=inside, other=_NEVER)
-    edge = tl.where(drafted & (token >= 0) & (edge <= 0), edge, _NEVER)
+    edge = tl.load(scores + index, mask=inside, other=NEVER)
+    edge = tl.where(drafted & (token >= 0) & (edge <= 0), edge, NEVER)
     bits = edge.to(tl.int32, bitcast=True)
     none = tl.full([BLOCK], -1, tl.int32)
-    tl.store(entries + _ROW * CAPACITY + index, of_row, mask=inside)
-    tl.store(entries + _PARENT * CAPACITY + index, none, mask=inside)
-    tl.store(entries + _TOKEN * CAPACITY + index, token, mask=inside)
-    tl.store(entries + _POSITION * CAPACITY + index, position, mask=inside)
-    tl.store(entries + _SLOT * CAPACITY + index, none, mask=inside)
-    tl.store(entries + _FEATURE * CAPACITY + index, tl.where(lag > 0, of_row, -1), mask=inside)
-    tl.store(entries + _SCORE * CAPACITY + index, bits, mask=inside)
-    tl.store(entries + _BASE * CAPACITY + index, bits, mask=inside)
+    tl.store(entries + ROW * CAPACITY + index, of_row, mask=inside)
+    tl.store(entries + PARENT * CAPACITY + index, none, mask=inside)
+    tl.store(entries + TOKEN * CAPACITY + index, token, mask=inside)
+    tl.store(entries + POSITION * CAPACITY + index, position, mask=inside)
+    tl.store(entries + SLOT * CAPACITY + index, none, mask=inside)
+    tl.store(entries + FEATURE * CAPACITY + index, tl.where(lag > 0, of_row, -1), mask=inside)
+    tl.store(entries + SCORE * CAPACITY + index, bits, mask=inside)
+    tl.store(entries + BASE * CAPACITY + index, bits, mask=inside)
     if program == 0:
         row = tl.arange(0, ROWS_PAD)
         real = row < num_rows
@@ -120,9 +108,9 @@ def _plant_roots(
         tl.store(context_len + row, tl.load(at_context + row, mask=real, other=0), mask=real)
         tl.store(num_free + row, tl.where(has, REGION, 0), mask=real)
         tl.store(next_free + row, 0, mask=real)
-        tl.store(header + _STEP, 0)
-        tl.store(header + _NUM_SEEDS, SEEDS)
-        tl.store(header + _FLOOR, floor_bits)
+        tl.store(header + STEP, 0)
+        tl.store(header + NUM_SEEDS, SEEDS)
+        tl.store(header + FLOOR, floor_bits)
         tl.store(header + 3, 0)
 
 
@@ -130,10 +118,10 @@ def _plant_roots(
 def _reopen_pool(header, entries, step_size, max_seeds, capacity, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < capacity
-    grown = index < max_seeds + tl.load(header + _STEP) * step_size
-    path = tl.load(entries + _BASE * capacity + index, mask=inside & grown, other=0)
-    never = tl.full([BLOCK], _NEVER, tl.float32).to(tl.int32, bitcast=True)
-    tl.store(entries + _SCORE * capacity + index, tl.where(grown, path, never), mask=inside)
+    grown = index < max_seeds + tl.load(header + STEP) * step_size
+    path = tl.load(entries + BASE * capacity + index, mask=inside & grown, other=0)
+    never = tl.full([BLOCK], NEVER, tl.float32).to(tl.int32, bitcast=True)
+    tl.store(entries + SCORE * capacity + index, tl.where(grown, path, never), mask=inside)
 
 
 @triton.jit(do_not_specialize=["capacity", "width"])
@@ -147,7 +135,7 @@ def _export_nodes(
     chosen = entry >= 0
     for field in tl.static_range(FIELDS):
         value = tl.load(entries + field * capacity + entry, mask=chosen, other=0)
-        if field == _ROW:
+        if field == ROW:
             value = tl.load(tables + value, mask=chosen, other=0)
         tl.store(out_entries + field * OUT + number, value, mask=chosen)
     tl.store(out_order + number, tl.where(chosen, number, -1), mask=number < OUT)
@@ -165,12 +153,12 @@ def _merge_trees(
     number = tl.arange(0, NODES_PAD)
     entry = tl.load(order + number, mask=number < tl.minimum(num_nodes, tl.load(most)), other=-1)
     chosen = entry >= 0
-    table = tl.load(entries + _ROW * CAPACITY + entry, mask=chosen, other=-1)
-    parent = tl.load(entries + _PARENT * CAPACITY + entry, mask=chosen, other=-1)
-    slot = tl.load(entries + _SLOT * CAPACITY + entry, mask=chosen, other=-1)
-    token = tl.load(entries + _TOKEN * CAPACITY + entry, mask=chosen, other=0)
-    position = tl.load(entries + _POSITION * CAPACITY + entry, mask=chosen, other=0)
-    path = tl.load(entries + _BASE * CAPACITY + entry, mask=chosen, other=0).to(tl.float32, bitcast=True)
+    table = tl.load(entries + ROW * CAPACITY + entry, mask=chosen, other=-1)
+    parent = tl.load(entries + PARENT * CAPACITY + entry, mask=chosen, other=-1)
+    slot = tl.load(entries + SLOT * CAPACITY + entry, mask=chosen, other=-1)
+    token = tl.load(entries + TOKEN * CAPACITY + entry, mask=chosen, other=0)
+    position = tl.load(entries + POSITION * CAPACITY + entry, mask=chosen, other=0)
+    path = tl.load(entries + BASE * CAPACITY + entry, mask=chosen, other=0).to(tl.float32, bitcast=True)
     of_row = tl.load(row_of + table, mask=chosen, other=-1)
     root_place = tl.load(root + of_row, mask=of_row >= 0, other=-1)
     near = root_place >= 0
