@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from kernels.exchange_state import Mailboxes
-from kernels.launch import supports_pdl
 
 
 def sum_rows(boxes: Mailboxes, rows: Tensor, residual: Tensor | None = None, two_shot: bool | None = None) -> Tensor:
@@ -80,7 +79,7 @@ def join_columns(boxes: Mailboxes, rows: Tensor) -> Tensor:
     step = boxes.max_rows // pieces
     for first in range(0, rows.shape[0], step):
         part, target = rows[first : first + step], out[first : first + step]
-        jit.join_columns(boxes, part, target, pieces, supports_pdl(rows))
+        jit.join_columns(boxes, part, target, pieces)
     return out.flatten(1)
 
 
@@ -114,6 +113,5 @@ def _sum(
         part = slice(first, first + boxes.max_rows)
         before = None if residual is None else residual[part]
         two = two_shot_pays(rows[part].nbytes, boxes.world) if two_shot is None else two_shot
-        pdl = supports_pdl(rows)
-        jit.sum_rows(boxes, rows[part], before, weight, eps, stream[part], normed[part], two, pdl)
+        jit.sum_rows(boxes, rows[part], before, weight, eps, stream[part], normed[part], two)
     return stream, normed

@@ -40,6 +40,12 @@ def supports_pdl(tensor: Tensor) -> bool:
     return tensor.is_cuda and _capability(tensor.device.index or 0) >= (9, 0)
 
 
+def starts_early(tensor: Tensor) -> dict[str, bool]:
+    """Options of the launch of a kernel that may start before the one before it ends, where `supports_pdl`."""
+    pdl = supports_pdl(tensor)
+    return {"PDL": pdl, "launch_pdl": pdl}
+
+
 def has_wgmma(tensor: Tensor) -> bool:
     """Whether this device has Hopper's instructions for the products of four warps, which no other has."""
     return tensor.is_cuda and _capability(tensor.device.index or 0) == (9, 0)

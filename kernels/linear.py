@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import ceil_div, has_wgmma, num_processors, supports_pdl, use_triton
+from kernels.launch import ceil_div, has_wgmma, num_processors, use_triton
 from kernels.linear_configs import (
     MAX_CUT_SIZE,
     MAX_ROWS,
@@ -221,7 +221,7 @@ def norm_linear(
 
     out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
     config = config or row_config(rows.shape[0], num_out, rows.shape[1], whole)
-    jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config, supports_pdl(rows))
+    jit.norm_linear(rows, weight, norm, eps, bias, residual, gated, out, config)
     return out
 
 
@@ -282,8 +282,8 @@ def norm_qkv(
         return q
     from kernels.jit import row_linear as jit
 
-    config, pdl = qkv_config(rows.shape[1], dim, qk_norm is not None), supports_pdl(rows)
-    jit.norm_qkv(rows, weight, *where, norm, eps, bias, qk_norm, qk_eps, q, config, pdl)
+    config = qkv_config(rows.shape[1], dim, qk_norm is not None)
+    jit.norm_qkv(rows, weight, *where, norm, eps, bias, qk_norm, qk_eps, q, config)
     return q
 
 

@@ -26,6 +26,7 @@ from kernels.jit.attention_parts import (
     tile_tokens,
     workspace,
 )
+from kernels.jit.memory import wait_and_release
 from kernels.launch import num_processors
 
 
@@ -76,9 +77,7 @@ def attend_tiles(
         old_end = tl.minimum(high, cached)
         if (low < old_end) & (place == 0):
             prefetch_tile(k_head, v_head, table, low, old_end, last, LINE, DIM, KEYS, PAGE, ON_GPU)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_and_release(PDL)
     if (row > num_rows) | ((low >= high) & (real | (not DIRECT))):
         return
 
@@ -216,9 +215,7 @@ def attend_paths(
     shared = steps_of(tl.where(real, cached // KEYS, 0), split, num_splits, SPAN)
     # Steps behind the shared ones that the token of the longest path needs; the others take as many.
     own_steps = steps_of(tl.where(real, tl.cdiv(cached + deepest, KEYS), 0), split, num_splits, SPAN) - shared
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_and_release(PDL)
     if (row > num_rows) | ((shared + own_steps == 0) & (real | (not DIRECT))):
         return
 
@@ -321,9 +318,7 @@ def attend_causal(
         first, cached_len, table_rows, page_tables, table_stride, num_rows, num_tokens, tile, TOKENS, ROWS_PAD
     )  # fmt: skip
     real = row < num_rows
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_and_release(PDL)
     if row > num_rows:
         return
 

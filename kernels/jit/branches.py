@@ -37,7 +37,7 @@ from kernels.jit.attention_parts import (
     tile_tokens,
     workspace,
 )
-from kernels.jit.memory import scratch
+from kernels.jit.memory import scratch, wait_and_release
 from kernels.launch import ceil_div, num_processors, power_of_two
 
 # Tree slots that a token looks at in a step: more than nearly all of them have ancestors.
@@ -79,9 +79,7 @@ def _attend_branch(
     keys = tl.arange(0, KEYS)
     last = tl.maximum(count - 1, 0)
     slots = load_ints(branch + tl.minimum(keys, last), ON_GPU).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_and_release(PDL)
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
     at = token.to(tl.int64) * HEADS + kv_head * GROUP + lanes
@@ -153,9 +151,7 @@ def attend_branches(
     # Keys and values are old, too. One tile of queries asks for all that share them.
     if PREFETCH and place == 0:
         prefetch_tile(k_head, v_head, table, low, high, last, LINE, DIM, KEYS, PAGE, ON_GPU)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_and_release(PDL)
 
     token = row_first + place * TOKENS + lanes // GROUP
     row_ok = (lanes < TOKENS * GROUP) & (token < row_end)
@@ -382,9 +378,7 @@ def attend_short(
     of_own = (lanes // GROUP)[:, None] == owner[None, :]
     near_k, near_v = keep_in_registers(near_k, ON_GPU), keep_in_registers(near_v, ON_GPU)
     far_k, far_v = keep_in_registers(far_k, ON_GPU), keep_in_registers(far_v, ON_GPU)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_and_release(PDL)
 
     if split == 0:
         _clear_padding(out, tile * TOKENS, end, num_tokens, kv_head, ROWS, TOKENS, GROUP, HEADS, DIM)

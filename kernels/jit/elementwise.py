@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.expert_tiles import SWIGLU, Gating
-from kernels.launch import power_of_two, supports_pdl
+from kernels.jit.memory import release_and_wait
+from kernels.launch import power_of_two, starts_early
 
 
 @triton.jit
@@ -38,11 +39,10 @@ def rms_norm(
     """As kernels.elementwise.rms_norm, or with `part` add_rms_norm, whose sum becomes `total`."""
     num_rows, size = rows.shape
     block = triton.next_power_of_2(size)
-    pdl = supports_pdl(rows)
     # Eight elements a thread: one load of 16 bytes for two-byte numbers.
     warps = min(max(block // 256, 1), 16)
     _rms_norm[(num_rows,)](
-        rows, part, total, weight, out, size, eps, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
+        rows, part, total, weight, out, size, eps, BLOCK=block, num_warps=warps, **starts_early(rows)
     )
 
 
@@ -63,9 +63,7 @@ def _gate_mul(
     INTERLEAVED: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, pieces of BLOCK columns)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -87,10 +85,10 @@ def gate_mul(
 ) -> None:
     """As kernels.elementwise.gate_mul, or kernels.experts.gate, into `out`."""
     num_rows, size = out.shape
-    pdl, block = supports_pdl(gate_up), 1024
+    block = 1024
     _gate_mul[(num_rows, triton.cdiv(size, block))](
         gate_up, out, size, *gating.for_kernels(),
-        INTERLEAVED=interleaved, GELU=gelu, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        INTERLEAVED=interleaved, GELU=gelu, BLOCK=block, num_warps=4, **starts_early(gate_up),
     )  # fmt: skip
 
 
@@ -101,9 +99,7 @@ def _tanh(values):
 
 @triton.jit(do_not_specialize=["memory_stride"])
 def _recur(joint, memory, said, kept, memory_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -120,9 +116,8 @@ def _recur(joint, memory, said, kept, memory_stride, size, BLOCK: tl.constexpr, 
 def recur(joint: Tensor, memory: Tensor, said: Tensor, kept: Tensor) -> None:
     """As kernels.elementwise.recur, into `said` and `kept`."""
     num_rows, size = said.shape
-    pdl = supports_pdl(joint)
     _recur[(num_rows, triton.cdiv(size, 512))](
-        joint, memory, said, kept, memory.stride(0), size, BLOCK=512, PDL=pdl, num_warps=4, launch_pdl=pdl
+        joint, memory, said, kept, memory.stride(0), size, BLOCK=512, num_warps=4, **starts_early(joint)
     )
 
 
@@ -168,9 +163,7 @@ def _rope_write(
         weight = norm + (layer * ROTATED + head)[:, None] * DIM + pair[None, :]
         low_weight = tl.load(weight, mask=turns, other=0.0).to(tl.float32)
         high_weight = tl.load(weight + HALF, mask=turns, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
 
     source = heads + (token * tl.num_programs(2) + layer) * (ALL * DIM) + head[:, None] * DIM + pair[None, :]
     there = (head < ALL)[:, None]
@@ -229,11 +222,11 @@ def write_keys(
     norm: Tensor | None, eps: float, q: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As kernels.elementwise.write_keys; with query heads in front of the keys, rotated into `q`, if it is given."""
-    (num_tokens, layers, num_all, dim), pdl = heads.shape, supports_pdl(heads)
+    num_tokens, layers, num_all, dim = heads.shape
     # Few heads a program where tokens are few: latency counts, and the device has room.
     tile = 8 if num_tokens <= 64 else 16
     _rope_write[(num_tokens, triton.cdiv(num_all, tile), layers)](
         heads, cos, sin, slots, k_cache, v_cache, heads if norm is None else norm, heads if q is None else q, eps,
         k_cache.stride(0), NUM_HEADS=0 if q is None else q.shape[1], KV_HEADS=k_cache.shape[2], DIM=dim, HEADS=tile,
-        NORM=norm is not None, PDL=pdl, num_warps=max(1, tile * dim // 1024), launch_pdl=pdl,
+        NORM=norm is not None, num_warps=max(1, tile * dim // 1024), **starts_early(heads),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.exchange_state import Mailboxes
-from kernels.launch import power_of_two
+from kernels.launch import power_of_two, starts_early
 
 TURNS = tl.constexpr(3)
 
@@ -199,24 +199,24 @@ def _join_columns(
 
 def sum_rows(
     boxes: Mailboxes, rows: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float,
-    stream: Tensor, normed: Tensor, two_shot: bool, pdl: bool,
+    stream: Tensor, normed: Tensor, two_shot: bool,
 ) -> None:  # fmt: skip
     """As kernels.exchange.sum_rows_normed, of at most `max_rows` rows, into `stream` and `normed`."""
     block = power_of_two(boxes.width)
     _sum_rows[(rows.shape[0],)](
         rows, residual, weight, stream, normed, boxes.table, boxes.turns, boxes.failed, boxes.report, boxes.rank,
         eps, _limit(boxes, rows), SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows,
-        WORLD=boxes.world, TWO_SHOT=two_shot, PDL=pdl, ON_GPU=rows.is_cuda, num_warps=_warps(block), launch_pdl=pdl,
+        WORLD=boxes.world, TWO_SHOT=two_shot, ON_GPU=rows.is_cuda, num_warps=_warps(block), **starts_early(rows),
     )  # fmt: skip
 
 
-def join_columns(boxes: Mailboxes, rows: Tensor, out: Tensor, pieces: int, pdl: bool) -> None:
+def join_columns(boxes: Mailboxes, rows: Tensor, out: Tensor, pieces: int) -> None:
     """As kernels.exchange.join_columns, of at most `max_rows` pieces, into `out`."""
     block = power_of_two(boxes.width)
     _join_columns[(rows.shape[0] * pieces,)](
         rows, out, boxes.table, boxes.turns, boxes.failed, boxes.report, boxes.rank, _limit(boxes, rows), pieces,
         SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows, WORLD=boxes.world,
-        PDL=pdl, ON_GPU=rows.is_cuda, num_warps=_warps(block), launch_pdl=pdl,
+        ON_GPU=rows.is_cuda, num_warps=_warps(block), **starts_early(rows),
     )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from kernels.expert_tiles import Gating, Routes
 from kernels.jit.elementwise import gated
 from kernels.jit.gemm import multiply
+from kernels.jit.memory import release_and_wait
 from kernels.jit.quantized import add_words
-from kernels.launch import power_of_two, supports_pdl
+from kernels.launch import power_of_two, starts_early
 from kernels.quant_weight import QuantWeight
 
 _CHUNK = 512
@@ -25,9 +26,7 @@ def _choose(
     TILE: tl.constexpr, LANES: tl.constexpr, NORMED: tl.constexpr, LONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens,). LONE: there is one token, and each of its experts is a tile of one pair; nothing is to align."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     LOWEST: tl.constexpr = -3.4028234663852886e38
     token = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -66,12 +65,11 @@ def choose(logits: Tensor, normed: bool, slots: Tensor | None, routes: Routes) -
     """Fill `experts` and `weights`; of a lone token all that routes hold."""
     num_tokens, num_experts = logits.shape
     num_active = routes.experts.shape[1]
-    pdl = supports_pdl(logits)
     _choose[(num_tokens,)](
         logits, slots, routes.experts, routes.weights, routes.tile_experts, routes.places, routes.num_places,
         NUM_EXPERTS=num_experts, EXPERTS=power_of_two(num_experts), NUM_ACTIVE=num_active,
         ACTIVE=power_of_two(num_active), TILE=routes.tile, LANES=power_of_two(routes.tile), NORMED=normed,
-        LONE=num_tokens == 1, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        LONE=num_tokens == 1, num_warps=1, **starts_early(logits),
     )  # fmt: skip
 
 
@@ -82,9 +80,7 @@ def _align(
     CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (experts,): each counts the pairs of all, and then places its own."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     own = tl.program_id(0)
     bin = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
@@ -117,12 +113,11 @@ def _align(
 def align(num_experts: int, routes: Routes) -> None:
     """Fill `tile_experts` and `places`."""
     num_pairs, num_tiles = routes.experts.numel(), routes.tile_experts.numel()
-    pdl = supports_pdl(routes.experts)
     _align[(num_experts,)](
         routes.experts, routes.tile_experts, routes.places, routes.num_places, num_pairs, num_tiles,
         NUM_EXPERTS=num_experts, BINS=power_of_two(num_experts + 1), TILE=routes.tile,
         LANES=power_of_two(routes.tile), TILES=power_of_two(num_tiles), CHUNK=min(power_of_two(num_pairs), _CHUNK),
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+        num_warps=4, **starts_early(routes.experts),
     )  # fmt: skip
 
 
@@ -151,9 +146,7 @@ def _expert_linear(
     KIND: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of outputs, tiles of pairs)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     tile = tl.program_id(1)
     expert = tl.load(tile_experts + tile)
     if expert < 0:
@@ -218,7 +211,6 @@ def expert_linear(
     """As kernels.experts.expert_linear, into `out`."""
     num_pairs, num_out = out.shape
     size, tile = rows.shape[1], routes.tile
-    pdl = supports_pdl(rows)
     quantized = isinstance(weight, QuantWeight)
     block_n, block_k, stages, warps = _cut(tile, gating is not None, rows, weight)
     alpha, limit, shift = gating.for_kernels() if gating else (None, None, None)
@@ -232,8 +224,8 @@ def expert_linear(
         alpha, limit, shift,
         PAIRS_PER_ROW=num_pairs // rows.shape[0], TILE=tile, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages,
         EVEN=size % block_k == 0, GATED=gating is not None, INTERLEAVED=interleaved,
-        SWAP=quantized or tile < 64, PDL=pdl, KIND=kind, GROUP=group, SPAN=span,
-        ASM=rows.is_cuda and rows.dtype == torch.bfloat16, num_warps=warps, launch_pdl=pdl,
+        SWAP=quantized or tile < 64, KIND=kind, GROUP=group, SPAN=span,
+        ASM=rows.is_cuda and rows.dtype == torch.bfloat16, num_warps=warps, **starts_early(rows),
     )  # fmt: skip
 
 
@@ -255,9 +247,7 @@ def _combine(
     NUM_ACTIVE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, pieces of BLOCK columns)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -274,9 +264,8 @@ def _combine(
 def combine(pairs: Tensor, routes: Routes, residual: Tensor, out: Tensor) -> None:
     """As kernels.experts.combine, into `out`."""
     num_tokens, size = residual.shape
-    pdl = supports_pdl(pairs)
     block = min(power_of_two(size), 512)
     _combine[(num_tokens, triton.cdiv(size, block))](
         pairs, routes.experts, routes.weights, residual, out, size,
-        NUM_ACTIVE=routes.experts.shape[1], BLOCK=block, PDL=pdl, num_warps=2, launch_pdl=pdl,
+        NUM_ACTIVE=routes.experts.shape[1], BLOCK=block, num_warps=2, **starts_early(pairs),
     )  # fmt: skip

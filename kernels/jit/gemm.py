@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.jit.memory import prefetch_rows, scratch
+from kernels.jit.memory import prefetch_rows, release_and_wait, scratch
 from kernels.jit.quantized import add_words, code_values, of_group
-from kernels.launch import num_processors, power_of_two, supports_pdl
+from kernels.launch import num_processors, power_of_two, starts_early, supports_pdl
 from kernels.linear_configs import GemmConfig, stretches, tile_rows
 from kernels.quant_weight import QuantWeight
 
@@ -267,7 +267,6 @@ def stream_linear(
     programs, base, extra, shared = stretches(config.split_k, config.per_sm, tiles, steps, num_processors(rows))
     slot = block_m * block_n * 2
     partials, counters = scratch(rows.device, 2 * programs * slot if shared else 0, tiles)
-    pdl = supports_pdl(rows)
     scales, zeros, kind, group, span, per_word, one = None, None, None, 0, 1, 1, None
     if isinstance(weight, QuantWeight):
         scales, zeros, kind, group, span = weight.scales, weight.zeros, weight.kind, weight.group, weight.span
@@ -286,18 +285,16 @@ def stream_linear(
         0 if scales is None else scales.shape[1], steps, base, extra, one,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=config.stages, EVEN=size % block_k == 0,
         GATED=gated, SWAP=config.swap, TMA=tma, SHARED=shared,
-        PREFETCH=config.prefetch if pdl else 0, BULK=bulk, PDL=pdl, KIND=kind, GROUP=group, SPAN=span,
+        PREFETCH=config.prefetch if supports_pdl(rows) else 0, BULK=bulk, KIND=kind, GROUP=group, SPAN=span,
         ASM=rows.is_cuda and rows.dtype == torch.bfloat16,
-        num_warps=config.warps, launch_pdl=pdl,
+        num_warps=config.warps, **starts_early(rows),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _split(rows, parts, scales, num_rows, size, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (rows,)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     # Columns lie as those of a weight's words: the two of a word are half a piece apart.
     HALF: tl.constexpr = PIECE // 2
@@ -323,10 +320,10 @@ def _split(rows, parts, scales, num_rows, size, PIECE: tl.constexpr, BLOCK: tl.c
 def split(rows: Tensor, piece: int, parts: Tensor, scales: Tensor) -> None:
     """Rows [M, K] as `parts` [2 M, K], larger ones first, times `scales` [2 M, 1]; columns as in a weight's codes."""
     num_rows, size = rows.shape
-    pdl, block = supports_pdl(rows), power_of_two(size)
+    block = power_of_two(size)
     warps = min(max(block // 512, 1), 16)
     _split[(num_rows,)](
-        rows, parts, scales, num_rows, size, PIECE=piece, BLOCK=block, PDL=pdl, num_warps=warps, launch_pdl=pdl
+        rows, parts, scales, num_rows, size, PIECE=piece, BLOCK=block, num_warps=warps, **starts_early(rows)
     )
 
 
@@ -342,9 +339,7 @@ def _sum_parts(products, place, low, bias, column, inside):
 @triton.jit(do_not_specialize=["num_rows"])
 def _join(products, bias, residual, out, num_rows, size, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (rows, pieces of BLOCK columns)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -362,7 +357,6 @@ def _join(products, bias, residual, out, num_rows, size, GATED: tl.constexpr, BL
 def join(products: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, out: Tensor) -> None:
     """The sums of both parts' products [2 M, N], and what stands around them, into `out` [M, N or N / 2]."""
     num_rows, size = out.shape
-    pdl = supports_pdl(products)
     _join[(num_rows, triton.cdiv(size, 1024))](
-        products, bias, residual, out, num_rows, size, GATED=gated, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+        products, bias, residual, out, num_rows, size, GATED=gated, BLOCK=1024, num_warps=4, **starts_early(products)
     )

@@ -1,4 +1,4 @@
-"""Device memory around a launch: scratch in which its programs meet, and what it asks into L2 ahead."""
+"""What stands around a launch: scratch in which programs meet, what is asked into L2 ahead, the launch in front."""
 
 from __future__ import annotations
 
@@ -33,6 +33,22 @@ def _grown(held: dict[torch.device, list[Tensor]], device: torch.device, size: i
             raise RuntimeError("a kernel needs more scratch memory: run it once before it is captured in a CUDA graph")
         buffers.append(torch.zeros(size, dtype=dtype, device=device))
     return buffers[-1]
+
+
+@triton.jit
+def release_and_wait(PDL: tl.constexpr):
+    """Where PDL, let the launch behind begin, then wait until the one in front has ended."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_and_release(PDL: tl.constexpr):
+    """The same in the other order: when the launch behind begins, the one in front has ended."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 LINE = tl.constexpr(128)

@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels import sampling_state as state
 from kernels.jit.filters import NO_TOKEN, order_key, value_of_key
 from kernels.jit.gumbel import load_key, rough_noise_of_words, words_of_ids, words_of_tile
-from kernels.launch import power_of_two, supports_pdl
+from kernels.jit.memory import release_and_wait
+from kernels.launch import power_of_two, starts_early
 from kernels.sampling_state import ProposeBuffers, ProposeTables
 
 # Tokens of the vocabulary that a program of the first launch takes.
@@ -76,9 +77,7 @@ def _reduce(
     MAPPED: tl.constexpr, PDL: tl.constexpr, ON_GPU: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (nodes, tiles): top and mass of the tile's groups."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     index, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + index)
     if row < 0:
@@ -118,9 +117,7 @@ def _select(
     GROUPS: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Grid (nodes,): the best tokens of the best groups. GROUPS and PADDED are powers of two."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     index = tl.program_id(0)
     wide = index.to(tl.int64)
     turns = tl.arange(0, PADDED)
@@ -178,15 +175,14 @@ def propose(
     (count, size), branching = logits.shape, tokens.shape[1]
     num_groups = triton.cdiv(size, state.GROUP)
     groups = max(power_of_two(num_groups), 2)
-    pdl = supports_pdl(logits)
-    kinds = {"MAPPED": target_ids is not None, "PDL": pdl, "ON_GPU": logits.is_cuda}
+    kinds = {"MAPPED": target_ids is not None, "ON_GPU": logits.is_cuda, **starts_early(logits)}
     ids = rows if target_ids is None else target_ids
     inputs = (
         logits, logits.stride(0), size, vocab_limit, ids, rows, positions, tables.floats, tables.ints,
         buffers.tops, buffers.masses, num_groups,
     )  # fmt: skip
-    _reduce[(count, triton.cdiv(size, _TILE))](*inputs, **kinds, TILE=_TILE, num_warps=4, launch_pdl=pdl)
+    _reduce[(count, triton.cdiv(size, _TILE))](*inputs, **kinds, TILE=_TILE, num_warps=4)
     _select[(count,)](
         *inputs, tokens, scores, **kinds, GROUPS=groups, COUNT=branching, PADDED=max(power_of_two(branching), 2),
-        num_warps=8 if groups > 512 else 4, launch_pdl=pdl,
+        num_warps=8 if groups > 512 else 4,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jit.memory import scratch
+from kernels.launch import starts_early
 from kernels.linear_configs import RowConfig, pieces
 
 
@@ -281,7 +282,7 @@ def _norm_qkv(
 
 def norm_linear(
     rows: Tensor, weight: Tensor, norm: Tensor | None, eps: float, bias: Tensor | None, residual: Tensor | None,
-    gated: bool, out: Tensor, config: RowConfig, pdl: bool,
+    gated: bool, out: Tensor, config: RowConfig,
 ) -> None:  # fmt: skip
     """As kernels.linear.norm_linear, into `out`."""
     (num_rows, size), num_out = rows.shape, out.shape[1]
@@ -292,22 +293,22 @@ def norm_linear(
         partials, counters = scratch(rows.device, tiles * grid[2] * config.tile * block_m, tiles)
         _cut_linear[grid](
             rows, weight, bias, residual, out, partials, counters, num_rows, num_out, size,
-            BLOCK_M=block_m, TILE=config.tile, CUT=config.cut, CUTS=grid[2], PDL=pdl,
-            num_warps=config.warps, launch_pdl=pdl,
+            BLOCK_M=block_m, TILE=config.tile, CUT=config.cut, CUTS=grid[2],
+            num_warps=config.warps, **starts_early(rows),
         )  # fmt: skip
         return
     width = config.tile // 2 if gated else config.tile
     _norm_linear[(triton.cdiv(num_out, width), triton.cdiv(num_rows, block_m))](
         rows, weight, weight if norm is None else norm, bias, residual, out, num_rows, eps, num_out, size,
         BLOCK_M=block_m, TILE=config.tile, FIRST=first, REST=rest, PARTS=parts,
-        NORM=norm is not None, GATED=gated, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        NORM=norm is not None, GATED=gated, num_warps=config.warps, **starts_early(rows),
     )  # fmt: skip
 
 
 def norm_qkv(
     rows: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor,
     norm: Tensor | None, eps: float, bias: Tensor | None, qk_norm: Tensor | None, qk_eps: float, q: Tensor,
-    config: RowConfig, pdl: bool,
+    config: RowConfig,
 ) -> None:  # fmt: skip
     """As kernels.linear.norm_qkv, into `q`."""
     num_rows, size = rows.shape
@@ -319,6 +320,6 @@ def norm_qkv(
         rows, weight, weight if norm is None else norm, bias, cos, sin, slots, k_cache, v_cache,
         weight if qk_norm is None else qk_norm, q, num_rows, eps, qk_eps, size,
         NUM_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=pairs, BLOCK_M=block_m,
-        FIRST=first, REST=rest, PARTS=parts, NORM=norm is not None, QK_NORM=qk_norm is not None, PDL=pdl,
-        num_warps=config.warps, launch_pdl=pdl,
+        FIRST=first, REST=rest, PARTS=parts, NORM=norm is not None, QK_NORM=qk_norm is not None,
+        num_warps=config.warps, **starts_early(rows),
     )  # fmt: skip

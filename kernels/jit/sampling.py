@@ -11,7 +11,8 @@ from kernels import sampling_state as state
 from kernels.jit import filters
 from kernels.jit.filters import LOWEST_KEY, NO_TOKEN, order_key
 from kernels.jit.gumbel import load_key, noise_of_tile
-from kernels.launch import supports_pdl
+from kernels.jit.memory import release_and_wait
+from kernels.launch import starts_early
 from kernels.sampling_state import (
     MAX_TOP_LOGPROBS,
     LogprobOutputs,
@@ -73,9 +74,7 @@ def _prepare(
     processed, processed_stride, parts, part_stride, part_ids, part_masses,
     HAS_MASK: tl.constexpr, LOSSY: tl.constexpr, PDL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     index, tile = tl.program_id(0), tl.program_id(1)
     samples, first, table_row = _place(index, rows, root, table_rows)
     if samples == 0:
@@ -139,9 +138,7 @@ def _finish(
     sampled, bad, totals,
     LOSSY: tl.constexpr, PDL: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     index = tl.program_id(0)
     samples, _, table_row = _place(index, rows, root, table_rows)
     if samples == 0:
@@ -212,7 +209,6 @@ def sample_rows(
     """As kernels.sampling.sample_rows."""
     num_tokens = tokens.token_ids.shape[0]
     tiles = triton.cdiv(vocab_size, state.TILE)
-    pdl = supports_pdl(logits)
     part_stride, row_stride = buffers.parts.stride(0), buffers.processed.stride(0)
     mask = tokens.rows if vocab_mask is None else vocab_mask
     # Fused multiply-adds would round the penalties otherwise than the reference does, and perhaps the noise too.
@@ -221,8 +217,8 @@ def sample_rows(
         tokens.token_ids, tokens.positions, tokens.parents, tokens.rows, tokens.root, tokens.table_rows,
         tables.float_params, tables.int_params, tables.counts, tables.bias, mask, mask.stride(0),
         buffers.processed, row_stride, buffers.parts, part_stride, buffers.part_ids, buffers.part_masses,
-        HAS_MASK=vocab_mask is not None, LOSSY=lossy, PDL=pdl, TILE=state.TILE,
-        num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
+        HAS_MASK=vocab_mask is not None, LOSSY=lossy, TILE=state.TILE,
+        num_warps=4, enable_fp_fusion=False, **starts_early(logits),
     )  # fmt: skip
     _finish[(num_tokens,)](
         vocab_size, tokens.positions, tokens.rows, tokens.root, tokens.table_rows,
@@ -230,9 +226,9 @@ def sample_rows(
         buffers.processed, row_stride, buffers.candidate_ids,
         buffers.parts, part_stride, buffers.part_ids, buffers.part_masses, tiles,
         buffers.sampled, buffers.bad, buffers.totals,
-        LOSSY=lossy, PDL=pdl, TILES=triton.next_power_of_2(tiles),
+        LOSSY=lossy, TILES=triton.next_power_of_2(tiles),
         CANDIDATES=buffers.candidate_ids.shape[1], BLOCK=min(2048, triton.next_power_of_2(vocab_size)),
-        num_warps=16, enable_fp_fusion=False, launch_pdl=pdl,
+        num_warps=16, enable_fp_fusion=False, **starts_early(logits),
     )  # fmt: skip
 
 
@@ -304,9 +300,7 @@ def _logprobs(
     logprobs, logprobs_stride, top_ids, ids_stride, top_logprobs, top_stride, list_values, list_ids,
     PDL: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     row, program = tl.program_id(0), tl.program_id(1)
     wide_row = row.to(tl.int64)
     wanted = tl.load(int_params + tl.load(table_rows + row).to(tl.int64) * 8 + 4)
@@ -362,12 +356,11 @@ def logprobs(
     scratch = (num_rows, _PROGRAMS, length)
     list_values = torch.empty(scratch, dtype=torch.float32, device=logits.device)
     list_ids = torch.empty(scratch, dtype=torch.int32, device=logits.device)
-    pdl = supports_pdl(logits)
     _logprobs[(num_rows, _PROGRAMS)](
         logits, logits.stride(0), vocab_size, tokens.root, tokens.table_rows, tables.int_params,
         walked.num_tokens, walked.num_tokens.stride(0),
         walked.tokens, walked.tokens.stride(0), walked.accepted, walked.accepted.stride(0),
         out.logprobs, out.logprobs.stride(0), out.top_ids, out.top_ids.stride(0),
         out.top_logprobs, out.top_logprobs.stride(0), list_values, list_ids,
-        PDL=pdl, BLOCK=block, LIST=length, SLOTS=triton.next_power_of_2(MAX_TOP_LOGPROBS), num_warps=16, launch_pdl=pdl,
+        BLOCK=block, LIST=length, SLOTS=triton.next_power_of_2(MAX_TOP_LOGPROBS), num_warps=16, **starts_early(logits),
     )  # fmt: skip

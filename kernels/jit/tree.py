@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.jit.gumbel import load_key, noise_of_tile, philox
-from kernels.launch import power_of_two, supports_pdl
+from kernels.jit.memory import release_and_wait
+from kernels.launch import power_of_two, starts_early
 from kernels.sampling_state import ILLEGAL_TOKEN, RoundTokens, SampleBuffers, SamplingTables, WalkOutputs
 
 
@@ -123,9 +124,7 @@ def _walk(
     num_tokens, num_tokens_stride, tokens, tokens_stride, accepted, accepted_stride, error, error_stride, max_depth,
     LOSSY: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    release_and_wait(PDL)
     row = tl.program_id(0)
     node = tl.load(root + row)
     table_row = tl.load(table_rows + row).to(tl.int64)
@@ -187,7 +186,6 @@ def walk(
 ) -> None:
     """As kernels.tree.walk."""
     max_depth = out.tokens.shape[1]
-    pdl = supports_pdl(tokens.token_ids)
     _walk[(tokens.root.shape[0],)](
         tokens.token_ids, tokens.positions, tokens.parents, tokens.first, tokens.root, tokens.table_rows,
         buffers.sampled, buffers.bad,
@@ -195,7 +193,7 @@ def walk(
         buffers.processed, buffers.processed.stride(0), buffers.totals,
         out.num_tokens, out.num_tokens.stride(0), out.tokens, out.tokens.stride(0),
         out.accepted, out.accepted.stride(0), out.error, out.error.stride(0), max_depth,
-        LOSSY=lossy, PDL=pdl, BLOCK=max(triton.next_power_of_2(max_row_tokens), 16),
+        LOSSY=lossy, BLOCK=max(triton.next_power_of_2(max_row_tokens), 16),
         DEPTH=triton.next_power_of_2(max_depth), TILE=min(2048, max(triton.next_power_of_2(vocab_size), 16)),
-        num_warps=8 if lossy else 1, enable_fp_fusion=False, launch_pdl=pdl,
+        num_warps=8 if lossy else 1, enable_fp_fusion=False, **starts_early(tokens.token_ids),
     )  # fmt: skip

@@ -27,6 +27,6 @@ def main() -> None:
         boxes = Mailboxes(1, world, 16, width, dtype, table, ints(16), ints(1), ints(1))
         # Normed sums in one shot and plain ones in two, for half of the cases the other way round.
         is_normed_in_two = (world == 2) == (width == 576)
-        exchange.sum_rows(boxes, rows, rows, weight, 1e-5, rows, rows, is_normed_in_two, True)
-        exchange.sum_rows(boxes, rows, None, None, 0.0, rows, rows, not is_normed_in_two, True)
-        exchange.join_columns(boxes, rows, torch.zeros(8, world, width, dtype=dtype), 2, True)
+        exchange.sum_rows(boxes, rows, rows, weight, 1e-5, rows, rows, is_normed_in_two)
+        exchange.sum_rows(boxes, rows, None, None, 0.0, rows, rows, not is_normed_in_two)
+        exchange.join_columns(boxes, rows, torch.zeros(8, world, width, dtype=dtype), 2)

@@ -29,12 +29,10 @@ def main() -> None:
         made(count, size), 16, 0.125, True, count, short_config(heads // kv_heads, dim, dtype), rules,
     )  # fmt: skip
     gated, down = row_config(count, mlp, size, True), row_config(count, size, mlp, False)
-    row_linear.norm_linear(
-        stream, made(2 * mlp, size), made(size), 1e-5, None, None, True, made(count, mlp), gated, True
-    )
-    row_linear.norm_linear(made(count, mlp), made(size, mlp), None, 0.0, None, stream, False, stream, down, True)
+    row_linear.norm_linear(stream, made(2 * mlp, size), made(size), 1e-5, None, None, True, made(count, mlp), gated)
+    row_linear.norm_linear(made(count, mlp), made(size, mlp), None, 0.0, None, stream, False, stream, down)
     angles, weight = torch.zeros(count, dim // 2), made((heads + 2 * kv_heads) * dim, size)
     row_linear.norm_qkv(
         stream, weight, angles, angles, ints(count), cache, cache, made(size), 1e-5, None, None, 0.0,
-        q, qkv_config(size, dim, False), True,
+        q, qkv_config(size, dim, False),
     )  # fmt: skip
