@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.exchange_state import Mailboxes
+from kernels.exchange import NUM_TURNS, Mailboxes
 from kernels.launch import power_of_two, starts_early
 
-TURNS = tl.constexpr(3)
+TURNS = tl.constexpr(NUM_TURNS)
 
 
 @triton.jit
