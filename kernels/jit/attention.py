@@ -19,6 +19,7 @@ from kernels.jit.attention_parts import (
     load_tile_row,
     prefetch_tile,
     score_options,
+    scores,
     softmax_step,
     split_steps,
     squash,
@@ -115,8 +116,7 @@ def attend_tiles(
         if WINDOW:
             of_own = tl.load(positions + row_first + own, mask=(own >= 0) & inside, other=0)
             seen = seen & (tl.where(own < 0, keys, of_own)[None, :] > (position - WINDOW)[:, None])
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
-        products = tl.where(seen, products, float("-inf"))
+        products = scores(tile_q, tile_k, seen, SQUASH)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     # Padding tokens come here with nothing summed, and get zeros.
@@ -265,8 +265,7 @@ def attend_paths(
         member = tl.minimum(tile_first + (n + 1) // each, row_end - 1)
         ahead = nth_tile(shared + (n + 1) % each, split, num_splits, SPAN) * KEYS + tl.arange(0, KEYS)
         slots, there = _path_slots(table, path + member * DEPTH, ahead, cached, last, PAGE, DEPTH, ON_GPU)
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
-        products = tl.where(seen, products, float("-inf"))
+        products = scores(tile_q, tile_k, seen, SQUASH)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     store_tile(
@@ -363,13 +362,11 @@ def attend_causal(
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (keys[None, :] > (position - WINDOW)[:, None])
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
-        products = tl.where(seen, products, float("-inf"))
+        products = scores(tile_q, tile_k, seen, SQUASH)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
 
     # Padding tokens come here with nothing summed, and get zeros.
-    result = acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
-    tl.store(output + at[:, None] * DIM + dims[None, :], result.to(output.dtype.element_ty), mask=row_ok[:, None])
+    store_tile(output, output, output, at, top, mass, acc, 0, 0, row_ok, DIM, True)
 
 
 def prefill_attention(

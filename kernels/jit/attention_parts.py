@@ -148,6 +148,12 @@ def squash(products, SQUASH: tl.constexpr):
 
 
 @triton.jit
+def scores(tile_q, tile_k, seen, SQUASH: tl.constexpr):
+    """Unscaled scores, -inf where a query does not see a key."""
+    return tl.where(seen, squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH), float("-inf"))
+
+
+@triton.jit
 def init_softmax(sinks, heads, is_first, ROWS: tl.constexpr, DIM: tl.constexpr):
     """Top score, mass and weighted sum of queries that have seen no key: where `softmax_step` begins.
 

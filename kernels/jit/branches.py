@@ -30,9 +30,9 @@ from kernels.jit.attention_parts import (
     load_ints,
     prefetch_tile,
     score_options,
+    scores,
     softmax_step,
     split_steps,
-    squash,
     store_tile,
     tile_tokens,
     workspace,
@@ -70,6 +70,15 @@ def _list_branches(
 
 
 @triton.jit
+def _seen(inside, start, position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """Which queries at `position` see which keys from `start` on, of those that are `inside`."""
+    seen = inside[None, :]
+    if WINDOW:
+        seen = seen & ((start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None])
+    return seen
+
+
+@triton.jit
 def _attend_branch(
     q, k_head, v_head, branch, count, partials, stats, token, kv_head, num_tokens, scale, sinks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LINE: tl.constexpr, DIM: tl.constexpr,
@@ -92,8 +101,7 @@ def _attend_branch(
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
         slots = load_ints(branch + tl.minimum(start + KEYS + keys, last), ON_GPU).to(tl.int64)
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
-        products = tl.where(inside[None, :], products, float("-inf"))
+        products = scores(tile_q, tile_k, inside[None, :], SQUASH)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, token * 0, lanes < GROUP, DIM, False)
 
@@ -172,11 +180,7 @@ def attend_branches(
         where = key_slots(table, keys, last, PAGE, ON_GPU)[:, None] * LINE + dims[None, :]
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
-        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
-        seen = inside[None, :]
-        if WINDOW:
-            seen = seen & (keys[None, :] > (position - WINDOW)[:, None])
-        products = tl.where(seen, products, float("-inf"))
+        products = scores(tile_q, tile_k, _seen(inside, full_end, position, KEYS, WINDOW), SQUASH)
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, split + 1, row_ok, DIM, False)
 
@@ -248,26 +252,11 @@ def _context(
 
 
 @triton.jit
-def _seen(inside, start, position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """Which queries at `position` see which keys from `start` on, of those that are `inside`."""
-    seen = inside[None, :]
-    if WINDOW:
-        seen = seen & ((start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None])
-    return seen
-
-
-@triton.jit
 def _load_ancestors(branches, counts, tokens, begin, stride, MEMBERS: tl.constexpr, ON_GPU: tl.constexpr):
     """Slots of the ancestors from `begin` on, MEMBERS of each token, and which of them there are."""
     member = begin + tl.arange(0, counts.shape[0]) % MEMBERS
     at = branches + tokens.to(tl.int64) * stride + tl.minimum(member, tl.maximum(counts - 1, 0))
     return load_ints(at, ON_GPU).to(tl.int64), member < counts
-
-
-@triton.jit
-def _scores(tile_q, tile_k, seen, SQUASH: tl.constexpr):
-    """Unscaled scores, -inf where a query does not see a key."""
-    return tl.where(seen, squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH), float("-inf"))
 
 
 @triton.jit
@@ -385,9 +374,9 @@ def attend_short(
     tile_q = tl.load(q + at[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=row_ok[:, None], other=0.0)
     own_k = _load_heads(k_head, slots, own, LINE, DIM)
     own_v = _load_heads(v_head, slots, own, LINE, DIM)
-    to_near = _scores(tile_q, near_k, _seen(near, split * KEYS, position, KEYS, WINDOW), SQUASH)
-    to_far = _scores(tile_q, far_k, _seen(far, (split + used) * KEYS, position, KEYS, WINDOW), SQUASH)
-    to_own = _scores(tile_q, own_k, of_own & own[None, :], SQUASH)
+    to_near = scores(tile_q, near_k, _seen(near, split * KEYS, position, KEYS, WINDOW), SQUASH)
+    to_far = scores(tile_q, far_k, _seen(far, (split + used) * KEYS, position, KEYS, WINDOW), SQUASH)
+    to_own = scores(tile_q, own_k, of_own & own[None, :], SQUASH)
     # All three at once: each sum over a row is one between warps.
     top = tl.max(tl.maximum(tl.maximum(to_near, to_far), to_own), 1) * scale
     if sinks is not None:
@@ -407,12 +396,12 @@ def attend_short(
     # Contexts that are not short, and branches deeper than all splits have room for.
     for start in tl.range((split + _RESIDENT_TILES * used) * KEYS, cached, used * KEYS, num_stages=1):
         tile_k, tile_v, inside = _context(k_head, v_head, table, start, cached, LINE, DIM, KEYS, PAGE, ON_GPU)
-        scores = _scores(tile_q, tile_k, _seen(inside, start, position, KEYS, WINDOW), SQUASH)
-        top, mass, acc = softmax_step(scores, tile_v, top, mass, acc, scale)
+        products = scores(tile_q, tile_k, _seen(inside, start, position, KEYS, WINDOW), SQUASH)
+        top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     for start in tl.range(member + used * MEMBERS, longest, used * MEMBERS, num_stages=1):
         slots, own = _load_ancestors(branches, counts, tokens, start, branch_stride, MEMBERS, ON_GPU)
-        scores = _scores(tile_q, _load_heads(k_head, slots, own, LINE, DIM), of_own & own[None, :], SQUASH)
-        top, mass, acc = softmax_step(scores, _load_heads(v_head, slots, own, LINE, DIM), top, mass, acc, scale)
+        products = scores(tile_q, _load_heads(k_head, slots, own, LINE, DIM), of_own & own[None, :], SQUASH)
+        top, mass, acc = softmax_step(products, _load_heads(v_head, slots, own, LINE, DIM), top, mass, acc, scale)
 
     meeting = (kv_head * tl.num_programs(0) + tile).to(tl.int64)
     partials += meeting * (SPLITS * ROWS * DIM)
