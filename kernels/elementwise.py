@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kernels.launch import backend, use_triton
-from kernels.reference import elementwise as reference
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,14 +24,8 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if rows.dim() != 2 or weight.shape != rows.shape[1:]:
         raise ValueError(f"rms_norm of {tuple(rows.shape)} with a weight of {tuple(weight.shape)}")
-    if not use_triton(rows):
-        return reference.rms_norm(rows, weight, eps)
-    from kernels.jit import elementwise as jit
-
-    rows = rows.contiguous()
-    out = torch.empty_like(rows)
-    jit.rms_norm(rows, weight, eps, out)
-    return out
+    normed: Tensor = backend(rows, "elementwise").rms_norm(rows.contiguous(), weight, eps)
+    return normed
 
 
 def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -50,13 +43,8 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
     """
     if stream.dim() != 2 or weight.shape != stream.shape[1:] or part.shape != stream.shape:
         raise ValueError(f"{tuple(stream.shape)} plus {tuple(part.shape)} with a norm of {tuple(weight.shape)}")
-    if not use_triton(stream):
-        return reference.add_rms_norm(stream, part, weight, eps)
-    from kernels.jit import elementwise as jit
-
-    total, out = torch.empty_like(stream), torch.empty_like(stream)
-    jit.rms_norm(stream, weight, eps, out, part, total)
-    return total, out
+    found: tuple[Tensor, Tensor] = backend(stream, "elementwise").add_rms_norm(stream, part, weight, eps)
+    return found
 
 
 def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
@@ -69,13 +57,8 @@ def gate_mul(gate_up: Tensor, gelu: bool = False) -> Tensor:
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"gate_mul of {tuple(gate_up.shape)}")
-    if not use_triton(gate_up):
-        return reference.gate_mul(gate_up, gelu)
-    from kernels.jit import elementwise as jit
-
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device)
-    jit.gate_mul(gate_up, out, gelu)
-    return out
+    product: Tensor = backend(gate_up, "elementwise").gate_mul(gate_up, gelu)
+    return product
 
 
 def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,13 +77,8 @@ def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """
     if joint.shape != (memory.shape[0], 3 * memory.shape[1]) or not joint.is_contiguous() or memory.stride(1) != 1:
         raise ValueError(f"a cell of {list(joint.shape)} with a memory of {list(memory.shape)}")
-    if not use_triton(joint):
-        return reference.recur(joint, memory)
-    from kernels.jit import elementwise as jit
-
-    said, kept = (torch.empty(memory.shape, dtype=joint.dtype, device=joint.device) for _ in range(2))
-    jit.recur(joint, memory, said, kept)
-    return said, kept
+    found: tuple[Tensor, Tensor] = backend(joint, "elementwise").recur(joint, memory)
+    return found
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -6,15 +6,92 @@ in a CUDA graph. A pair is a token and one of its experts: pair t * K + k is tok
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
 import torch
 from torch import Tensor
 
-from kernels.expert_tiles import MAX_EXPERTS, SWIGLU, Gating, Routes, max_tiles, tile_of
-from kernels.launch import use_triton
+from kernels.launch import backend, ceil_div, power_of_two, use_triton
 from kernels.quant_weight import QuantWeight
-from kernels.reference import linear as reference
 
-__all__ = ["MAX_EXPERTS", "SWIGLU", "Gating", "Routes", "combine", "expert_linear", "gate", "in_tiles", "route"]
+MAX_EXPERTS = 1024
+MIN_TILE, MAX_TILE = 16, 128
+
+
+def by_expert(rows: Tensor, experts: Tensor, num_out: int, product: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """The product of each expert that was woken with the rows of its pairs, where the host knows which these are.
+
+    Args:
+        rows: [M, I], the tokens' rows, or [P, I], one a pair.
+        experts: [M, K] of P = M * K pairs; those of padding are negative.
+        product: of an expert's number and rows [n, I], [n, num_out].
+
+    Returns:
+        [P, num_out] in the dtype of `rows`; zeros for pairs of padding.
+    """
+    flat = experts.flatten()
+    per_row = len(flat) // len(rows)
+    out = rows.new_zeros(len(flat), num_out)
+    for expert in flat[flat >= 0].unique().tolist():
+        pairs = (flat == expert).nonzero().flatten()
+        out[pairs] = product(expert, rows[pairs // per_row]).to(out.dtype)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """clamp(g) * sigmoid(alpha * clamp(g)) * (clamp(u) + shift) of gate g and up u.
+
+    g is clamped to at most `limit`, u to -limit .. limit. The defaults are SwiGLU; gpt-oss has 1.702, 7 and 1.
+    """
+
+    alpha: float = 1.0
+    limit: float = inf
+    shift: float = 0.0
+
+    def for_kernels(self) -> tuple[float | None, float | None, float | None]:
+        """alpha, limit and shift, None for those that change nothing, which kernels are compiled without."""
+        alpha, limit = None if self.alpha == 1.0 else self.alpha, None if self.limit == inf else self.limit
+        return alpha, limit, self.shift or None
+
+
+SWIGLU = Gating()
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where the rows of M tokens go. Pairs of one expert fill tiles of `tile` places; the rest of its last stays empty.
+
+    Attributes:
+        experts: int32 [M, K], each token's experts, the likeliest first; -1 for a token that is padding.
+        weights: float32 [M, K], what their results count.
+        tile_experts: int32 [T], the expert of each tile, in rising order where there are more tokens than one; -1 for
+            those behind the last one. T is the most that M tokens can fill, and 0 where torch computes the products.
+        places: int32 [T * tile], the pair at each place; -1 for an empty one.
+        num_places: int32 [1], those in tiles that have an expert.
+        tile: places in a tile.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    tile_experts: Tensor
+    places: Tensor
+    num_places: Tensor
+    tile: int
+
+
+def tile_of(num_tokens: int, num_active: int, num_experts: int) -> int:
+    """Places in a tile for so many tokens: about as many as an expert has pairs where all are woken alike."""
+    share = power_of_two(ceil_div(num_tokens * num_active, num_experts))
+    return min(max(share, MIN_TILE), MAX_TILE)
+
+
+def max_tiles(num_tokens: int, num_active: int, num_experts: int, tile: int) -> int:
+    """Tiles that so many tokens fill at most."""
+    pairs = num_tokens * num_active
+    return min(pairs, num_experts + pairs // tile)
 
 
 def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = None, tile: int = 0) -> Routes:
@@ -41,18 +118,7 @@ def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None = 
     if slots is not None and slots.shape != (num_tokens,):
         raise ValueError(f"{list(slots.shape)} slots for {num_tokens} tokens")
     tile = tile or tile_of(num_tokens, num_active, num_experts)
-    if not use_triton(logits):
-        # Products of torch go by the experts alone.
-        nothing = torch.empty(0, dtype=torch.int32, device=logits.device)
-        return Routes(*reference.choose(logits, num_active, normed, slots), nothing, nothing, nothing, tile)
-    from kernels.jit import experts as jit
-
-    experts = torch.empty(num_tokens, num_active, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
-    routes = _empty_tiles(experts, weights, num_experts, tile)
-    jit.choose(logits, normed, slots, routes)
-    if num_tokens > 1:
-        jit.align(num_experts, routes)
+    routes: Routes = backend(logits, "experts").route(logits, num_active, normed, slots, tile)
     return routes
 
 
@@ -60,27 +126,13 @@ def in_tiles(routes: Routes, num_experts: int, tile: int) -> Routes:
     """The same with other tiles."""
     from kernels.jit import experts as jit
 
-    found = _empty_tiles(routes.experts, routes.weights, num_experts, tile)
-    jit.align(num_experts, found)
-    return found
-
-
-def _empty_tiles(experts: Tensor, weights: Tensor, num_experts: int, tile: int) -> Routes:
-    num_tokens, num_active = experts.shape
-    tiles = max_tiles(num_tokens, num_active, num_experts, tile)
-    tile_experts, places, num_places = (experts.new_empty(size) for size in (tiles, tiles * tile, 1))
-    return Routes(experts, weights, tile_experts, places, num_places, tile)
+    return jit.in_tiles(routes, num_experts, tile)
 
 
 def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
     """The gating of gate and up [P, 2F], in float32 and rounded once: [P, F] of the same dtype; see `expert_linear`."""
-    if not use_triton(gate_up):
-        return reference.gate(gate_up.float(), gating, interleaved).to(gate_up.dtype)
-    from kernels.jit import elementwise as jit
-
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    jit.gate_mul(gate_up, out, gating=gating, interleaved=interleaved)
-    return out
+    gated: Tensor = backend(gate_up, "experts").gate(gate_up, gating, interleaved)
+    return gated
 
 
 def expert_linear(
@@ -127,16 +179,10 @@ def expert_linear(
     parts = (weight.codes, weight.scales, weight.zeros) if isinstance(weight, QuantWeight) else (weight,)
     if not all(tensor.is_contiguous() for tensor in (rows, bias, *parts) if tensor is not None):
         raise ValueError("expert_linear takes contiguous tensors")
-    if not use_triton(rows):
-        return reference.expert_linear(rows, weight, routes, bias, gating, interleaved)
-    if isinstance(weight, QuantWeight):
+    if use_triton(rows) and isinstance(weight, QuantWeight):
         weight.check_streams()
-    from kernels.jit import experts as jit
-
-    num_out = shape[1] // (2 if gating else 1)
-    out = torch.empty(num_tokens * num_active, num_out, dtype=rows.dtype, device=rows.device)
-    jit.expert_linear(rows, weight, routes, bias, gating, interleaved, out)
-    return out
+    pairs: Tensor = backend(rows, "experts").expert_linear(rows, weight, routes, bias, gating, interleaved)
+    return pairs
 
 
 def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
@@ -151,10 +197,5 @@ def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
         raise ValueError(f"pairs {list(pairs.shape)} for a residual {list(residual.shape)}; expected {list(wanted)}")
     if not (pairs.is_contiguous() and residual.is_contiguous()):
         raise ValueError("combine takes contiguous tensors")
-    if not use_triton(pairs):
-        return reference.combine(pairs, routes, residual)
-    from kernels.jit import experts as jit
-
-    out = torch.empty_like(residual)
-    jit.combine(pairs, routes, residual, out)
-    return out
+    total: Tensor = backend(pairs, "experts").combine(pairs, routes, residual)
+    return total

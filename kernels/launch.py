@@ -21,7 +21,7 @@ def use_triton(tensor: Tensor) -> bool:
 
 def backend(tensor: Tensor, name: str) -> Any:
     """Of the two modules of this name, the one whose functions run on `tensor`'s device."""
-    return importlib.import_module(f"kernels.{'jit' if use_triton(tensor) else 'reference'}.{name}")
+    return _module("jit" if use_triton(tensor) else "reference", name)
 
 
 @contextmanager
@@ -65,6 +65,11 @@ def power_of_two(number: int) -> int:
 def ceil_div(number: int, divisor: int) -> int:
     """number / divisor, rounded up."""
     return -(-number // divisor)
+
+
+@cache
+def _module(package: str, name: str) -> Any:
+    return importlib.import_module(f"kernels.{package}.{name}")
 
 
 @cache

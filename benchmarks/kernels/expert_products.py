@@ -29,11 +29,9 @@ from benchmarks.kernels.quantized_products import COPIES_BYTES, graph_us, num_by
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads
 from kernels.elementwise import gate_mul
-from kernels.expert_tiles import SWIGLU, Routes, tile_of
-from kernels.experts import expert_linear, in_tiles
+from kernels.experts import SWIGLU, Routes, expert_linear, in_tiles, tile_of
 from kernels.quant_weight import QuantWeight, packed, piece_of, unpacked
-from kernels.reference.linear import choose
-from kernels.reference.linear import expert_linear as reference
+from kernels.reference import experts as reference
 from outrider.layers.formats import nibble_words
 from outrider_tools.bench.report import Row, write_report
 
@@ -131,12 +129,10 @@ class ExpertTokens:
         shape = experts.shape
         generator = torch.Generator().manual_seed(count)
         logits = torch.randn(count, shape.experts, generator=generator).to(device)
-        chosen, weights = choose(logits, shape.active, True, None)
         num_rows = count if experts.part == "gate_up" else count * shape.active
         rows = torch.randn(num_rows, experts.shape.matrix(experts.part)[1], generator=generator).to(device).bfloat16()
-        nothing = chosen.new_empty(0)
         tile = tile_of(count, shape.active, shape.experts)
-        return cls(rows, Routes(chosen, weights, nothing, nothing, nothing, tile)).in_tiles(shape.experts, tile)
+        return cls(rows, reference.route(logits, shape.active, True, None, tile)).in_tiles(shape.experts, tile)
 
     def in_tiles(self, num_experts: int, tile: int) -> ExpertTokens:
         """The same in other tiles."""
@@ -157,7 +153,7 @@ def ours(experts: ExpertMatrices, tokens: ExpertTokens, clones: Sequence[Tensor 
 def error(experts: ExpertMatrices, tokens: ExpertTokens, found: Tensor) -> float:
     """Largest difference to the reference in float32, over its largest value; what is no number is far from it."""
     gating = SWIGLU if experts.part == "gate_up" else None
-    expected = reference(tokens.rows.float(), experts.wide, tokens.routes, None, gating, False)
+    expected = reference.expert_linear(tokens.rows.float(), experts.wide, tokens.routes, None, gating, False)
     difference = (found.float() - expected).abs().nan_to_num(1e9, 1e9)
     return float(difference.max() / expected.abs().max())
 

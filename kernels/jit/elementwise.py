@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.expert_tiles import SWIGLU, Gating
+from kernels.experts import SWIGLU, Gating
 from kernels.jit.memory import release_and_wait
 from kernels.launch import power_of_two, starts_early
 
@@ -33,22 +33,31 @@ def _rms_norm(rows, part, total, weight, out, size, eps, BLOCK: tl.constexpr, PD
     tl.store(out + first + columns, (row * scale * factors).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(
-    rows: Tensor, weight: Tensor, eps: float, out: Tensor, part: Tensor | None = None, total: Tensor | None = None
-) -> None:
-    """As kernels.elementwise.rms_norm, or with `part` add_rms_norm, whose sum becomes `total`."""
-    num_rows, size = rows.shape
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As kernels.elementwise.rms_norm."""
+    return _launch_norm(rows, None, None, weight, eps)
+
+
+def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As kernels.elementwise.add_rms_norm."""
+    total = torch.empty_like(stream)
+    return total, _launch_norm(stream, part, total, weight, eps)
+
+
+def _launch_norm(rows: Tensor, part: Tensor | None, total: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    (num_rows, size), out = rows.shape, torch.empty_like(rows)
     block = triton.next_power_of_2(size)
     # Eight elements a thread: one load of 16 bytes for two-byte numbers.
     warps = min(max(block // 256, 1), 16)
     _rms_norm[(num_rows,)](
         rows, part, total, weight, out, size, eps, BLOCK=block, num_warps=warps, **starts_early(rows)
     )
+    return out
 
 
 @triton.jit
 def gated(gates, ups, alpha, limit, shift):
-    """SwiGLU, with what kernels.expert_tiles.Gating has that is not None."""
+    """SwiGLU, with what kernels.experts.Gating has that is not None."""
     if limit is not None:
         gates = tl.minimum(gates, limit)
         ups = tl.minimum(tl.maximum(ups, -limit), limit)
@@ -80,16 +89,15 @@ def _gate_mul(
     tl.store(out + row * size + columns, found.to(out.dtype.element_ty), mask=inside)
 
 
-def gate_mul(
-    gate_up: Tensor, out: Tensor, gelu: bool = False, gating: Gating = SWIGLU, interleaved: bool = False
-) -> None:
-    """As kernels.elementwise.gate_mul, or kernels.experts.gate, into `out`."""
-    num_rows, size = out.shape
-    block = 1024
+def gate_mul(gate_up: Tensor, gelu: bool = False, gating: Gating = SWIGLU, interleaved: bool = False) -> Tensor:
+    """As kernels.elementwise.gate_mul, or kernels.experts.gate."""
+    num_rows, size, block = gate_up.shape[0], gate_up.shape[1] // 2, 1024
+    out = gate_up.new_empty(num_rows, size)
     _gate_mul[(num_rows, triton.cdiv(size, block))](
         gate_up, out, size, *gating.for_kernels(),
         INTERLEAVED=interleaved, GELU=gelu, BLOCK=block, num_warps=4, **starts_early(gate_up),
     )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -113,12 +121,14 @@ def _recur(joint, memory, said, kept, memory_stride, size, BLOCK: tl.constexpr, 
     tl.store(kept + row * size + columns, new.to(kept.dtype.element_ty), mask=inside)
 
 
-def recur(joint: Tensor, memory: Tensor, said: Tensor, kept: Tensor) -> None:
-    """As kernels.elementwise.recur, into `said` and `kept`."""
-    num_rows, size = said.shape
+def recur(joint: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """As kernels.elementwise.recur."""
+    num_rows, size = memory.shape
+    said, kept = (joint.new_empty(num_rows, size) for _ in range(2))
     _recur[(num_rows, triton.cdiv(size, 512))](
         joint, memory, said, kept, memory.stride(0), size, BLOCK=512, num_warps=4, **starts_early(joint)
     )
+    return said, kept
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

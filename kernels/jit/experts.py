@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.expert_tiles import Gating, Routes
-from kernels.jit.elementwise import gated
+from kernels.experts import Gating, Routes, max_tiles
+from kernels.jit.elementwise import gate_mul, gated
 from kernels.jit.gemm import multiply
 from kernels.jit.memory import release_and_wait
 from kernels.jit.quantized import add_words
@@ -61,16 +61,35 @@ def _choose(
         tl.store(num_places, used)
 
 
-def choose(logits: Tensor, normed: bool, slots: Tensor | None, routes: Routes) -> None:
-    """Fill `experts` and `weights`; of a lone token all that routes hold."""
+def route(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None, tile: int) -> Routes:
+    """As kernels.experts.route."""
     num_tokens, num_experts = logits.shape
-    num_active = routes.experts.shape[1]
+    experts = torch.empty(num_tokens, num_active, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, num_active, dtype=torch.float32, device=logits.device)
+    routes = _empty_tiles(experts, weights, num_experts, tile)
     _choose[(num_tokens,)](
         logits, slots, routes.experts, routes.weights, routes.tile_experts, routes.places, routes.num_places,
         NUM_EXPERTS=num_experts, EXPERTS=power_of_two(num_experts), NUM_ACTIVE=num_active,
-        ACTIVE=power_of_two(num_active), TILE=routes.tile, LANES=power_of_two(routes.tile), NORMED=normed,
+        ACTIVE=power_of_two(num_active), TILE=tile, LANES=power_of_two(tile), NORMED=normed,
         LONE=num_tokens == 1, num_warps=1, **starts_early(logits),
     )  # fmt: skip
+    if num_tokens > 1:
+        _lay_out(num_experts, routes)
+    return routes
+
+
+def in_tiles(routes: Routes, num_experts: int, tile: int) -> Routes:
+    """As kernels.experts.in_tiles."""
+    found = _empty_tiles(routes.experts, routes.weights, num_experts, tile)
+    _lay_out(num_experts, found)
+    return found
+
+
+def _empty_tiles(experts: Tensor, weights: Tensor, num_experts: int, tile: int) -> Routes:
+    num_tokens, num_active = experts.shape
+    tiles = max_tiles(num_tokens, num_active, num_experts, tile)
+    tile_experts, places, num_places = (experts.new_empty(size) for size in (tiles, tiles * tile, 1))
+    return Routes(experts, weights, tile_experts, places, num_places, tile)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -110,8 +129,8 @@ def _align(
             seen += tl.sum(is_own.to(tl.int32), axis=0)
 
 
-def align(num_experts: int, routes: Routes) -> None:
-    """Fill `tile_experts` and `places`."""
+def _lay_out(num_experts: int, routes: Routes) -> None:
+    """Fill `tile_experts`, `places` and `num_places`."""
     num_pairs, num_tiles = routes.experts.numel(), routes.tile_experts.numel()
     _align[(num_experts,)](
         routes.experts, routes.tile_experts, routes.places, routes.num_places, num_pairs, num_tiles,
@@ -206,18 +225,20 @@ def _expert_linear(
 
 def expert_linear(
     rows: Tensor, weight: Tensor | QuantWeight, routes: Routes, bias: Tensor | None, gating: Gating | None,
-    interleaved: bool, out: Tensor,
-) -> None:  # fmt: skip
-    """As kernels.experts.expert_linear, into `out`."""
-    num_pairs, num_out = out.shape
-    size, tile = rows.shape[1], routes.tile
+    interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """As kernels.experts.expert_linear."""
+    num_pairs, size, tile = routes.experts.numel(), rows.shape[1], routes.tile
     quantized = isinstance(weight, QuantWeight)
     block_n, block_k, stages, warps = _cut(tile, gating is not None, rows, weight)
     alpha, limit, shift = gating.for_kernels() if gating else (None, None, None)
-    codes, scales, zeros, kind, group, span = weight, None, None, "", 0, 1
     if isinstance(weight, QuantWeight):
         codes, scales, zeros, kind = weight.codes, weight.scales, weight.zeros, weight.kind
         group, span = weight.group, weight.span
+    else:
+        codes, scales, zeros, kind, group, span = weight, None, None, "", 0, 1
+    num_out = codes.shape[1] // (2 if gating else 1)
+    out = rows.new_empty(num_pairs, num_out)
     _expert_linear[(triton.cdiv(num_out, block_n), routes.tile_experts.numel())](
         rows, codes, scales, zeros, bias, routes.tile_experts, routes.places, out, num_out, size,
         1 if scales is None else scales.shape[-1], 1 if scales is None else scales.shape[-2],
@@ -227,6 +248,7 @@ def expert_linear(
         SWAP=quantized or tile < 64, KIND=kind, GROUP=group, SPAN=span,
         ASM=rows.is_cuda and rows.dtype == torch.bfloat16, num_warps=warps, **starts_early(rows),
     )  # fmt: skip
+    return out
 
 
 def _cut(tile: int, gated: bool, rows: Tensor, weight: Tensor | QuantWeight) -> tuple[int, int, int, int]:
@@ -261,11 +283,18 @@ def _combine(
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def combine(pairs: Tensor, routes: Routes, residual: Tensor, out: Tensor) -> None:
-    """As kernels.experts.combine, into `out`."""
+def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
+    """As kernels.experts.combine."""
     num_tokens, size = residual.shape
+    out = torch.empty_like(residual)
     block = min(power_of_two(size), 512)
     _combine[(num_tokens, triton.cdiv(size, block))](
         pairs, routes.experts, routes.weights, residual, out, size,
         NUM_ACTIVE=routes.experts.shape[1], BLOCK=block, num_warps=2, **starts_early(pairs),
     )  # fmt: skip
+    return out
+
+
+def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
+    """As kernels.experts.gate."""
+    return gate_mul(gate_up, gating=gating, interleaved=interleaved)

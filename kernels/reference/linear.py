@@ -1,4 +1,4 @@
-"""See kernels.linear, and kernels.experts for products with the weights of a row's experts."""
+"""See kernels.linear."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.expert_tiles import Gating, Routes, by_expert
 from kernels.quant_weight import QuantWeight
 from kernels.reference.elementwise import rms_norm, rope_write
 
@@ -61,52 +60,3 @@ def norm_qkv(
     q.copy_(wide_q)
     places = slots[written].long()
     k_cache[places], v_cache[places] = wide_k[places].to(q.dtype), wide_v[places].to(q.dtype)
-
-
-def choose(logits: Tensor, num_active: int, normed: bool, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Experts int32 and weights float32, both [M, K]."""
-    lowest = torch.finfo(torch.float32).min
-    logits = torch.where(logits.isnan(), lowest, logits).clamp(min=lowest)
-    found, experts = logits.sort(dim=1, descending=True, stable=True)
-    found, experts = found[:, :num_active], experts[:, :num_active].int()
-    weights = found.softmax(1) if normed else (found - logits.logsumexp(1, keepdim=True)).exp()
-    if slots is not None:
-        experts = torch.where((slots < 0)[:, None], -1, experts)
-    return experts, weights
-
-
-def gate(gate_up: Tensor, gating: Gating, interleaved: bool) -> Tensor:
-    """[P, 2F] to [P, F], in the dtype given."""
-    if interleaved:
-        gates, ups = gate_up[:, ::2], gate_up[:, 1::2]
-    else:
-        gates, ups = gate_up.chunk(2, 1)
-    gates, ups = gates.clamp(max=gating.limit), ups.clamp(-gating.limit, gating.limit)
-    return gates * (gating.alpha * gates).sigmoid() * (ups + gating.shift)
-
-
-def expert_linear(
-    rows: Tensor,
-    weight: Tensor | QuantWeight,
-    routes: Routes,
-    bias: Tensor | None,
-    gating: Gating | None,
-    interleaved: bool,
-) -> Tensor:
-    """As kernels.experts.expert_linear: only experts that were woken are looked at."""
-    height = weight.num_out if isinstance(weight, QuantWeight) else weight.shape[1]
-
-    def product(expert: int, own: Tensor) -> Tensor:
-        matrix = weight.of_expert(expert).dequantized(rows.dtype) if isinstance(weight, QuantWeight) else weight[expert]
-        found = functional.linear(own, matrix, None if bias is None else bias[expert])
-        return gate(found.float(), gating, interleaved) if gating else found
-
-    return by_expert(rows, routes.experts, height // (2 if gating else 1), product)
-
-
-def combine(pairs: Tensor, routes: Routes, residual: Tensor) -> Tensor:
-    """As kernels.experts.combine."""
-    num_tokens, num_active = routes.experts.shape
-    weighted = pairs.float().view(num_tokens, num_active, -1) * routes.weights.unsqueeze(2)
-    weighted = torch.where((routes.experts < 0).unsqueeze(2), 0.0, weighted)
-    return (residual.float() + weighted.sum(1)).to(residual.dtype)

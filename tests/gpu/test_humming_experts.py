@@ -10,10 +10,9 @@ import pytest
 import torch
 from tiny_models import relative_error, save_tiny
 
-from kernels.expert_tiles import Gating
-from kernels.experts import gate, route
+from kernels.experts import Gating, gate, route
 from kernels.quant_weight import QuantWeight, packed, piece_of
-from kernels.reference.linear import expert_linear as reference
+from kernels.reference.experts import expert_linear as reference
 from outrider.attention.base import AttentionPlan
 from outrider.layers.experts import ExpertMlp
 from outrider.layers.humming_weight import humming_experts

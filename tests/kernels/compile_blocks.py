@@ -62,4 +62,4 @@ def main() -> None:
     for k_norm in (None, norm):
         elementwise.write_keys(heads, angles, angles, _ints(8), cache, cache, k_norm, 1e-6)
     gates, memory = torch.zeros(8, 768, dtype=torch.bfloat16), torch.zeros(8, 4608, dtype=torch.bfloat16)[:, :256]
-    elementwise.recur(gates, memory, gates[:, :256], gates[:, :256])
+    elementwise.recur(gates, memory)

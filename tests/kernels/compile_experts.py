@@ -11,9 +11,8 @@ TOKENS, EXPERTS, ACTIVE, SIZE, NUM_OUT = 8, 6, 2, 256, 96
 
 def main() -> None:
     """Call every launcher; each launch is a compilation."""
-    from kernels.expert_tiles import SWIGLU, Gating, Routes
+    from kernels.experts import SWIGLU, Gating
     from kernels.jit import experts as jit
-    from kernels.jit.elementwise import gate_mul
 
     def made(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype)
@@ -26,17 +25,14 @@ def main() -> None:
     pairs = TOKENS * ACTIVE
     gates = Gating(1.702, 7.0, 1.0)
     for tile in (16, 128):
-        chosen = made(TOKENS, ACTIVE, dtype=torch.int32)
-        places = made(pairs * tile, dtype=torch.int32)
-        routes = Routes(chosen, chosen.float(), places[:pairs], places, places[:1], tile)
-        jit.choose(made(TOKENS, EXPERTS, dtype=torch.float32), True, chosen[:, 0].contiguous(), routes)
-        jit.align(EXPERTS, routes)
-        gate_mul(made(pairs, 2 * SIZE), made(pairs, SIZE), gating=gates, interleaved=True)
-        jit.combine(made(pairs, SIZE), routes, made(TOKENS, SIZE), made(TOKENS, SIZE))
-        rows, bias, out = made(TOKENS, SIZE), made(EXPERTS, NUM_OUT), made(pairs, NUM_OUT)
+        logits, slots = made(TOKENS, EXPERTS, dtype=torch.float32), made(TOKENS, dtype=torch.int32)
+        routes = jit.route(logits, ACTIVE, True, slots, tile)
+        jit.gate(made(pairs, 2 * SIZE), gates, True)
+        jit.combine(made(pairs, SIZE), routes, made(TOKENS, SIZE))
+        rows, bias = made(TOKENS, SIZE), made(EXPERTS, NUM_OUT)
         gated_bias, height = made(EXPERTS, 2 * NUM_OUT), 2 * NUM_OUT
-        jit.expert_linear(rows, made(EXPERTS, NUM_OUT, SIZE), routes, bias, None, False, out)
-        jit.expert_linear(rows, made(EXPERTS, height, SIZE), routes, None, SWIGLU, False, out)
+        jit.expert_linear(rows, made(EXPERTS, NUM_OUT, SIZE), routes, bias, None, False)
+        jit.expert_linear(rows, made(EXPERTS, height, SIZE), routes, None, SWIGLU, False)
         weights = [quantized(kind, group, height) for kind, group in (("mxfp4", 32), ("fp8", 128), ("fp8", SIZE))]
         for weight in [*weights, quantized("int4", 128, height, zeros=True)][: 4 if tile == 16 else 2]:
-            jit.expert_linear(rows, weight, routes, gated_bias, gates, True, out)
+            jit.expert_linear(rows, weight, routes, gated_bias, gates, True)

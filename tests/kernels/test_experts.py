@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.expert_tiles import max_tiles, tile_of
-from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, gate, in_tiles, route
+from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, gate, in_tiles, max_tiles, route, tile_of
 from kernels.quant_weight import QuantWeight
-from kernels.reference import linear as reference
+from kernels.reference import experts as reference
 from outrider.layers.formats import decode, weight_tensors
 from outrider.models.quantization import Scheme
 
@@ -54,9 +53,9 @@ def test_routes_are_the_largest_logits(
     logits = random_logits(num_tokens, num_experts, device)
     logits[0, :3] = logits[0].max() + 1  # equal ones: the lower number is first
     routes = route(logits, num_active, normed)
-    experts, weights = reference.choose(logits, num_active, normed, None)
-    assert torch.equal(routes.experts, experts)
-    torch.testing.assert_close(routes.weights, weights)
+    expected = reference.route(logits, num_active, normed, None, 0)
+    assert torch.equal(routes.experts, expected.experts)
+    torch.testing.assert_close(routes.weights, expected.weights)
     check_places(routes)
 
 

@@ -12,8 +12,7 @@ from harness import make_engine, run_all, tokens
 from local_draft import LocalDraft, noise, oracle
 from threaded_engine import ThreadedEngine
 
-from kernels.expert_tiles import Routes
-from kernels.experts import route
+from kernels.experts import Routes, route
 from outrider.layers import experts
 from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
