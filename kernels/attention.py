@@ -20,7 +20,7 @@ from kernels.attention_tiles import (
     short_config,
     tree_config,
 )
-from kernels.launch import power_of_two, supports_pdl, use_triton
+from kernels.launch import check_head_dim, power_of_two, supports_pdl, use_triton
 from kernels.reference import attention as reference
 
 
@@ -170,8 +170,7 @@ def _checked(
         raise ValueError(f"caches of {list(k_cache.shape)} and {list(v_cache.shape)} do not fit heads of {head_dim}")
     if num_heads % k_cache.shape[1]:
         raise ValueError(f"{num_heads} query heads cannot share {k_cache.shape[1]} kv heads")
-    if head_dim < 16 or head_dim != power_of_two(head_dim):
-        raise ValueError(f"head_dim must be a power of two from 16 on, got {head_dim}")
+    check_head_dim(head_dim)
     sinks = rules.sinks
     if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32):
         raise ValueError(f"sinks must be float32 [{num_heads}], got {sinks.dtype} {list(sinks.shape)}")

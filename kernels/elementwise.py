@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import backend, use_triton
+from kernels.launch import backend, check_head_dim, use_triton
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -169,8 +169,8 @@ def _check_write(
     kv_heads, dim = k_cache.shape[-2:]
     if heads.shape[-2:] != (num_heads + 2 * kv_heads, dim) or v_cache.shape != k_cache.shape:
         raise ValueError(f"{num_heads} query heads, heads {list(heads.shape)}, a cache of {list(k_cache.shape)}")
-    if use_triton(heads) and (dim < 16 or dim & (dim - 1)):
-        raise ValueError(f"head_dim must be a power of two from 16 on, got {dim}")
+    if use_triton(heads):
+        check_head_dim(dim)
     if not (heads.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("heads and caches must be contiguous")
     if norm is not None and (norm.shape != norm_shape or not norm.is_contiguous()):

@@ -62,6 +62,12 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def check_head_dim(head_dim: int) -> None:
+    """Raise ValueError for heads of a size that kernels do not take."""
+    if head_dim < 16 or head_dim != power_of_two(head_dim):
+        raise ValueError(f"head_dim must be a power of two from 16 on, got {head_dim}")
+
+
 def ceil_div(number: int, divisor: int) -> int:
     """number / divisor, rounded up."""
     return -(-number // divisor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.launch import ceil_div, has_wgmma, num_processors, use_triton
+from kernels.launch import ceil_div, check_head_dim, has_wgmma, num_processors, use_triton
 from kernels.linear_configs import (
     MAX_CUT_SIZE,
     MAX_ROWS,
@@ -266,8 +266,7 @@ def norm_qkv(
         raise ValueError(
             f"{weight.shape[0]} weight rows for {num_heads} query heads and a cache of {list(k_cache.shape)}"
         )
-    if dim < 16 or dim & (dim - 1):
-        raise ValueError(f"head_dim must be a power of two from 16 on, got {dim}")
+    check_head_dim(dim)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or k_cache.dtype != rows.dtype:
         raise ValueError(f"caches must be contiguous and of {rows.dtype}")
     angles = (rows.shape[0], dim // 2)

@@ -63,10 +63,7 @@ class GemmConfig:
 
 def tile_rows(num_rows: int) -> int:
     """Rows that programs compute for `num_rows` real ones: a power of two."""
-    size = MIN_TILE
-    while size < num_rows:
-        size *= 2
-    return size
+    return max(power_of_two(num_rows), MIN_TILE)
 
 
 # The fastest cuts on an H200 (benchmarks/results/kernels_gemm_h200.json; those of an 8B model among its other products,
@@ -147,8 +144,7 @@ def _quantized_config(
     # Few rows of four bits, and short pieces, are quickly read: more of them must be on their way.
     per_sm, stages = (2, 7 if bits == 8 else 8) if long and (bits == 8 or rows > 16) else (4, 4)
     tiles, steps, at_once = ceil_div(num_out, 64), size // piece, per_sm * processors
-    parts = range(1, max(1, min(at_once // tiles, steps // 4)) + 1)
-    split = max(part for part in parts if steps % part == 0)
+    split = even_split(tiles, steps, at_once)
     # Programs that wait for their weights are not missed as those are that convert theirs.
     if not (0.7 if long else 0.9) * at_once <= tiles * split <= at_once:
         split = 0
@@ -165,6 +161,12 @@ def _quantized_config(
     return _fitting(config, rows, itemsize, gated, bits)
 
 
+def even_split(tiles: int, steps: int, at_once: int, least: int = 4) -> int:
+    """Programs that share a tile: as many as run at once and have `least` steps or more each, all of them as many."""
+    parts = range(1, max(1, min(at_once // tiles, steps // least)) + 1)
+    return max(part for part in parts if steps % part == 0)
+
+
 def _fitting(config: GemmConfig, rows: int, itemsize: int, gated: bool, code_bits: int | None = None) -> GemmConfig:
     """With as many steps in flight as a processor has memory for."""
     while config.stages > 2 and config.shared_bytes(rows, itemsize, gated, code_bits) > SHARED_MEMORY - SHARED_MARGIN:
@@ -174,7 +176,7 @@ def _fitting(config: GemmConfig, rows: int, itemsize: int, gated: bool, code_bit
 
 def _split(config: GemmConfig, num_out: int, size: int, programs: int) -> int:
     """The split_k that comes near a number of programs, as long as each has four steps."""
-    tiles, steps = -(-num_out // config.block_n), -(-size // config.block_k)
+    tiles, steps = ceil_div(num_out, config.block_n), ceil_div(size, config.block_k)
     if programs // 2 < tiles < programs and tiles * steps >= 4 * programs:
         return 0
     return max(1, min(programs // tiles, steps // 4))
@@ -237,7 +239,7 @@ class RowConfig:
 
     def rows(self, num_rows: int) -> int:
         """Rows of a program for `num_rows` in all, a power of two."""
-        return min(max(power_of_two(num_rows), 16), self.block_m)
+        return min(tile_rows(num_rows), self.block_m)
 
     def holds(self, num_rows: int, size: int) -> bool:
         """Whether a program of this cut fits a processor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kernels.launch import ceil_div
-from kernels.linear_configs import MAX_ROWS, SHARED_MARGIN, SHARED_MEMORY, tile_rows
+from kernels.linear_configs import MAX_ROWS, SHARED_MARGIN, SHARED_MEMORY, even_split, tile_rows
 
 BY_WARP_ROWS = 8
 """Rows up to which warps by themselves were faster: those of one instruction."""
@@ -123,7 +123,7 @@ def _choose_wide(num_out: int, size: int, gated: bool, rows: int, processors: in
         return RingConfig(128, 64, stages=6)
     if tiles > processors or (gated and tiles < _BUSY * processors):
         return None
-    split = _even_split(tiles, steps, processors, _LEAST_WIDE_STEPS) if size >= _LONG * num_out else 1
+    split = even_split(tiles, steps, processors, _LEAST_WIDE_STEPS) if size >= _LONG * num_out else 1
     config = RingConfig(split_k=split, stages=min(8, steps // split))
     if gated:
         # All tiles at once: what a second program of a processor would take is free for a longer ring.
@@ -229,7 +229,7 @@ def _in_parts(
     """`config` with each tile in equal parts, `most` and as many as run at once, of `least` steps or more; None where
     that leaves fewer programs than `busy` of those that run at once, or more than these."""
     tiles, steps = ceil_div(num_out, config.tile), ceil_div(size, config.block_k)
-    split = _even_split(tiles, steps, min(at_once, most * tiles), least)
+    split = even_split(tiles, steps, min(at_once, most * tiles), least)
     if not busy * at_once <= tiles * split <= at_once:
         return None
     return replace(config, split_k=split, stages=min(config.stages, steps // split))
@@ -242,12 +242,6 @@ def _fitting_ring(config: RingConfig, rows: int, code_bits: int) -> RingConfig:
     while config.stages > 2 and config.per_sm * config.shared_bytes(rows, code_bits) > room:
         config = replace(config, stages=config.stages - 1)
     return config
-
-
-def _even_split(tiles: int, steps: int, at_once: int, least: int = _LEAST_STEPS) -> int:
-    """Programs that share a tile: as many as run at once and have `least` steps or more each, all of them as many."""
-    parts = range(1, max(1, min(at_once // tiles, steps // least)) + 1)
-    return max(part for part in parts if steps % part == 0)
 
 
 def _choose_by_warp(num_out: int, size: int, processors: int, code_bits: int, grouped: bool) -> RingConfig | None:

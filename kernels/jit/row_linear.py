@@ -95,18 +95,12 @@ def _normed_product(
         left = _times(first, scale, factors)
         if REST > 0:
             more_left = _times(rest, scale, more_factors)
-    acc = _product(left, more_left, weights, more_weights, REST)
+    # Parts of the columns are multiplied by different warps.
+    acc = _dot(weights, left)
+    if REST > 0:
+        acc += _dot(more_weights, more_left)
     if NORM and not EARLY:
         acc *= _norm_scale(first, rest, SIZE, eps, REST)[None, :]
-    return acc
-
-
-@triton.jit
-def _product(first, rest, weights, more_weights, REST: tl.constexpr):
-    """float32 [weight rows, rows]. Parts of the columns are multiplied by different warps."""
-    acc = _dot(weights, first)
-    if REST > 0:
-        acc += _dot(more_weights, rest)
     return acc
 
 

@@ -53,12 +53,7 @@ def reroot_pool(
     shifts = reroots[:, SHIFT].contiguous().view(torch.float32)
     ran = (scores == _NEVER).tolist()
     for row, line in enumerate(reroots[:, :REROOT_WORDS].tolist()):
-        root, slot, count, start = (
-            line[NEW_ROOT],
-            line[NEW_ROOT_SLOT],
-            line[NUM_NEW_SLOTS],
-            int(rows.num_free[row]),
-        )
+        root, slot, count, start = line[NEW_ROOT], line[NEW_ROOT_SLOT], line[NUM_NEW_SLOTS], int(rows.num_free[row])
         places = (torch.arange(count, device=reroots.device) + start) % rows.free.shape[1]
         rows.free[row, places] = reroots[row, REROOT_WORDS : REROOT_WORDS + count]
         rows.num_free[row] = start + count

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import sampling_state as state
-from kernels.reference.sampling import gumbel
+from kernels.reference.sampling import noise_of_rows
 from kernels.sampling_state import ProposeBuffers, ProposeTables
 
 
@@ -27,7 +27,9 @@ def propose(
     ids = torch.arange(logits.shape[1], device=logits.device) if target_ids is None else target_ids.long()
     legal = ((ids >= 0) & (ids < vocab_limit)).nonzero()[:, 0]
     ids = ids[legal]
-    noise = _noise(rows.tolist(), positions, tables, ids)
+    by_noise = tables.ints[:, state.PROPOSE_FLAGS] & state.RANK_BY_NOISE > 0
+    noisy = (tables.floats[:, state.TEMPERATURE] > 0) & by_noise
+    noise = noise_of_rows(rows.tolist(), noisy, tables.ints, positions, ids)
     for index, row in enumerate(rows.tolist()):
         values = logits[index, legal].float()
         if row < 0 or not ids.numel() or bool((values.isnan() | (values == torch.inf)).any()):
@@ -39,18 +41,6 @@ def propose(
         best = best[ranks[best] > -torch.inf]
         tokens[index, : len(best)] = ids[best].int()
         scores[index, : len(best)] = ranks.log_softmax(0)[best].float().clamp(max=0.0)
-
-
-def _noise(rows: list[int], positions: Tensor, tables: ProposeTables, ids: Tensor) -> dict[int, Tensor]:
-    """Noise of `ids` [N] by index, where it decides; made at once, since it is many small steps."""
-    by_noise = (tables.floats[:, state.TEMPERATURE] > 0) & (
-        tables.ints[:, state.PROPOSE_FLAGS] & state.RANK_BY_NOISE > 0
-    )
-    drawn = [index for index, row in enumerate(rows) if row >= 0 and bool(by_noise[row])]
-    if not drawn:
-        return {}
-    keys = tables.ints[[rows[index] for index in drawn], : state.CHOICE_INDEX + 1]
-    return dict(zip(drawn, gumbel(keys, positions[drawn] + 1, ids.expand(len(drawn), -1)), strict=True))
 
 
 def _ranks(values: Tensor, noise: Tensor | None, floats: Tensor) -> Tensor:

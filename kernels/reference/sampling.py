@@ -54,7 +54,9 @@ def sample_rows(
     lossy: bool,
 ) -> None:
     """As kernels.sampling.sample_rows."""
-    noise = _noise(vocab_size, tokens, tables)
+    rows = [int(tokens.table_rows[row]) if row >= 0 else -1 for row in tokens.rows.tolist()]
+    noisy, ids = tables.float_params[:, state.TEMPERATURE] > 0, torch.arange(vocab_size, device=logits.device)
+    noise = noise_of_rows(rows, noisy, tables.int_params, tokens.positions, ids)
     for index in range(tokens.token_ids.shape[0]):
         buffers.sampled[index], buffers.bad[index] = -1, 0
         row = int(tokens.rows[index])
@@ -78,15 +80,13 @@ def sample_rows(
         buffers.sampled[index] = (adjusted == adjusted.max()).nonzero()[0, 0]
 
 
-def _noise(vocab_size: int, tokens: RoundTokens, tables: SamplingTables) -> dict[int, Tensor]:
-    """Noise of all tokens [V] by index, where it decides; made at once, since it is many small steps."""
-    rows = [int(tokens.table_rows[row]) if row >= 0 else -1 for row in tokens.rows.tolist()]
-    drawn = [i for i, row in enumerate(rows) if row >= 0 and float(tables.float_params[row, state.TEMPERATURE]) > 0]
+def noise_of_rows(rows: list[int], noisy: Tensor, ints: Tensor, positions: Tensor, ids: Tensor) -> dict[int, Tensor]:
+    """Noise of `ids` [N] by index of `rows`, where one is `noisy`; made at once, since it is many small steps."""
+    drawn = [index for index, row in enumerate(rows) if row >= 0 and bool(noisy[row])]
     if not drawn:
         return {}
-    keys = tables.int_params[[rows[index] for index in drawn], : state.CHOICE_INDEX + 1]
-    ids = torch.arange(vocab_size, device=keys.device).expand(len(drawn), -1)
-    return dict(zip(drawn, gumbel(keys, tokens.positions[drawn] + 1, ids), strict=True))
+    keys = ints[[rows[index] for index in drawn], : state.CHOICE_INDEX + 1]
+    return dict(zip(drawn, gumbel(keys, positions[drawn] + 1, ids.expand(len(drawn), -1)), strict=True))
 
 
 def accepts_loosely(floats: Tensor) -> bool:
