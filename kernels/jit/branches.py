@@ -33,6 +33,7 @@ from kernels.jit.attention_parts import (
     scores,
     softmax_step,
     split_steps,
+    squash,
     store_tile,
     tile_tokens,
     workspace,
@@ -67,15 +68,6 @@ def _list_branches(
     page = tl.load(page_tables + table_row.to(tl.int64) * table_stride + logical // PAGE, mask=seen != 0, other=0)
     tl.store(slots + token * (WORDS * 32) + place, page * PAGE + logical % PAGE, mask=seen != 0)
     tl.store(lens + token, tl.sum(seen, 0))
-
-
-@triton.jit
-def _seen(inside, start, position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """Which queries at `position` see which keys from `start` on, of those that are `inside`."""
-    seen = inside[None, :]
-    if WINDOW:
-        seen = seen & ((start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None])
-    return seen
 
 
 @triton.jit
@@ -180,7 +172,11 @@ def attend_branches(
         where = key_slots(table, keys, last, PAGE, ON_GPU)[:, None] * LINE + dims[None, :]
         tile_k = tl.load(k_head + where, mask=inside[:, None], other=0.0)
         tile_v = tl.load(v_head + where, mask=inside[:, None], other=0.0)
-        products = scores(tile_q, tile_k, _seen(inside, full_end, position, KEYS, WINDOW), SQUASH)
+        products = squash(tl.dot(tile_q, tl.trans(tile_k), input_precision="ieee"), SQUASH)
+        seen = inside[None, :]
+        if WINDOW:
+            seen = seen & (keys[None, :] > (position - WINDOW)[:, None])
+        products = tl.where(seen, products, float("-inf"))
         top, mass, acc = softmax_step(products, tile_v, top, mass, acc, scale)
     store_tile(partials, partials, stats, at, top, mass, acc, num_tokens * HEADS, split + 1, row_ok, DIM, False)
 
@@ -249,6 +245,15 @@ def _context(
     slots = key_slots(table, keys, tl.maximum(cached - 1, 0), PAGE, ON_GPU)
     inside = keys < cached
     return _load_heads(k_head, slots, inside, LINE, DIM), _load_heads(v_head, slots, inside, LINE, DIM), inside
+
+
+@triton.jit
+def _seen(inside, start, position, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """Which queries at `position` see which keys from `start` on, of those that are `inside`."""
+    seen = inside[None, :]
+    if WINDOW:
+        seen = seen & ((start + tl.arange(0, KEYS))[None, :] > (position - WINDOW)[:, None])
+    return seen
 
 
 @triton.jit

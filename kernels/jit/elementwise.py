@@ -44,13 +44,16 @@ def add_rms_norm(stream: Tensor, part: Tensor, weight: Tensor, eps: float) -> tu
     return total, _launch_norm(stream, part, total, weight, eps)
 
 
+def row_warps(block: int) -> int:
+    """Warps of a program for a row of so many elements. Eight a thread: one load of 16 bytes for two-byte numbers."""
+    return min(max(block // 256, 1), 16)
+
+
 def _launch_norm(rows: Tensor, part: Tensor | None, total: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     (num_rows, size), out = rows.shape, torch.empty_like(rows)
     block = triton.next_power_of_2(size)
-    # Eight elements a thread: one load of 16 bytes for two-byte numbers.
-    warps = min(max(block // 256, 1), 16)
     _rms_norm[(num_rows,)](
-        rows, part, total, weight, out, size, eps, BLOCK=block, num_warps=warps, **starts_early(rows)
+        rows, part, total, weight, out, size, eps, BLOCK=block, num_warps=row_warps(block), **starts_early(rows)
     )
     return out
 

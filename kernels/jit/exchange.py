@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.exchange import NUM_TURNS, Mailboxes
+from kernels.jit.elementwise import row_warps
 from kernels.launch import power_of_two, starts_early
 
 TURNS = tl.constexpr(NUM_TURNS)
@@ -206,7 +207,7 @@ def sum_rows(
     _sum_rows[(rows.shape[0],)](
         rows, residual, weight, stream, normed, boxes.table, boxes.turns, boxes.failed, boxes.report, boxes.rank,
         eps, _limit(boxes, rows), SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows,
-        WORLD=boxes.world, TWO_SHOT=two_shot, ON_GPU=rows.is_cuda, num_warps=_warps(block), **starts_early(rows),
+        WORLD=boxes.world, TWO_SHOT=two_shot, ON_GPU=rows.is_cuda, num_warps=row_warps(block), **starts_early(rows),
     )  # fmt: skip
 
 
@@ -216,14 +217,9 @@ def join_columns(boxes: Mailboxes, rows: Tensor, out: Tensor, pieces: int) -> No
     _join_columns[(rows.shape[0] * pieces,)](
         rows, out, boxes.table, boxes.turns, boxes.failed, boxes.report, boxes.rank, _limit(boxes, rows), pieces,
         SIZE=boxes.width, BLOCK=block, MAX_ROWS=boxes.max_rows, WORLD=boxes.world,
-        ON_GPU=rows.is_cuda, num_warps=_warps(block), **starts_early(rows),
+        ON_GPU=rows.is_cuda, num_warps=row_warps(block), **starts_early(rows),
     )  # fmt: skip
 
 
 def _limit(boxes: Mailboxes, rows: Tensor) -> int:
     return int(boxes.timeout_seconds * 1e9) if rows.is_cuda else int(boxes.timeout_seconds)
-
-
-def _warps(block: int) -> int:
-    # Eight elements a thread: one load of 16 bytes for two-byte numbers.
-    return min(max(block // 256, 1), 16)
