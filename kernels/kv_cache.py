@@ -61,11 +61,10 @@ def compact(
     Raises:
         ValueError: caches that are not contiguous or differ.
     """
-    if k.shape != v.shape or k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
-        raise ValueError("k and v must be contiguous and alike")
+    k, v = _bits(k, v)
     if accepted.stride(1) != 1 or page_tables.stride(1) != 1:
         raise ValueError("the rows of accepted and of the page tables must be contiguous")
-    backend(k, "kv_cache").compact(_bits(k), _bits(v), tokens, page_tables, accepted, num_tokens, page_size)
+    backend(k, "kv_cache").compact(k, v, tokens, page_tables, accepted, num_tokens, page_size)
 
 
 def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
@@ -82,15 +81,16 @@ def move(k: Tensor, v: Tensor, moves: Tensor) -> None:
     Raises:
         ValueError: caches that are not contiguous or differ, or moves that are no pairs.
     """
-    if k.shape != v.shape or k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
-        raise ValueError("k and v must be contiguous and alike")
+    k, v = _bits(k, v)
     if moves.dim() != 2 or moves.shape[1] != 2 or moves.dtype != torch.int32 or not moves.is_contiguous():
         raise ValueError(f"moves of {list(moves.shape)} {moves.dtype}")
     if not moves.shape[0]:
         return
-    backend(k, "kv_cache").move(_bits(k), _bits(v), moves)
+    backend(k, "kv_cache").move(k, v, moves)
 
 
-def _bits(cache: Tensor) -> Tensor:
-    """What is only copied; torch indexes no eight-bit floats."""
-    return cache.view(torch.uint8) if cache.element_size() == 1 else cache
+def _bits(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches that are only copied; torch indexes no eight-bit floats. ValueError: see `compact`."""
+    if k.shape != v.shape or k.dtype != v.dtype or not (k.is_contiguous() and v.is_contiguous()):
+        raise ValueError("k and v must be contiguous and alike")
+    return (k.view(torch.uint8), v.view(torch.uint8)) if k.element_size() == 1 else (k, v)

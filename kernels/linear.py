@@ -8,13 +8,13 @@ from torch import Tensor
 from kernels.launch import ceil_div, check_head_dim, has_wgmma, num_processors, use_triton
 from kernels.linear_configs import (
     MAX_CUT_SIZE,
+    MAX_QUANTIZED_ROWS,
     MAX_ROWS,
     MAX_SIZE,
     GemmConfig,
     RowConfig,
     choose_config,
     fits_row_kernel,
-    max_rows,
     qkv_config,
     row_config,
 )
@@ -41,7 +41,7 @@ def stream_linear(
     out: Tensor | None = None,
     config: GemmConfig | RingConfig | None = None,
 ) -> Tensor:
-    """rows @ weight^T for few rows (`max_rows`), with what stands around a product in a transformer layer.
+    """rows @ weight^T for few rows, with what stands around a product in a transformer layer.
 
     In order: the product is accumulated in float32; bias added; silu(gate) * up where gated; residual added; rounded
     once to `out_dtype`.
@@ -54,7 +54,7 @@ def stream_linear(
     Weights may be read before the launch in front has ended: it must not write them.
 
     Args:
-        rows: [M, K], contiguous, 1 <= M <= max_rows; bfloat16, float16 or float32.
+        rows: [M, K], contiguous, 1 <= M <= MAX_ROWS, or MAX_QUANTIZED_ROWS; bfloat16, float16 or float32.
         weight: [N, K], contiguous, of the same dtype, or quantized; [2F, K] if gated (gate rows, then up rows).
             Quantized ones are exact in bfloat16 but for their scales, which are applied to sums in float32.
         bias: [N] or None ([2F] if gated).
@@ -154,8 +154,9 @@ def _check_stream(
     dtype: torch.dtype,
 ) -> None:
     _check_product(rows, weight)
-    most, num_rows = max_rows(isinstance(weight, QuantWeight)), _weight_shape(weight)[0]
+    most, num_rows = MAX_ROWS, _weight_shape(weight)[0]
     if isinstance(weight, QuantWeight):
+        most = MAX_QUANTIZED_ROWS
         weight.check_streams()
     if not 1 <= rows.shape[0] <= most:
         raise ValueError(f"{rows.shape[0]} rows; stream_linear takes 1 to {most}")

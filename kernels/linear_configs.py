@@ -194,11 +194,6 @@ def stretches(split_k: int, per_sm: int, tiles: int, steps: int, processors: int
     return programs, base, extra, extra > 0 or base % steps > 0
 
 
-def max_rows(quantized: bool) -> int:
-    """Rows that `stream_linear` takes at most."""
-    return MAX_QUANTIZED_ROWS if quantized else MAX_ROWS
-
-
 def worth_streaming(num_rows: int, num_weights: int) -> bool:
     """Whether our product is about as fast as cuBLAS or faster: for few rows, and for more where weights are many."""
     return num_rows <= 32 or (num_rows <= MAX_ROWS and not SMALL_WEIGHTS < num_weights < MAX_MEASURED_WEIGHTS)

@@ -238,11 +238,6 @@ def _lanes(*sizes: int) -> int:
     return max(power_of_two(max(sizes)), _LEAST_LANES)
 
 
-def _bits(value: float) -> int:
-    """Those of a float32, as an integer."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
-
-
 def lay_out_committed(
     tokens: RoundTokens, num_tokens: Tensor, committed: Tensor, drafts: Tensor, page_tables: Tensor, shifts: Tensor,
     out: CommittedTokens, page_size: int, lag: int, spare: int,
@@ -265,9 +260,10 @@ def plant_roots(
     """As kernels.round_trees.plant_roots."""
     num_rows, branching = tokens.shape
     block = min(power_of_two(pool.max_seeds), 256)
+    (floor_bits,) = struct.unpack("<i", struct.pack("<f", floor))
     _plant_roots[(triton.cdiv(pool.max_seeds, block),)](
         header, pool.entries, rows.table_rows, rows.context_len, rows.num_free, rows.next_free,
-        at.table_rows, at.context_len, at.draft_rows, at.root_positions, tokens, scores, _bits(floor), num_rows, lag,
+        at.table_rows, at.context_len, at.draft_rows, at.root_positions, tokens, scores, floor_bits, num_rows, lag,
         CAPACITY=pool.capacity, SEEDS=pool.max_seeds, BRANCHING=branching, REGION=rows.free.shape[1],
         BLOCK=block, ROWS_PAD=power_of_two(num_rows), num_warps=4,
     )  # fmt: skip

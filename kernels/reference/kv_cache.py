@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference.attention import slots_of
 from kernels.sampling_state import RoundTokens
 
 
@@ -28,10 +29,8 @@ def compact(
         begin = int(tokens.first[row])
         old = accepted[row, : count - 1].long() - begin
         new = int(tokens.root[row]) - begin + 1 + torch.arange(count - 1, device=old.device)
-        table = page_tables[int(tokens.table_rows[row])].long()
-        source, target = (int(tokens.cached_len[row]) + place for place in (old, new))
-        source = table[source // page_size] * page_size + source % page_size
-        target = table[target // page_size] * page_size + target % page_size
+        table, cached = page_tables[int(tokens.table_rows[row])], int(tokens.cached_len[row])
+        source, target = (slots_of(table, cached + place, page_size) for place in (old, new))
         for cache in (k, v):
             cache[:, target] = cache[:, source]
 

@@ -13,8 +13,8 @@ from kernels.cpu.rows import rms_norm as cpu_rms_norm
 from kernels.elementwise import add_rms_norm, gate_mul, rms_norm
 from kernels.launch import use_triton
 from kernels.linear import MAX_FP8_ROWS, dequantize, fits_fp8_linear, fp8_linear, norm_linear, ring_pays, stream_linear
+from kernels.linear_configs import MAX_QUANTIZED_ROWS, fits_row_kernel, row_kernel_pays, worth_streaming
 from kernels.linear_configs import MAX_ROWS as MAX_STREAM_ROWS
-from kernels.linear_configs import fits_row_kernel, max_rows, row_kernel_pays, worth_streaming
 from kernels.quant_weight import QuantWeight, joined, reordered
 from outrider.layers.cpu_weight import CpuWeight
 from outrider.layers.formats import decode, weight_tensors
@@ -216,7 +216,7 @@ class Linear:
         if self.library is not None:
             return False
         if self.quantized is not None:
-            return rows.shape[0] <= (MAX_FP8_ROWS if self._in_fp8 else max_rows(quantized=True))
+            return rows.shape[0] <= (MAX_FP8_ROWS if self._in_fp8 else MAX_QUANTIZED_ROWS)
         return rows.is_cuda and rows.dtype != torch.float32 and worth_streaming(rows.shape[0], self.weight.numel())
 
     def _streamed(
