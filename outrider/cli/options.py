@@ -204,7 +204,8 @@ def make_cluster(
     def say(text: str) -> None:
         print_steadily(console, f"outrider: {text}")
 
-    placed = place_drafts(verify, draft, arguments.draft_placement, gpus, say)
+    of_drafts: list[str] = []  # told once nothing is wrong
+    placed = place_drafts(verify, draft, arguments.draft_placement, gpus, of_drafts.append)
     verify, told = placed.verify, placed.draft
     bound = bound_services(options, placed)
     own_door = partial(_check_own_door, gateway, arguments)
@@ -221,6 +222,8 @@ def make_cluster(
         check_drafter(verify.draft_model(str(target)), target)
     if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
         verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
+    for text in of_drafts:
+        say(text)
     return Cluster(
         gateway=gateway,
         verify=verify,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections.abc import Collection
 
 from rich.console import Console
 
@@ -23,10 +24,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the services, print what and where they are, and stay until interrupted."""
     console = make_console(color=not arguments.no_color)
+    services: list[str] = []
     try:
         cluster = make_cluster(
             arguments, console, log_printer(console), fixed_ports=not arguments.ephemeral, supervise=True
         )
+        services = cluster.services
         with cluster:
             try:
                 _print_summary(console, cluster)
@@ -35,17 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
                 print_steadily(console, "outrider: stopping; Ctrl-C again kills")
             endings = cluster.close()
     except (ServiceFailedError, ConfigError) as error:
-        raise type(error)(error.message + _port_hint(error.message)) from error
+        hint = _port_hint(services, arguments.ephemeral) if "cannot bind" in error.message else ""
+        raise type(error)(error.message + hint) from error
     print_steadily(console, "outrider: " + ", ".join(f"{name} {ending}" for name, ending in endings.items()))
     return 0
 
 
-def _port_hint(message: str) -> str:
-    """How this command takes other ports, where one that a service wanted is taken."""
-    if "cannot bind" not in message:
-        return ""
-    flags = ", ".join(flag.flag for flag in service_flags() if flag.option.name in ADDRESS_FIELDS)
-    return f"\nFor free ports add --ephemeral; to choose them: {flags}."
+def _port_hint(services: Collection[str], ephemeral: bool) -> str:
+    """How this command takes other ports; `services`: those that were started, and have named their own options."""
+    named = [flag for flag in service_flags() if flag.service in services and flag.option.name in ADDRESS_FIELDS]
+    free = "" if ephemeral else "\nFor free ports add --ephemeral."
+    return free + (f"\nTo choose ports: {', '.join(flag.flag for flag in named)}." if named else "")
 
 
 def _print_summary(console: Console, cluster: Cluster) -> None:

@@ -96,7 +96,7 @@ def test_addresses_models_and_devices_that_are_wrong_are_told_at_once_and_togeth
         draft.append("--draft-device=cdua:1")
         assert main(["up", "--ephemeral", *doors, "--model=nosuch", "--device=gpu", *draft]) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 8 and lines[7].startswith("For free ports"), lines
+        assert len(lines) == 7, lines
         assert lines[0].startswith("outrider: error: --draft-metrics-address: 'nowhere' is not an address")
         assert lines[1].startswith(f"--verify-metrics-address: cannot bind port {address.partition(':')[2]}")
         assert lines[2].startswith(f"--rest-address: {address} is that of --verify-metrics-address")
@@ -106,12 +106,29 @@ def test_addresses_models_and_devices_that_are_wrong_are_told_at_once_and_togeth
         (tmp_path / "config.json").write_text("{}")
         assert main(["up", "--ephemeral", doors[0], f"--model={tmp_path}"]) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 3 and "has no weights" in lines[1], "a folder is looked at, nothing is fetched"
+        assert len(lines) == 2 and "has no weights" in lines[1], "a folder is looked at, nothing is fetched"
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         draft = ["--speculative-algorithm=EAGLE3,NGRAM", "--speculative-draft-model-path=none"]
         assert main(["up", "--ephemeral", doors[0], *draft]) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 3 and "there is no model 'none'" in lines[1], "a head inside rounds, n-grams beside"
+        assert len(lines) == 2 and "there is no model 'none'" in lines[1], "a head inside rounds, n-grams beside"
+
+
+def test_nothing_is_said_of_drafts_before_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--ephemeral", "--model=nosuch"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith("outrider: error: --model: there is no model 'nosuch'")
+
+
+def test_ways_to_other_ports_are_those_of_what_would_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        door = f"--rest-address=127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["up", door, "--model=nosuch", "--draft-placement=colocated"]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == "For free ports add --ephemeral."
+        assert main(["up", "--ephemeral", door, "--model=nosuch"]) == 2
+        assert "add --ephemeral" not in capsys.readouterr().err
 
 
 def test_a_context_that_the_model_has_not_is_told_with_the_other_mistakes(

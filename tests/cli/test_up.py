@@ -139,7 +139,7 @@ def test_a_service_that_fails_to_start_ends_the_command_with_its_words(tmp_path:
 def test_a_taken_port_ends_the_command_with_the_options_that_choose_others(tmp_path: Path, model_path: Path) -> None:
     with Up(tmp_path, model_path, FAKE_DRAFT="taken") as up:
         assert up.process.wait(20) == 1
-        assert "add --ephemeral" in up.text and "--draft-metrics-address" in up.text and "--rest-address" in up.text
+        assert "--draft-metrics-address" in up.text and "--rest-address" in up.text
 
 
 def test_up_without_an_output_says_where_it_can_what_failed(tmp_path: Path, model_path: Path) -> None:
