@@ -167,6 +167,27 @@ def _drafts(placed: Placed) -> DraftOptions:
 def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> list[Finding]:
     """All findings, in the order of the checks."""
     findings = [*check_packages(), *check_disk(), *check_shared_memory(), *check_neighbours()]
+    found = _as_found(options, arguments)
+    if found and arguments.running:
+        # They tell of themselves. What the options given here would start is another matter, and nothing is said of it.
+        planned = found
+        findings += [] if arguments.skip_models else check_models(VerifyOptions(model=""), DraftOptions())
+    else:
+        planned = _plan(options, arguments, findings)
+    try:
+        endpoints = endpoints_of(found or planned, peer_tls(arguments, "connect"))
+    except ConfigError as error:
+        if all(error.message not in finding.text for finding in findings):
+            findings.append(problem("options", error.message, "correct the options"))
+        endpoints = []
+    told, serving = asyncio.run(check_services(endpoints, arguments.running, arguments.timeout))
+    return [*findings, *check_doors(planned, serving, arguments.running), *check_exposure(planned), *told]
+
+
+def _plan(
+    options: Mapping[str, ServiceOptions], arguments: argparse.Namespace, findings: list[Finding]
+) -> dict[str, ServiceOptions]:
+    """The services that these options start, wired to each other; adds what is found of their models and options."""
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     placed = _place(verify, draft, arguments.draft_placement, findings)
     if not arguments.skip_models:
@@ -183,17 +204,7 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
     for name in ("verify", "draft") if not arguments.running else ():
         if name in planned and is_default(planned[name], "address"):
             planned[name] = replace(planned[name], address="")
-    planned = link(planned)
-    found = _as_found(options, arguments)
-    try:
-        endpoints = endpoints_of(found or planned, peer_tls(arguments, "connect"))
-    except ConfigError as error:
-        if all(error.message not in finding.text for finding in findings):
-            findings.append(problem("options", error.message, "correct the options"))
-        endpoints = []
-    told, serving = asyncio.run(check_services(endpoints, arguments.running, arguments.timeout))
-    bound = found if found and arguments.running else planned
-    return [*findings, *check_doors(bound, serving, arguments.running), *check_exposure(bound), *told]
+    return link(planned)
 
 
 def show(console: Console, findings: Sequence[Finding]) -> None:

@@ -137,7 +137,10 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
-    """What a start with these options would find, before it reads any weights; AUTO where drafters cannot be had."""
+    """What a start with these options would find, before it reads any weights; AUTO where drafters cannot be had.
+
+    An empty name of a target asks for GPUs and CPU alone.
+    """
     findings: list[Finding] = []
     asked: DraftOptions | None = None
     if any(name not in ("NGRAM", *AUTO) for name in draft.speculative_algorithm):

@@ -139,6 +139,9 @@ def test_what_outrider_up_runs_is_found(
     (tmp_path / "outrider-lives" / "draft.json").unlink()
     _, found = doctor(capsys, "--skip-models", "--running")
     assert of(found, "draft") == [] and "--draft" not in str(found)
+    code, found = doctor(capsys, "--running", "--model=nosuch")
+    assert code == 0 and {"placement", "target", "draft model", "options"}.isdisjoint(one["check"] for one in found)
+    assert of(found, "cpu"), "the machine is looked at; what these options would start does not run"
     _, found = doctor(capsys, "--skip-models")
     assert of(found, "gateway")[0][0] == "ok", "it runs, whether it must or not"
 
