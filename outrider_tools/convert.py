@@ -1,4 +1,4 @@
-"""`outrider convert`: heads and token maps saved by torch, once and offline, to files that run no code when read.
+"""`outrider convert`: models, heads and token maps saved by torch, once, to files that run no code when they are read.
 
 This is the one place where such a file is opened, with torch's `weights_only` reader: it builds tensors and plain
 containers and refuses everything else. Only torch's uncompressed zip format is taken, so that no file can grow beyond

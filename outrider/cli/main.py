@@ -36,7 +36,7 @@ COMMANDS = {
     "quantize": "Make a checkpoint with weights of eight or four bits, to test and to measure.",
     "train": "Train a drafter for a model on the model's own text.",
     "evaluate-draft": "Measure offline how well a drafter guesses what a model says.",
-    "convert": "Turn a draft head or token map saved by torch into safetensors or JSON.",
+    "convert": "Turn a model, draft head or token map saved by torch into safetensors or JSON.",
     "version": "Print the version.",
 }
 

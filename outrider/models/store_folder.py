@@ -100,9 +100,12 @@ def shard_paths(folder: Path) -> list[Path]:
             )
         if name.endswith(".gguf"):
             raise ConfigError(f"{folder} has its weights as {name}; GGUF files are not read, {WEIGHTS_FILE} is needed")
+        if name.endswith(".safetensors"):
+            raise ConfigError(f"{folder} has {name}, but no {INDEX_FILE}, which names its shards; put it there, too")
     raise ConfigError(
-        f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; a head that its authors publish as a .bin "
-        "file is converted once, from a folder of your own: outrider convert FOLDER OUT"
+        f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; put them there, or have outrider models "
+        "pull OWNER/NAME fetch all of it; what its authors publish as .bin files alone is converted once, from a "
+        "folder of your own: outrider convert FOLDER OUT"
     )
 
 

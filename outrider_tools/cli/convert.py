@@ -1,4 +1,4 @@
-"""`outrider convert`: pickled heads and token maps to safetensors and JSON, once."""
+"""`outrider convert`: pickled models, heads and token maps to safetensors and JSON, once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         type=expand,
-        help="A folder with config.json and .bin weights (a draft head), or a .pt or .bin file of token ids.",
+        help="A folder with config.json and .bin weights (a model or draft head), or a .pt or .bin file of token ids.",
     )
     parser.add_argument(
         "out", type=expand, help="The folder to make, or for token ids the .json file; it must not exist."

@@ -70,6 +70,16 @@ def test_gguf_weights_are_refused(tmp_path: Path) -> None:
         check_model_folder(tmp_path)
 
 
+def test_a_folder_without_weights_is_told_the_ways_to_them(tmp_path: Path) -> None:
+    make_folder(tmp_path, without="model.safetensors")
+    with pytest.raises(ConfigError, match=r"has no weights: .* models pull .*outrider convert FOLDER") as caught:
+        check_model_folder(tmp_path)
+    assert "head" not in caught.value.message, "a target's folder is looked at, too"
+    (tmp_path / "model-1-of-2.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"has model-1-of-2\.safetensors, but no model\.safetensors\.index\.json"):
+        check_model_folder(tmp_path)
+
+
 def test_every_shard_must_be_there(tmp_path: Path) -> None:
     make_folder(tmp_path, without="model.safetensors")
     make_index(tmp_path, "model-1-of-2.safetensors", "model-2-of-2.safetensors")
