@@ -126,8 +126,10 @@ def _run(words: list[str]) -> int:
         print(f"outrider {__version__}")
         return 0
     # Whatever asks us to end ends as Ctrl-C does: through the `with` blocks that end the services.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    # A shell without job control has what it starts with & ignore SIGINT; what nohup has it ignore is ignored.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     return int(_module(arguments.command).run(arguments))
 
 

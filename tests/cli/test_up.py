@@ -17,7 +17,14 @@ class Up:
     """`outrider up` with fake services, as its own process in a session of its own, as from a terminal."""
 
     def __init__(
-        self, folder: Path, model: Path, *, output: int | None = None, closed: str = "", **environment: str
+        self,
+        folder: Path,
+        model: Path,
+        *,
+        ignored: str = "",
+        output: int | None = None,
+        closed: str = "",
+        **environment: str,
     ) -> None:
         for module in ("draft_service", "verify_service", "gateway"):
             (folder / f"{module}.py").write_text("import sys, fake_service\nsys.exit(fake_service.main())\n")
@@ -26,7 +33,7 @@ class Up:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [
-                    *("sh", "-c", f'exec "$@" {closed}', "sh"),
+                    *("sh", "-c", f'trap "" {ignored}; exec "$@" {closed}', "sh"),
                     sys.executable,
                     "-m",
                     "outrider.cli",
@@ -68,9 +75,14 @@ class Up:
             assert each in self.text, self.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_everything_cleanly(number: signal.Signals, tmp_path: Path, model_path: Path) -> None:
-    with Up(tmp_path, model_path) as up:
+# A shell without job control has what it starts with & ignore SIGINT.
+@pytest.mark.parametrize(
+    ("number", "ignored"), [(signal.SIGINT, ""), (signal.SIGINT, "INT"), (signal.SIGTERM, ""), (signal.SIGHUP, "")]
+)
+def test_a_signal_stops_everything_cleanly(
+    number: signal.Signals, ignored: str, tmp_path: Path, model_path: Path
+) -> None:
+    with Up(tmp_path, model_path, ignored=ignored) as up:
         up.wait_for("Outrider is up", "verify  | hello from verify")
         up.wait_for("page                http://127.0.0.1:4711/\n")
         up.wait_for("REST                http://127.0.0.1:4711/v1", "gRPC                127.0.0.1:4711")
@@ -93,6 +105,16 @@ def test_a_service_that_dies_is_started_again(tmp_path: Path, model_path: Path) 
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(20) == 0
         assert not any(map(is_alive, up.processes("verify")))
+
+
+def test_nohup_keeps_everything_running_when_the_terminal_goes(tmp_path: Path, model_path: Path) -> None:
+    with Up(tmp_path, model_path, ignored="HUP") as up:
+        up.wait_for("Outrider is up", "hello from verify")
+        up.process.send_signal(signal.SIGHUP)
+        os.kill(up.processes("verify")[0], signal.SIGKILL)
+        up.wait_for("outrider: verify serves again")
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(20) == 0
 
 
 def test_up_ends_when_nobody_reads_what_it_prints_as_at_the_end_of_a_terminal(tmp_path: Path, model_path: Path) -> None:
