@@ -13,15 +13,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from outrider.errors import (
-    ContextLengthError,
-    InternalError,
-    InvalidGrammarError,
-    InvalidRequestError,
-    OutriderError,
-    OverloadedError,
-    UnavailableError,
-)
+from outrider import errors
+from outrider.errors import InternalError, OutriderError
 from outrider.protocol.speculation import Features, VerifyMessage
 
 MAX_FRAME_BYTES = 1 << 30
@@ -84,8 +77,7 @@ class FeaturePieces(msgspec.Struct, frozen=True, array_like=True, tag=23):
 _ARRAY, _ERROR = 1, 2
 """Codes of extensions."""
 _ERRORS = {
-    kind.__name__: kind
-    for kind in (InvalidRequestError, ContextLengthError, InvalidGrammarError, OverloadedError, UnavailableError)
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, OutriderError)
 }
 
 
@@ -96,13 +88,8 @@ def _to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return msgspec.msgpack.Ext(_ARRAY, _encoder.encode((value.dtype.str, value.shape, value.tobytes())))
     if isinstance(value, OutriderError):
-        words = [value.message]
-        if isinstance(value, InvalidRequestError):
-            words = [value.field, value.problem, value.fix]
-        known: dict[str, Any] = {"code": value.code}
-        if isinstance(value, OverloadedError | UnavailableError):
-            known["retry_after"] = value.retry_after
-        return msgspec.msgpack.Ext(_ERROR, _encoder.encode((type(value).__name__, words, known)))
+        known = (type(value).__name__, vars(value) | {"code": value.code})
+        return msgspec.msgpack.Ext(_ERROR, _encoder.encode(known))
     raise TypeError(f"a {type(value).__name__} does not travel")
 
 
@@ -111,11 +98,12 @@ def _from_wire(code: int, data: memoryview) -> Any:
         dtype, shape, values = msgspec.msgpack.decode(data)
         return np.frombuffer(values, dtype).reshape(shape)
     if code == _ERROR:
-        kind, words, known = msgspec.msgpack.decode(data)
-        if kind in _ERRORS:
-            return _ERRORS[kind](*words, **known)
-        # One that is not for clients: they are told no more than that.
-        return InternalError(words[0], code=known["code"])
+        name, known = msgspec.msgpack.decode(data)
+        # One of another module is not for clients: they are told no more than that.
+        kind = _ERRORS.get(name, InternalError)
+        error = kind.__new__(kind, known["message"])
+        vars(error).update(known)
+        return error
     raise ValueError(f"no extension has the code {code}")
 
 

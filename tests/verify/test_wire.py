@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import msgspec
@@ -10,16 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider import errors
 from outrider.config.verify import VerifyOptions
-from outrider.errors import (
-    ContextLengthError,
-    InternalError,
-    InvalidGrammarError,
-    InvalidRequestError,
-    OutriderError,
-    OverloadedError,
-    UnavailableError,
-)
+from outrider.errors import InternalError, OutriderError
 from outrider.host.frames import MAX_FRAME_BYTES, FeaturePieces, FrameReader, FromVerify, Start, pack
 from outrider.protocol.generation import (
     FinishReason,
@@ -127,14 +121,18 @@ updates = st.builds(
     round_trees=st.lists(trees, max_size=2),
 )
 words = st.text(max_size=9)
-errors: st.SearchStrategy[OutriderError] = st.one_of(
-    st.builds(InternalError, words, code=st.just("unusable_logits")),
-    st.builds(InvalidRequestError, words, words, words, code=st.just("odd")),
-    st.builds(ContextLengthError, words, words, words),
-    st.builds(InvalidGrammarError, words, words, words),
-    st.builds(OverloadedError, words, retry_after=st.floats(0, 60)),
-    st.builds(UnavailableError, words, retry_after=st.floats(0, 60)),
-)
+CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OutriderError)]
+
+
+@st.composite
+def any_error(draw: st.DrawFn) -> OutriderError:
+    """One of any class of `outrider.errors`, with or without a code of its own and what else it takes."""
+    kind = draw(st.sampled_from(CLASSES))
+    taken = inspect.signature(kind).parameters
+    values = {name: st.floats(0, 60) if name == "retry_after" else words for name in taken}
+    return kind(
+        **{name: draw(values[name]) for name, one in taken.items() if one.default is one.empty or draw(st.booleans())}
+    )
 
 
 grows = st.builds(
@@ -185,7 +183,7 @@ def test_an_update_arrives_as_it_left(update: GenerationUpdate) -> None:
     assert to_door(frame) == frame
 
 
-@given(errors)
+@given(any_error())
 def test_an_error_arrives_with_all_that_a_client_is_told(error: OutriderError) -> None:
     frame = to_door(EngineUpdates([(7, GenerationUpdate(error=error))], [], [], {}, None))
     assert isinstance(frame, EngineUpdates)
