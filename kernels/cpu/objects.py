@@ -3,7 +3,7 @@
 A file is found by all that its code follows from: the sources of this package, LLVM, the instruction set and the
 function's name with what it was written for. It lies in $OUTRIDER_HOME/code, or else in ~/.cache/outrider/code; where
 that cannot be written, functions are compiled at each start. What is read there is run, so a file counts only if this
-user wrote it, for this name: a home may be shared with others.
+user wrote it, for this name: a home may be shared with others. Files of older versions stay: some 150 KB of each model.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from llvmlite import binding as llvm
 
 from kernels.cpu import SOURCES, sources
 from kernels.cpu.isa import Isa
+from kernels.home import outrider_home
 
 _SUM, _LENGTH = 32, 8
 """Bytes in front of a file, see `_sum`, and in front of each object in it."""
@@ -40,9 +41,8 @@ def kept_objects(isa: Isa, name: str, compile_all: Callable[[], Sequence[bytes]]
 
 def _path(isa: Isa, name: str) -> Path | None:
     """Where they are kept; None where they cannot be, or not be told from those of other versions."""
-    home = os.environ.get("OUTRIDER_HOME", "")
     try:
-        folder = Path(home).expanduser() if home else Path.home() / ".cache" / "outrider"
+        folder = outrider_home()
     except RuntimeError:  # there is no home
         return None
     if not SOURCES:

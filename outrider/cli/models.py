@@ -52,8 +52,9 @@ def installed_models() -> list[tuple[str, Path, int]]:
 
     A name is what `--model` takes: the default's, a hub id, with @revision where that is not main, or else the folder.
     """
+    own = default_cache_dir() / "models"  # first: it tells of a home that is not there
     found = _of_hub()
-    for config in (default_cache_dir() / "models").glob(f"*/{CONFIG_FILE}"):
+    for config in own.glob(f"*/{CONFIG_FILE}"):
         folder = config.parent
         name = folder.name if folder.name == DEFAULT_MODEL else str(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

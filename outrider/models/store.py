@@ -33,6 +33,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from kernels.home import outrider_home
 from outrider.config.base import expand
 from outrider.errors import ConfigError
 from outrider.models.foreign import check_config
@@ -140,9 +141,11 @@ def served_name(name: str) -> str:
 
 
 def default_cache_dir() -> Path:
-    """$OUTRIDER_HOME, or ~/.cache/outrider."""
-    home = os.environ.get("OUTRIDER_HOME")
-    return expand(home) if home else Path.home() / ".cache" / "outrider"
+    """$OUTRIDER_HOME, or ~/.cache/outrider. Raises ConfigError for a home that is not there."""
+    try:
+        return outrider_home()
+    except RuntimeError:
+        raise ConfigError("OUTRIDER_HOME: this user has no home; set it to the whole path of a folder") from None
 
 
 def hub_cache_dir() -> Path | None:

@@ -65,6 +65,19 @@ def test_a_hub_cache_that_is_a_file_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2 and "error: HF_HUB_CACHE: the hub's cache cannot be read" in line
 
 
+@pytest.mark.parametrize("command", ["up --ephemeral", "plan", "models list", "models pull", "doctor --skip-models"])
+@pytest.mark.parametrize("home", ["", "~nobody-of-this-name/models"])
+def test_a_user_without_a_home_is_told_the_way_out(
+    command: str, home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_HOME", home)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as of a number that a container was told to run as
+    assert main(command.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("OUTRIDER_HOME: this user has no home; set it to the whole path of a folder")
+
+
 @pytest.mark.parametrize("command", ["up --ephemeral", "plan"])
 def test_a_home_that_this_user_may_not_look_into_is_one_line(command: str, tmp_path: Path) -> None:
     # `su` and `sudo` leave the HOME of whoever calls them. Root may look everywhere, and other users perhaps not into

@@ -114,14 +114,14 @@ def test_sources_that_cannot_be_read_keep_nothing_from_starting(
 
 @pytest.mark.parametrize("obstacle", ["a file", "no home", "no sources"])
 def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
+    def homeless(_: Path) -> Path:
         raise RuntimeError("no home directory")
 
     if obstacle == "a file":
         (home / "code").write_text("")
     elif obstacle == "no home":
         monkeypatch.delenv("OUTRIDER_HOME")
-        monkeypatch.setattr(Path, "home", homeless)
+        monkeypatch.setattr(Path, "expanduser", homeless)
     else:
         set_sources(monkeypatch, "")
     counts = [kept_objects(Isa.AVX2, "name", lambda number=number: [bytes([number])]) for number in range(2)]
