@@ -44,13 +44,16 @@ def choose_impl(fields: Mapping[str, Any], wanted: str = "auto") -> str:
 def _refuse_kind(name: str, fields: Mapping[str, Any]) -> None:
     """Raise ConfigError for what is no decoder that attends in every layer, as far as config.json tells."""
     kind, is_part = "", name in TEXT_PARTS
-    layers = {str(layer) for layer in text_fields(fields).get("layer_types") or []}
+    text = text_fields(fields)
+    layers = {str(layer) for layer in text.get("layer_types") or []}
     if fields.get("is_encoder_decoder") is True:
         kind = "an encoder-decoder model"
     elif not is_part and any(part in fields for part in ("vision_config", "audio_config", "text_config")):
         kind = "a model of images or sound beside text"
     elif name.lower().startswith(("mamba", "falconmamba", "rwkv", "xlstm")):
         kind = "a state-space or recurrent model"
+    elif "chunked_attention" in layers or text.get("attention_chunk_size"):
+        kind = "a model with layers that attend in chunks"
     elif layers - {"full_attention", "sliding_attention", "attention"}:
         kind = "a model with layers that do not attend"
     elif not is_part and not name.endswith(("ForCausalLM", "LMHeadModel")):

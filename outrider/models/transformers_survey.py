@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from outrider.attention.base import LayerRules
 from outrider.errors import ConfigError
 from outrider.models.config import ModelShape, eos_token_ids, padded_head_dim, stated_dtype, text_fields
+from outrider.models.families import FAMILIES
 from outrider.models.fields import get_int, read_configs
 from outrider.models.transformers_modules import (
     ATTENTION,
@@ -82,9 +83,10 @@ def survey_model(folder: Path) -> Survey:
     rope = config.to_dict().get("rope_parameters") or {}
     kinds = {str(part.get("rope_type", "")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     if "longrope" in kinds:
+        fix = "; leave out --model-impl transformers" if name in FAMILIES else ""
         raise ConfigError(
             f"config.json: rope_type longrope of {name} is not supported through transformers: it depends on how long "
-            "the longest request is"
+            f"the longest request is{fix}"
         )
     num_parameters, num_layers = model.num_parameters(), int(config.num_hidden_layers)
     base, notes = split_model(model), _Notes()

@@ -251,6 +251,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "Qwen3NextForCausalLM is a model with layers that do not attend",
     ),
+    "chunks": (
+        {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "attention_chunk_size": 16},
+        "Llama4ForCausalLM is a model with layers that attend in chunks",
+    ),
+    "chunks in some layers": (
+        {
+            "architectures": ["Llama4ForCausalLM"],
+            "model_type": "llama4_text",
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+        "Llama4ForCausalLM is a model with layers that attend in chunks",
+    ),
     "hybrid": (
         {"architectures": ["JambaForCausalLM"], "model_type": "jamba", "use_mamba_kernels": False},
         "JambaForCausalLM is not supported: it has convolutions over tokens",
@@ -327,6 +339,14 @@ def test_what_cannot_run_is_refused_by_name_before_weights_are_read(kind: str, t
     (tmp_path / "config.json").write_text(json.dumps(SIZES | fields))
     (tmp_path / "code.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
     assert text in refusal(tmp_path)
+
+
+def test_longrope_of_a_family_of_ours_is_sent_to_our_decoder(tmp_path: Path) -> None:
+    fields = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_parameters": LONGROPE}
+    (tmp_path / "config.json").write_text(json.dumps(SIZES | fields))
+    text = refusal(tmp_path, "transformers")
+    assert "rope_type longrope of Phi3ForCausalLM" in text and text.endswith("; leave out --model-impl transformers")
+    describe_model(tmp_path)
 
 
 def test_the_heads_of_latent_attention_are_told_as_they_are_cached(tmp_path: Path) -> None:
