@@ -87,7 +87,12 @@ class ChatTemplate:
             source = next((t.get("template") for t in source if isinstance(t, dict) and t.get("name") == name), None)
         if not isinstance(source, str):
             return None
-        return cls(source, special_tokens(config))
+        try:
+            return cls(source, special_tokens(config))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{path if path.is_file() else folder / 'tokenizer_config.json'}: {error.message}"
+            ) from None
 
     def render(
         self,

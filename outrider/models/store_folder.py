@@ -21,7 +21,10 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "outrider.json"
 
+ADAPTER_FILE = "adapter_config.json"
+
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_LFS_POINTER = b"version https://git-lfs"
 
 
 Manifest = Mapping[str, str | int]
@@ -61,6 +64,8 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; a local model is a folder in the Hugging Face layout")
+    if (folder / ADAPTER_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} holds an adapter ({ADAPTER_FILE}); merge it into its model, and give that folder")
     read_json(folder / CONFIG_FILE)
     for shard in shard_paths(folder):
         _check_readable(shard)
@@ -76,11 +81,15 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise ConfigError for a file that this user may not read: of such a one safetensors says that it is not there."""
+    """Raise ConfigError for a file that this user may not read: of such a one safetensors says that it is not there;
+    and for what git leaves in a file's place where it has no LFS."""
     try:
-        path.open("rb").close()
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if is_pointer:
+        raise ConfigError(f"{path} is a pointer of git LFS, not the file itself; run git lfs pull in its folder")
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -92,7 +101,7 @@ def shard_paths(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_FILE]
     if files := indexed_files(folder):
         return _indexed_paths(folder, files)
-    for name in sorted(path.name for path in folder.iterdir()) if folder.is_dir() else ():
+    for name in sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else ():
         if name.endswith(PICKLE_SUFFIXES):
             raise ConfigError(
                 f"{folder} has its weights as {name}, a pickle file, which can run code when it is opened and is "
@@ -144,7 +153,9 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="np") as shard:
             return {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from None
+        raise ConfigError(
+            f"{path}: cannot be read as safetensors: {error}; it is damaged or not all there: fetch it again"
+        ) from None
 
 
 def hash_tokenizer(folder: Path) -> str:

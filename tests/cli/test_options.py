@@ -384,7 +384,7 @@ def test_help_shows_what_people_need_and_help_all_shows_everything(capsys: pytes
     ("name", "content", "told"),
     [
         ("tokenizer_config.json", b"[", r"--model: .*tokenizer_config\.json cannot be read"),
-        ("chat_template.jinja", b"{% if", r"--model: the chat template is not valid"),
+        ("chat_template.jinja", b"{% if", r"--model: /.*/chat_template.jinja: the chat template is not valid"),
         ("chat_template.jinja", b"\xff{{", r"--model: .*chat_template\.jinja cannot be read"),
     ],
 )

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from outrider.errors import ConfigError
 from outrider.models.store import given_folder
-from outrider.models.store_folder import Manifest, check_model_folder, matches_manifest, write_manifest
+from outrider.models.store_folder import Manifest, check_model_folder, matches_manifest, tensor_shapes, write_manifest
 
 
 def make_folder(path: Path, *, without: str = "") -> Path:
@@ -75,8 +77,33 @@ def test_a_folder_without_weights_is_told_the_ways_to_them(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"has no weights: .* models pull .*outrider convert FOLDER") as caught:
         check_model_folder(tmp_path)
     assert "head" not in caught.value.message, "a target's folder is looked at, too"
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ConfigError, match="has no weights"):
+        check_model_folder(tmp_path)
     (tmp_path / "model-1-of-2.safetensors").touch()
     with pytest.raises(ConfigError, match=r"has model-1-of-2\.safetensors, but no model\.safetensors\.index\.json"):
+        check_model_folder(tmp_path)
+
+
+def test_what_git_left_in_a_file_s_place_is_told(tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
+    with pytest.raises(ConfigError, match=r"model\.safetensors is a pointer of git LFS.*; run git lfs pull"):
+        check_model_folder(tmp_path)
+
+
+def test_a_file_whose_download_broke_off_is_told_with_the_way_out(tmp_path: Path) -> None:
+    path = make_folder(tmp_path) / "model.safetensors"
+    save_file({"weight": np.zeros(100, np.float32)}, path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read as safetensors: .*; .*fetch it again"):
+        tensor_shapes(path)
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (make_folder(tmp_path, without="config.json") / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds an adapter .*; merge it into its model"):
         check_model_folder(tmp_path)
 
 
