@@ -47,6 +47,7 @@ from outrider.models.cuts import check_target
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
 from outrider.models.store_folder import CONFIG_FILE
+from outrider.rpc.lifecycle import with_variable
 from outrider.rpc.server import check_free
 from outrider.rpc.tls import CertificateRefusal, find_refusal, load_material
 from outrider.rpc.transport import split_host_port, unix_path
@@ -210,7 +211,7 @@ def make_cluster(
     bound = bound_services(options, placed)
     own_door = partial(_check_own_door, gateway, arguments)
     if found := _faults(chain(door_checks(bound, fixed_ports), _service_checks(bound, gpus), [own_door])):
-        raise ConfigError("\n".join(found))
+        raise ConfigError("\n".join(_with_variable(text, options) for text in found))
     is_here = _target_here(verify) is not None
     target = resolve_model(verify.model, impl=verify.model_impl)
     if not is_here:  # one that was has been checked
@@ -240,6 +241,14 @@ def bound_services(options: Mapping[str, ServiceOptions], placed: Placed) -> dic
     """The services that are to run, with what drafts in its place."""
     found = {"draft": placed.draft, "verify": placed.verify, "gateway": options["gateway"]}
     return {name: one for name, one in found.items() if one is not None}
+
+
+def _with_variable(text: str, options: Mapping[str, ServiceOptions]) -> str:
+    """What an error says; of an option that the environment gave it names the variable."""
+    for flag in service_flags():
+        if text.startswith(f"{flag.flag}:") and flag.flag == flag.option.flag:
+            return with_variable(text, options[flag.service], os.environ)
+    return text
 
 
 Check = Callable[[], object]

@@ -146,6 +146,8 @@ def _factor(kind: str, merged: Mapping[str, Any], original: int, max_positions: 
         return max(max_positions / (original or max_positions), 1.0)
     if merged.get("factor") is None and original:
         return max_positions / original
+    if merged.get("factor") is None:
+        raise ConfigError(f"config.json: rope scaling {kind!r} needs factor, which is missing")
     factor = get_float(merged, "factor")
     if factor < 1.0:
         raise ConfigError(f"config.json: the rope factor must be at least 1, got {factor}")

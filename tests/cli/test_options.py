@@ -120,6 +120,19 @@ def test_nothing_is_said_of_drafts_before_a_mistake(capsys: pytest.CaptureFixtur
     assert told.out == "" and told.err.startswith("outrider: error: --model: there is no model 'nosuch'")
 
 
+def test_a_mistake_in_the_environment_is_told_by_the_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("OUTRIDER_MODEL", "nosuch"), ("OUTRIDER_DEVICE", "gpu")):
+        monkeypatch.setenv(name, value)
+    assert main(["up", "--ephemeral"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("outrider: error: OUTRIDER_DEVICE (environment): 'gpu' is no device")
+    assert second.startswith("OUTRIDER_MODEL (environment): there is no model 'nosuch'")
+    assert main(["up", "--ephemeral", "--model=other", "--device=cpu"]) == 2
+    assert "error: --model: there is no model 'other'" in capsys.readouterr().err
+
+
 def test_ways_to_other_ports_are_those_of_what_would_start(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
