@@ -110,6 +110,8 @@ def out_of_memory(what: str, fix: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         free = torch.cuda.mem_get_info()[0]
         raise ConfigError(f"the GPU has no memory for {what}: {gib(free)} are free; {fix}") from error
+    except MemoryError as error:
+        raise ConfigError(f"this machine has no memory for {what}: {error}; {fix}") from error
 
 
 def gib(size: int) -> str:

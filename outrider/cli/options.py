@@ -213,7 +213,8 @@ def make_cluster(
     if found := _faults(chain(door_checks(bound, fixed_ports), _service_checks(bound, gpus), [own_door])):
         raise ConfigError("\n".join(_with_variable(text, options) for text in found))
     is_here = _target_here(verify) is not None
-    target = resolve_model(verify.model, impl=verify.model_impl)
+    with under("--model"):
+        target = resolve_model(verify.model, impl=verify.model_impl)
     if not is_here:  # one that was has been checked
         _check_folder(target, verify, gateway)
     if told is not None and told.speculative_algorithm != NGRAM:

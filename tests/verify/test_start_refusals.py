@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_service import tiny_folder, tiny_options
 
+from outrider.cache.kv import zeros
+from outrider.config.draft import DraftOptions
 from outrider.config.verify import VerifyOptions
+from outrider.device import out_of_memory
 from outrider.errors import ConfigError
+from outrider.models.drafters.kinds import check_drafter
 from verify_service.engine.loading import load
 from verify_service.main import main
 
@@ -46,6 +51,25 @@ def test_options_are_refused_before_the_model_is_looked_for(
     assert main(["--model=nosuch", "--address=127.0.0.1:0", "--metrics-address=", *wrong.split()]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert said in line
+
+
+def test_a_model_that_is_not_there_is_told_by_its_option() -> None:
+    with pytest.raises(ConfigError, match=r"^--model: there is no model 'nosuch'"):
+        load(VerifyOptions(model="nosuch", device="cpu"))
+    for algorithm in ("STANDALONE", "NAIVE_EAGLE"):
+        draft = DraftOptions(speculative_algorithm=(algorithm,), speculative_draft_model_path="nosuch")
+        with pytest.raises(ConfigError, match=r"^--speculative-draft-model-path: there is no model 'nosuch'"):
+            check_drafter(draft, Path())
+    with pytest.raises(ConfigError, match=r"^--target-model-path: there is no model 'nosuch'"):
+        check_drafter(DraftOptions(speculative_algorithm=("NEXTN",), target_model_path="nosuch"), Path())
+
+
+def test_memory_that_a_machine_has_not_is_told_with_the_fix() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"this machine has no memory for the cache: .*; lower it"),
+        out_of_memory("the cache", "lower it"),
+    ):
+        zeros((1 << 60,), torch.uint8, torch.device("cpu"))
 
 
 def test_a_device_is_refused_before_the_model_is_looked_for() -> None:

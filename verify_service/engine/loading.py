@@ -14,7 +14,7 @@ from outrider.cache.kv import KVCache
 from outrider.config.draft import NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import LEAST_SIZED_TOKENS, VerifyOptions
 from outrider.device import check_fp8, choose_device, choose_dtype, gib, out_of_memory
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, under
 from outrider.host.rank_memory import RankMemory
 from outrider.layers.device_exchange import PeerExchange, device_exchange
 from outrider.layers.exchange import Exchange, HostExchange
@@ -71,7 +71,8 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     if memory is not None:
         device = _rank_device(options, device, memory)
     _check_machine(options, device)
-    path = resolve_model(options.model, impl=options.model_impl)
+    with under("--model"):
+        path = resolve_model(options.model, impl=options.model_impl)
     check_target(path, options)
     config = describe_model(path, options.model_impl)
     part: ModelConfig | None = None

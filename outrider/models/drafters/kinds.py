@@ -20,7 +20,7 @@ from pathlib import Path
 from outrider.config.base import expand
 from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions
 from outrider.config.verify import VerifyOptions
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, OutriderError, under
 from outrider.logs import get_logger
 from outrider.models.config import ModelConfig, text_fields
 from outrider.models.drafters.config import (
@@ -191,7 +191,8 @@ def named_head(options: DraftOptions) -> DraftOptions:
     """The options with the kind of the head in the place of NAIVE_EAGLE, which says how it drafts alone."""
     if NAIVE_EAGLE not in options.speculative_algorithm:
         return options
-    folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
+    with under("--speculative-draft-model-path"):
+        folder = resolve_model(options.speculative_draft_model_path, needs_tokenizer=False)
     return replace(options, speculative_algorithm=(algorithm_of(folder),))
 
 
@@ -256,15 +257,17 @@ def draft_name(options: DraftOptions) -> str:
 
 def draft_folder(options: DraftOptions, algorithm: str) -> Path:
     """The folder that holds the draft model; the target's for NEXTN, unless another is given."""
-    name = draft_name(options)
+    option, name = "--speculative-draft-model-path", draft_name(options)
     if not name and algorithm != "NEXTN":
-        raise ConfigError(f"--speculative-draft-model-path: {algorithm} needs a draft model; name its folder or hub id")
-    name = name or options.target_model_path
+        raise ConfigError(f"{option}: {algorithm} needs a draft model; name its folder or hub id")
+    if not name:
+        option, name = "--target-model-path", options.target_model_path
     if not name:
         raise ConfigError("--speculative-draft-model-path: NEXTN needs it, or --target-model-path for its modules")
     # Of a local folder its kind is told first: that a head has no tokenizer is no mistake of the head.
     is_local = os.path.isdir(expand(name))
-    folder = resolve_model(name, needs_tokenizer=algorithm == "STANDALONE" and not is_local)
+    with under(option):
+        folder = resolve_model(name, needs_tokenizer=algorithm == "STANDALONE" and not is_local)
     check_kind(algorithm, folder)
     if algorithm == "STANDALONE":
         check_model_folder(folder)
