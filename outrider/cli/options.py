@@ -46,7 +46,7 @@ from outrider.host.worker import check_cores
 from outrider.models.cuts import check_target
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
-from outrider.models.store_folder import CONFIG_FILE
+from outrider.models.store_folder import CONFIG_FILE, hash_tokenizer
 from outrider.rpc.lifecycle import with_variable
 from outrider.rpc.server import check_free
 from outrider.rpc.tls import CertificateRefusal, find_refusal, load_material
@@ -437,12 +437,17 @@ def _check_target(verify: VerifyOptions, gateway: GatewayOptions) -> None:
 
 
 def _check_folder(folder: Path, verify: VerifyOptions, gateway: GatewayOptions) -> None:
-    """Raise ConfigError for a target that cannot be served, or whose chat templates cannot be read: the gateway would
-    wait for better ones."""
+    """Raise ConfigError for a target that cannot be served, or whose chat templates cannot be read, or for another
+    tokenizer than its own: the gateway would wait for better ones."""
     # Imported here: Jinja takes a while.
     from outrider.chat_template import ChatTemplate
 
     check_target(folder, verify)
+    if gateway.tokenizer and hash_tokenizer(gateway.tokenizer) != hash_tokenizer(folder):
+        raise ConfigError(
+            f"--tokenizer: the tokenizer.json of {gateway.tokenizer} is not that of the model in {folder}; name that "
+            "folder, or leave it out"
+        )
     with under("--tokenizer" if gateway.tokenizer else "--model"):
         for name in ("default", "tool_use"):
             ChatTemplate.load(gateway.tokenizer or folder, name)

@@ -127,7 +127,7 @@ class ModelConfig(ModelShape):
         vocab_size = get_int(fields, "vocab_size", minimum=1)
         hidden_size = get_int(fields, "hidden_size", minimum=1)
         num_heads = get_int(fields, "num_attention_heads", minimum=1)
-        max_positions = get_int(fields, "max_position_embeddings", minimum=1)
+        max_positions = get_int(fields, "max_position_embeddings", minimum=2)
         has_choice = family.attention_bias and not family.qkv_bias
         attention_bias = has_choice and get_bool(fields, "attention_bias", False)
         num_layers = get_int(fields, "num_hidden_layers", minimum=1, maximum=MAX_LAYERS)

@@ -97,7 +97,7 @@ def foreign_shape(fields: Mapping[str, Any], generation: Mapping[str, Any]) -> M
         num_heads=num_heads,
         num_kv_heads=max(num_kv_heads, get_int(fields, "num_global_key_value_heads", 1, minimum=1)),
         head_dim=padded_head_dim(max(head_dims)),
-        max_positions=get_int(fields, "max_position_embeddings", minimum=1),
+        max_positions=get_int(fields, "max_position_embeddings", minimum=2),
         eos_token_ids=eos_token_ids(fields, generation, vocab_size),
         tie_embeddings=get_bool(fields, "tie_word_embeddings", False),
         dtype=stated_dtype(fields),

@@ -95,7 +95,7 @@ def survey_model(folder: Path) -> Survey:
     _check_layers(name, base, notes, num_layers)
     # Of some it is another name for a field of theirs.
     positions = {_POSITIONS: getattr(config, _POSITIONS, None)}
-    max_positions = get_int(positions, _POSITIONS, minimum=1)
+    max_positions = get_int(positions, _POSITIONS, minimum=2)
     notes = _look_at_masks(name, base, model, max_positions)
     num_heads, kv_heads, key_sizes, value_sizes = zip(*notes.sizes.values(), strict=True)
     head_dim = padded_head_dim(max(*key_sizes, *value_sizes))

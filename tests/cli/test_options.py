@@ -416,3 +416,12 @@ def test_a_template_that_cannot_be_read_is_told_before_anything_starts(
     other = ["--tokenizer", str(model_path)]
     assert main(["up", "--ephemeral", "--device=gpu", f"--model={folder}", *other]) == 2
     assert not re.search(told, capsys.readouterr().err)
+
+
+def test_another_model_s_tokenizer_is_told_before_anything_starts(
+    tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The gateway would wait for a verify service that has it.
+    (tmp_path / "tokenizer.json").write_text((model_path / "tokenizer.json").read_text() + "\n")
+    assert main(["up", "--ephemeral", f"--model={model_path}", f"--tokenizer={tmp_path}"]) == 2
+    assert f"error: --tokenizer: the tokenizer.json of {tmp_path} is not that of the model" in capsys.readouterr().err

@@ -154,10 +154,10 @@ def test_further_layers_in_a_list_of_those_that_rotate_are_passed_over() -> None
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding window"]),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, ["ntk", "llama3", "yarn"]),
         ({"rope_scaling": {"type": "linear"}}, ["linear", "needs factor"]),
+        ({"max_position_embeddings": 1}, ["max_position_embeddings", "at least 2"]),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}}, ["long_factor", "numbers above 0"]),
         ({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, ["1 factors", "4 pairs"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta"]),
-        ({"rope_scaling": {"type": "linear"}}, ["factor"]),
         (
             {"rope_scaling": {"type": "yarn", "factor": 1e12, "original_max_position_embeddings": 8}},
             ["factor", "2147483647 positions"],
