@@ -46,7 +46,7 @@ from outrider.host.worker import check_cores
 from outrider.models.cuts import check_target
 from outrider.models.drafters.kinds import check_drafter
 from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
-from outrider.models.store_folder import CONFIG_FILE, hash_tokenizer
+from outrider.models.store_folder import CONFIG_FILE, hash_tokenizer, shard_paths, tensor_shapes
 from outrider.rpc.lifecycle import with_variable
 from outrider.rpc.server import check_free
 from outrider.rpc.tls import CertificateRefusal, find_refusal, load_material
@@ -443,7 +443,11 @@ def _check_folder(folder: Path, verify: VerifyOptions, gateway: GatewayOptions) 
     from outrider.chat_template import ChatTemplate
 
     check_target(folder, verify)
-    if gateway.tokenizer and hash_tokenizer(gateway.tokenizer) != hash_tokenizer(folder):
+    with under("--model"):
+        for shard in shard_paths(folder):  # of which a download may have broken off
+            tensor_shapes(shard)
+    digest = hash_tokenizer(gateway.tokenizer) if gateway.tokenizer else ""
+    if digest and digest != hash_tokenizer(folder):
         raise ConfigError(
             f"--tokenizer: the tokenizer.json of {gateway.tokenizer} is not that of the model in {folder}; name that "
             "folder, or leave it out"

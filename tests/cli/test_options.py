@@ -425,3 +425,17 @@ def test_another_model_s_tokenizer_is_told_before_anything_starts(
     (tmp_path / "tokenizer.json").write_text((model_path / "tokenizer.json").read_text() + "\n")
     assert main(["up", "--ephemeral", f"--model={model_path}", f"--tokenizer={tmp_path}"]) == 2
     assert f"error: --tokenizer: the tokenizer.json of {tmp_path} is not that of the model" in capsys.readouterr().err
+
+
+def test_weights_whose_download_broke_off_are_told_before_anything_starts(
+    tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in model_path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = tmp_path / "model.safetensors"
+    weights.unlink()
+    with (model_path / "model.safetensors").open("rb") as whole:
+        weights.write_bytes(whole.read(1 << 20))
+    assert main(["up", "--ephemeral", f"--model={tmp_path}"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and f"error: --model: {weights}: cannot be read as safetensors" in told.err
