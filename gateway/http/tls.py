@@ -8,13 +8,23 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from gateway.http.server import Connections
+from outrider.config.gateway import GatewayOptions
 
 _ACCEPT_PAUSE_SECONDS = 0.1
 """After a connection that could not be accepted, for instance because no more files can be opened."""
+
+
+class Limits(Protocol):
+    """How many connections there may be, as `gateway.http.server.Connections` has it."""
+
+    max_open: int
+    max_per_client: int
+    options: GatewayOptions
+
+    def client_of(self, host: str) -> str:
+        """Whom an address is of; empty for one that is many clients'."""
 
 
 class TlsListener:
@@ -29,7 +39,7 @@ class TlsListener:
         listener: socket.socket,
         context: ssl.SSLContext,
         connect: Callable[[], asyncio.Protocol],
-        connections: Connections,
+        connections: Limits,
     ) -> None:
         """`connect` makes the protocol of a connection with TLS; `connections` have the limits."""
         self._listener = listener
