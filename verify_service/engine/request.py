@@ -132,8 +132,8 @@ class Request:
     @property
     def most_shared(self) -> int:
         """Committed tokens whose KV may come from the radix cache: not the root's, nor any whose logits are needed."""
-        if self.params.skip_prefix_cache and self.num_cached_prompt_tokens is None:
-            return 0  # what it computed itself, it may take back after a preemption
+        if self.params.skip_prefix_cache:
+            return 0  # nor after a preemption: the cache may have a part of it, and the rest would be cut elsewhere
         most = len(self.tokens) - 1
         return most if self.params.num_prompt_logprobs is None else min(most, self.num_scored)
 
