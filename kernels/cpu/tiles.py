@@ -136,7 +136,8 @@ def _write_four_rows(code: Code, rows: int) -> None:
         _widen(code, code.plus(weights, number * _FOUR), code.plus(wide, number * _PRODUCT_BYTES))
     # What the first steps add up is nothing, and of a tile before the first.
     tile, left = code.variable(code.plus(args["first"], -1)), code.variable(I64(_AHEAD))
-    multiplied, added = code.variable(I64(0)), code.variable(I64(-_AHEAD))
+    # Columns' blocks: of this step, of the one before it, and of the one before that, whose product is added up.
+    multiplied, before, added = (code.variable(I64(0)) for _ in range(3))
     totals = [code.variable(code.number(0.0)) for _ in range(rows)]
     num_blocks = code.times(code.minus(args["last"], args["first"]), args["blocks"])
     with code.loop(0, code.plus(num_blocks, _AHEAD)) as step:
@@ -150,15 +151,15 @@ def _write_four_rows(code: Code, rows: int) -> None:
         _add_up(code, code.plus(block, -_AHEAD * _FOUR), _slot(code, products, ahead), sums, totals)
         following = code.plus(multiplied.get(), 1)
         is_last = build.icmp_signed("==", following, args["blocks"])
+        added.set(before.get())
+        before.set(multiplied.get())
         multiplied.set(build.select(is_last, I64(0), following))
-        added.set(code.plus(added.get(), 1))
         left.set(code.plus(left.get(), -1))
         with code.when(build.icmp_signed("==", left.get(), I64(0))):
             with code.when(build.icmp_signed(">=", tile.get(), args["first"])):
                 write_out(code, tile.get(), totals, wide=False)
             tile.set(code.plus(tile.get(), 1))
             left.set(args["blocks"])
-            added.set(I64(0))
             for total in totals:
                 total.set(code.number(0.0))
     code.tile("tilerelease")

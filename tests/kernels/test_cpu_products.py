@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu import products
 from kernels.cpu.isa import Isa
-from kernels.cpu.layout import GROUP, TILE
+from kernels.cpu.layout import COUNTERS, GROUP, TILE, prepared_size
 from kernels.cpu.products import MAX_ROWS, Packed, packed_eight, packed_four, packed_half, tile_product
 
 on_each_isa = pytest.mark.usefixtures("isa")
@@ -83,6 +85,35 @@ def test_what_lay_on_the_stack_is_in_no_result(kind: str) -> None:
     exact = rows.double() @ wide.T
     assert (tile_product(rows, weight) - exact).abs().max() <= 2**-8 * exact.abs().max() + 1e-5
     assert tile_product(rows[:0], weight).shape == (0, 32)
+
+
+def between_walls(size: int, at_end: bool) -> Tensor:
+    """So many bytes, right behind a page that nobody may touch, or right before one."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
+    pages = -(-size // page) * page
+    memory = torch.frombuffer(mmap.mmap(-1, pages + 2 * page), dtype=torch.uint8)
+    for wall in (0, page + pages):
+        assert libc.mprotect(ctypes.c_void_p(memory.data_ptr() + wall), ctypes.c_size_t(page), 0) == 0
+    first = page + pages - size if at_end else page
+    return memory[first : first + size]
+
+
+@on_each_isa
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_beside_rows_results_and_what_is_prepared_is_touched(kind: str, at_end: bool, isa: Isa) -> None:
+    weight, _ = made(kind, 48, 64)
+    for count in (1, 3, 17, 33):
+        rows = torch.randn(count, 64).bfloat16()
+        sizes = {"x": 2 * rows.numel(), "y": 2 * count * 48, "prepared": prepared_size(kind, count, 64, isa)}
+        memory = {name: between_walls(size, at_end) for name, size in (sizes | {"counters": COUNTERS}).items()}
+        memory["x"].copy_(rows.view(torch.uint8).flatten())
+        told = {name: part.data_ptr() for name, part in memory.items()} | {
+            "row_stride": 128, "w": weight.blocks.data_ptr(), "out_stride": 96, "blocks": 2, "tiles": 3, "count": count,
+            "chunk": 2, "chunks": 2, "counter_bytes": COUNTERS,
+        }  # fmt: skip
+        products._compiled(isa, kind, False)(*(told[name] for name in products._PRODUCT), *products.pool(1))
+        assert torch.equal(memory["y"].view(torch.bfloat16).view(count, 48), tile_product(rows, weight))
 
 
 def test_rows_that_it_does_not_take_are_refused() -> None:
