@@ -16,9 +16,11 @@ from test_cpu_products import KINDS, made
 
 import kernels
 from kernels import cpu
-from kernels.cpu import objects, products, rows
+from kernels.cpu import products, rows
 from kernels.cpu.isa import Isa, best_isa
-from kernels.cpu.objects import kept_objects
+
+objects = pytest.importorskip("kernels.cpu.objects", exc_type=ImportError)  # where there is no LLVM nothing is compiled
+kept_objects = objects.kept_objects
 
 pytestmark = pytest.mark.skipif(best_isa() is None, reason="needs a CPU that functions are compiled for")
 PARTS = [b"one", b"", b"three"]
@@ -126,6 +128,13 @@ def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, mon
         set_sources(monkeypatch, "")
     counts = [kept_objects(Isa.AVX2, "name", lambda number=number: [bytes([number])]) for number in range(2)]
     assert counts == [[b"\0"], [b"\1"]]
+
+
+def test_where_there_is_no_llvm_tests_of_its_functions_are_left_out() -> None:
+    tests = [str(path) for path in Path(__file__).parent.glob("test_cpu_*.py")]
+    lines = f"import sys; sys.modules['llvmlite'] = None; import pytest; sys.exit(pytest.main({tests!r}))"
+    found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 @pytest.mark.usefixtures("isa")
