@@ -8,6 +8,8 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from benchmarks.kernels.exchange import CALLS, ExchangeCase, ExchangeVerdict, RankProcesses, check_streams
 
 KINDS = ["one-shot", "two-shot", "join"]

@@ -130,13 +130,6 @@ def test_where_nothing_can_be_kept_it_is_compiled(obstacle: str, home: Path, mon
     assert counts == [[b"\0"], [b"\1"]]
 
 
-def test_where_there_is_no_llvm_tests_of_its_functions_are_left_out() -> None:
-    tests = [str(path) for path in Path(__file__).parent.glob("test_cpu_*.py")]
-    lines = f"import sys; sys.modules['llvmlite'] = None; import pytest; sys.exit(pytest.main({tests!r}))"
-    found = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
-
-
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kept_code_computes_the_same_bits(kind: str, home: Path) -> None:
