@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.drafting.model.round_drafter import MAX_CHOSEN
 from verify_service.engine.build import node_counts
 from verify_service.engine.round import Growth
 from verify_service.engine.round_growth import (
@@ -219,9 +220,13 @@ def test_a_drafter_that_is_useless_to_one_request_is_not_tried_at_first_with_mor
     assert good.plan(8) is not None
 
 
-@pytest.mark.parametrize(("num_rows", "sizes"), [(1, (1,)), (8, (8,)), (16, (12,))])
-def test_a_chain_takes_a_node_of_each_request_as_far_as_they_go(num_rows: int, sizes: tuple[int, ...]) -> None:
-    executor: Any = SimpleNamespace(buckets=Buckets(28, 16), limits=SimpleNamespace(max_nodes=12))
+@pytest.mark.parametrize(
+    ("num_rows", "max_nodes", "sizes"), [(1, 12, (1,)), (8, 12, (8,)), (16, 12, (12,)), (512, 512, (MAX_CHOSEN,))]
+)
+def test_a_chain_takes_a_node_of_each_request_as_far_as_they_go(
+    num_rows: int, max_nodes: int, sizes: tuple[int, ...]
+) -> None:
+    executor: Any = SimpleNamespace(buckets=Buckets(28, 16), limits=SimpleNamespace(max_nodes=max_nodes))
     assert tuple(node_counts(executor, num_rows, is_chain=True)) == sizes
     executor.limits.max_nodes = 0
     assert not node_counts(executor, num_rows, is_chain=True)

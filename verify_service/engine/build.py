@@ -280,10 +280,9 @@ def _cuda_executor(
 
 def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool = False) -> Sequence[int]:
     """Numbers of nodes that fill rounds of so many requests up to a bucket, ascending."""
-    max_nodes = executor.limits.max_nodes
+    most = min(executor.limits.max_nodes, MAX_CHOSEN)
     if is_chain:
-        return (min(num_rows, max_nodes),) if max_nodes else ()
-    most = min(max_nodes, MAX_CHOSEN)
+        return (min(num_rows, most),) if most else ()
     return sorted({min(tokens - num_rows, most) for tokens in executor.buckets.tokens if tokens > num_rows})
 
 
