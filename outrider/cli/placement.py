@@ -75,6 +75,7 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
         gpus > (verify.tensor_parallel_size if on_gpu else 0)
         or verify.lockstep
         or verify.no_speculation
+        or (on_gpu and verify.plans_on_host)
         or not is_default(draft, "device")
     ):
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.config.base import option
-from outrider.config.draft import NAIVE_EAGLE, DraftOptions, check_drafters, check_window
+from outrider.config.draft import AUTO, NAIVE_EAGLE, DraftOptions, check_drafters, check_window
 from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device, check_named_once
 from outrider.errors import ConfigError
 
@@ -199,11 +199,27 @@ class VerifyOptions(PeerServiceOptions):
             )
         if self.wants_flashinfer:
             self._check_flashinfer()
+        models = [] if self.no_speculation else [name for name in names if name not in ("NGRAM", *AUTO)]
+        if models:
+            self.check_inside(models[0])
+
+    def check_inside(self, name: str) -> None:
+        """Raise ConfigError if rounds cannot take trees that the model of `name` grows inside them, on a GPU."""
+        if self.plans_on_host:
+            raise ConfigError(
+                "--attention-backend: flashinfer plans rounds on the host, which does not know the trees that "
+                f"{name} grows inside them; choose mixed or triton, or a draft service, --draft-placement remote"
+            )
 
     @property
     def wants_flashinfer(self) -> bool:
         """Whether attention is to be that of FlashInfer, in part at least, which is for GPUs alone."""
         return self.attention_backend in ("flashinfer", "mixed") and self.device != "cpu"
+
+    @property
+    def plans_on_host(self) -> bool:
+        """See AttentionBackend."""
+        return self.wants_flashinfer and self.attention_backend == "flashinfer"
 
     def _check_flashinfer(self) -> None:
         if self.deterministic:

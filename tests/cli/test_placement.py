@@ -68,6 +68,8 @@ def test_auto_takes_the_round_on_one_gpu_and_the_split_on_two() -> None:
     assert is_colocated(VerifyOptions(), HEAD, "colocated", 2)
     assert not is_colocated(VerifyOptions(), HEAD, "remote", 1)
     assert not is_colocated(VerifyOptions(lockstep=True), HEAD, "auto", 1)
+    for backend, wanted in (("mixed", True), ("flashinfer", False)):
+        assert is_colocated(VerifyOptions(attention_backend=backend), HEAD, "auto", 1) == wanted
     assert not is_colocated(VerifyOptions(), replace(HEAD, device="cuda:0"), "auto", 1)
     assert not is_colocated(VerifyOptions(), NGRAMS, "auto", 1)
     assert placed(HEAD, "remote").draft == HEAD

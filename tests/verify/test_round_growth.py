@@ -17,9 +17,11 @@ from test_cuda_executor_cpu import check_same
 from threaded_engine import ThreadedEngine
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend, TokenBatch
+from outrider.attention.base import AttentionBackend, AttentionPlan, TokenBatch
 from outrider.attention.paged import PagedBatch
+from outrider.attention.triton_backend import TritonAttention
 from outrider.cache.kv import KVCache
+from outrider.layers.rotary import Rotary
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.config import MARKOV_INPUT, block_config
@@ -160,6 +162,24 @@ def test_pages_of_one_token_hold_rounds_with_trees(model: CausalLM, truth: list[
     """Room for trees is then more pages than a round's updates of the page tables have places for."""
     engine = start(made, model, StandaloneDraft(model, ""), num_pages=2048, page_size=1, growth=Growth(3, 24))
     check_same(run_all(engine, jobs(), 8), truth)
+
+
+class WithoutRegions(TritonAttention):
+    """Takes as little as FlashInfer's attention to prompts beside ours."""
+
+    def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
+        if isinstance(batch, PagedBatch) and batch.region_base is not None:
+            raise ValueError("no tree regions")
+        return super().plan(batch, kv, num_heads, rotary)
+
+
+def test_rounds_whose_attention_knows_no_tree_regions_grow_trees(
+    model: CausalLM, truth: list[Answer], made: Made
+) -> None:
+    engine = start(made, model, StandaloneDraft(model, ""), attention=WithoutRegions(), growth=Growth(3, 16))
+    answers = run_all(engine, jobs(), 4)
+    check_same(answers, truth)
+    assert sum(answer.num_accepted for answer in answers) > 0
 
 
 class Watched(StandaloneDraft):

@@ -35,6 +35,10 @@ def restored_log() -> Iterator[None]:
     [
         ("--deterministic --accept-threshold-acc=0.5", "--deterministic: lossy acceptance depends on what is drafted"),
         ("--deterministic --attention-backend=flashinfer", "--attention-backend: flashinfer has no deterministic mode"),
+        (
+            "--attention-backend=flashinfer --speculative-algorithm=EAGLE3 --speculative-draft-model-path=nosuch",
+            "--attention-backend: flashinfer plans rounds on the host, which does not know the trees that EAGLE3 grows",
+        ),
         ("--kv-cache-dtype=fp8_e4m3 --attention-backend=mixed", "--kv-cache-dtype: fp8_e4m3 needs a GPU"),
         ("--device=cpu --speculative-algorithm=NAIVE_EAGLE", "NAIVE_EAGLE drafts inside rounds on a GPU"),
         ("--device=cpu --lockstep --speculative-algorithm=NGRAM", "--lockstep: NGRAM has no model"),

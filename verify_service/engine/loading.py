@@ -168,6 +168,8 @@ def _needs_draft(options: VerifyOptions) -> bool:
 
 
 def _load_named(options: VerifyOptions, told: DraftOptions, path: Path, target: LanguageModel) -> RoundDraft | None:
+    # AUTO may have chosen it.
+    options.check_inside(told.speculative_algorithm[0])
     is_chain = told.speculative_algorithm == (NAIVE_EAGLE,)
     told = named_head(told)
     exchange = target.exchange if isinstance(target, CausalLM) else None

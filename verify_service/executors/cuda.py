@@ -115,7 +115,8 @@ class CudaExecutor(Executor):
             options,
             self,
             self._features,
-            self._attention,
+            # Whatever attends in rounds: no other backend knows tree regions.
+            TritonAttention(),
             self.rows,
             limits=self.limits,
             num_pages=self._kv.num_slots // self.page_size,
