@@ -195,7 +195,7 @@ class HostConstants(TorchFunctionMode):
         if not isinstance(given, Tensor):
             # Not by their text: that of arrays and of lists of tensors is cut short and rounded.
             given = torch.tensor(given, dtype=options.get("dtype"), device="cpu")
-        numbers = given.flatten().view(torch.uint8).numpy().tobytes()
+        numbers = given.flatten().contiguous().view(torch.uint8).numpy().tobytes()
         told = [("", value) for value in args[1:]] + [item for item in options.items() if item[0] != "data"]
         key = (func, given.dtype, given.shape, numbers, *((name, _told(value)) for name, value in told))
         if self._kind == "cuda" and torch.cuda.is_current_stream_capturing() and key in self._copies:

@@ -473,11 +473,13 @@ def test_what_is_copied_from_the_host_is_kept_once_by_its_bytes(inference: bool)
         torch.tensor(1e-5).to(device=rows.device, dtype=torch.bfloat16)
         torch.ones(3, dtype=torch.bfloat16)[None].expand(2, -1).to(rows)
         torch.tensor(1e-5).to(torch.float64)
+        torch.arange(4.0)[::2].to(rows.device)
+        torch.ones(1).expand(3).to(rows.device)
         rows.to(torch.float64)
         for _ in range(2):
             torch.tensor([0.5, 0.25], dtype=torch.float32, device=rows.device)
     assert [(copy.device.type, copy.dtype) for copy in copies.values()] == [
-        ("meta", dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32)
+        ("meta", torch.bfloat16 if number == 2 else torch.float32) for number in range(7)
     ]
 
 
