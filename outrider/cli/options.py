@@ -45,8 +45,8 @@ from outrider.errors import ConfigError, under
 from outrider.host.worker import check_cores
 from outrider.models.cuts import check_target
 from outrider.models.drafters.kinds import check_drafter
-from outrider.models.store import given_folder, is_hub_id, local_folder, resolve_model
-from outrider.models.store_folder import CONFIG_FILE, hash_tokenizer, shard_paths, tensor_shapes
+from outrider.models.store import converted_default, given_folder, is_hub_id, resolve_model
+from outrider.models.store_folder import hash_tokenizer, shard_paths, tensor_shapes
 from outrider.rpc.lifecycle import with_variable
 from outrider.rpc.server import check_free
 from outrider.rpc.tls import CertificateRefusal, find_refusal, load_material
@@ -422,13 +422,10 @@ def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: 
 
 
 def _target_here(verify: VerifyOptions) -> Path | None:
-    """The target's folder; None for one that is still to be fetched. Raises ConfigError."""
+    """The target's folder; None for one that is still to be fetched, or made anew. Raises ConfigError."""
     with under("--model"):
         folder = given_folder(verify.model)
-        if folder is None and not is_hub_id(verify.model):
-            folder = local_folder(verify.model)
-    # Of a folder that this user may not look into `resolve_model` tells how to have another one.
-    return folder if folder is not None and os.path.isfile(folder / CONFIG_FILE) else None
+        return converted_default() if folder is None and not is_hub_id(verify.model) else folder
 
 
 def _check_target(verify: VerifyOptions, gateway: GatewayOptions) -> None:

@@ -155,7 +155,7 @@ def hub_cache_dir() -> Path | None:
 
 def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Progress) -> Path:
     """The converted folder of a model that comes in a wheel; converted by whichever process gets the lock first."""
-    manifest: Manifest = {"source": wheel.requirement, "sha256": wheel.sha256, "converter_version": CONVERTER_VERSION}
+    manifest = _manifest_of(wheel)
     folder = cache_dir / "models" / name
     if matches_manifest(folder, manifest):
         return folder
@@ -176,6 +176,16 @@ def embedded_model(name: str, wheel: PinnedWheel, cache_dir: Path, progress: Pro
             f"{DEFAULT_DISK_MB} MB to stay; set OUTRIDER_HOME to another folder"
         ) from error
     return folder
+
+
+def converted_default() -> Path | None:
+    """The default model's folder; None for one that is still to be converted, or to be converted anew."""
+    folder = default_cache_dir() / "models" / DEFAULT_MODEL
+    return folder if matches_manifest(folder, _manifest_of(DEFAULT_WHEEL)) else None
+
+
+def _manifest_of(wheel: PinnedWheel) -> Manifest:
+    return {"source": wheel.requirement, "sha256": wheel.sha256, "converter_version": CONVERTER_VERSION}
 
 
 def convert_wheel(folder: Path, wheel: PinnedWheel, manifest: Manifest, downloads: Path, progress: Progress) -> None:

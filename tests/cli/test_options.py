@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import socket
@@ -439,3 +440,19 @@ def test_weights_whose_download_broke_off_are_told_before_anything_starts(
     assert main(["up", "--ephemeral", f"--model={tmp_path}"]) == 2
     told = capsys.readouterr()
     assert told.out == "" and f"error: --model: {weights}: cannot be read as safetensors" in told.err
+
+
+def test_a_default_model_that_is_not_whole_is_made_anew_not_refused(
+    tmp_path: Path, model_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models" / model_path.name
+    folder.mkdir(parents=True)
+    for file in model_path.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "model.safetensors").unlink()
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    # Where nothing can be fetched, the attempt tells that it was made.
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", ""), ("PIP_CONFIG_FILE", os.devnull)):
+        monkeypatch.setenv(name, value)
+    assert main(["up", "--ephemeral"]) == 2
+    assert "pip could not download" in capsys.readouterr().err
