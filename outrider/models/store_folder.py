@@ -64,7 +64,8 @@ def check_model_folder(folder: Path, needs_tokenizer: bool = True) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; a local model is a folder in the Hugging Face layout")
-    if (folder / ADAPTER_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
+    # Trainers put the model's config.json beside it.
+    if (folder / ADAPTER_FILE).is_file() and not any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
         raise ConfigError(f"{folder} holds an adapter ({ADAPTER_FILE}); merge it into its model, and give that folder")
     read_json(folder / CONFIG_FILE)
     for shard in shard_paths(folder):

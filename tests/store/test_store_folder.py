@@ -102,9 +102,15 @@ def test_a_file_whose_download_broke_off_is_told_with_the_way_out(tmp_path: Path
 
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
-    (make_folder(tmp_path, without="config.json") / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds an adapter .*; merge it into its model"):
-        check_model_folder(tmp_path)
+    make_folder(tmp_path, without="model.safetensors")  # trainers put the model's config.json beside it
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"holds an adapter .*; merge it into its model"):
+            check_model_folder(tmp_path)
+        (tmp_path / "config.json").unlink(missing_ok=True)
+    (make_folder(tmp_path) / "model.safetensors").touch()
+    check_model_folder(tmp_path)
 
 
 def test_every_shard_must_be_there(tmp_path: Path) -> None:
