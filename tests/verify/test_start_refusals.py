@@ -16,6 +16,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.device import out_of_memory
 from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import check_drafter
+from outrider.models.drafters.loader import load_draft_model
 from verify_service.engine.loading import load
 from verify_service.main import main
 
@@ -66,6 +67,12 @@ def test_a_model_that_is_not_there_is_told_by_its_option() -> None:
             check_drafter(draft, Path())
     with pytest.raises(ConfigError, match=r"^--target-model-path: there is no model 'nosuch'"):
         check_drafter(DraftOptions(speculative_algorithm=("NEXTN",), target_model_path="nosuch"), Path())
+    head = str(Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct-EAGLE3")
+    draft = DraftOptions(
+        speculative_algorithm=("EAGLE3",), speculative_draft_model_path=head, target_model_path="nosuch", device="cpu"
+    )
+    with pytest.raises(ConfigError, match=r"^--target-model-path: there is no model 'nosuch'"):
+        load_draft_model(draft)
 
 
 def test_memory_that_a_machine_has_not_is_told_with_the_fix() -> None:

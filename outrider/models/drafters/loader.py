@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu.products import fits, round_to_eight_bits
 from outrider.config.draft import BLOCK_ALGORITHMS, DraftOptions
 from outrider.device import choose_device, choose_dtype
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, under
 from outrider.layers.exchange import Exchange
 from outrider.layers.linear import Linear
 from outrider.models.config import ModelConfig
@@ -75,11 +75,16 @@ def load_draft_model(
         if draft.window.size and not (isinstance(shape, ModelConfig) and not any(shape.windows)):
             raise ConfigError(f"--speculative-draft-window-size: {folder} may have windows of its own; leave it out")
         return draft
-    target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
+    target = _target_folder(options)
     head = _load_head(options, algorithm, folder, target, device, dtype, progress, exchange)
     # A head without a tokenizer has its target's.
     head.tokenizer_hash = hash_token_ids(folder) or (hash_token_ids(target) if target is not None else "")
     return head
+
+
+def _target_folder(options: DraftOptions) -> Path | None:
+    with under("--target-model-path"):
+        return resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
 
 
 def is_cut(options: DraftOptions, world: int, dtype: torch.dtype) -> bool:
@@ -87,7 +92,7 @@ def is_cut(options: DraftOptions, world: int, dtype: torch.dtype) -> bool:
     algorithm = model_algorithm(options.speculative_algorithm)
     if algorithm == "STANDALONE":
         return False
-    target = resolve_model(options.target_model_path, needs_tokenizer=False) if options.target_model_path else None
+    target = _target_folder(options)
     _, config = _describe_head(options, algorithm, draft_folder(options, algorithm), target)
     return cut_head(config, world, dtype.itemsize) is not None
 
