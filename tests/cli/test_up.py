@@ -28,12 +28,13 @@ class Up:
     ) -> None:
         for module in ("draft_service", "verify_service", "gateway"):
             (folder / f"{module}.py").write_text("import sys, fake_service\nsys.exit(fake_service.main())\n")
+        ignoring = f'trap "" {ignored}; ' if ignored else ""  # without a signal it ends some shells
         self.log = folder / "log"
         path = os.pathsep.join([str(folder), str(FAKES), str(FAKES.parents[2])])
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [
-                    *("sh", "-c", f'trap "" {ignored}; exec "$@" {closed}', "sh"),
+                    *("sh", "-c", f'{ignoring}exec "$@" {closed}', "sh"),
                     sys.executable,
                     "-m",
                     "outrider.cli",
