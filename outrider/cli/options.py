@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -199,43 +200,44 @@ def make_cluster(
     Raises ConfigError when there is no such model, it or the draft cannot be served, or an address cannot be bound.
     """
     options = parse_service_options(arguments)
-    verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
-    gateway, gpus = cast(GatewayOptions, options["gateway"]), num_gpus()
+    with _naming_variables(options):
+        verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
+        gateway, gpus = cast(GatewayOptions, options["gateway"]), num_gpus()
 
-    def say(text: str) -> None:
-        print_steadily(console, f"outrider: {text}")
+        def say(text: str) -> None:
+            print_steadily(console, f"outrider: {text}")
 
-    of_drafts: list[str] = []  # told once nothing is wrong
-    placed = place_drafts(verify, draft, arguments.draft_placement, gpus, of_drafts.append)
-    verify, told = placed.verify, placed.draft
-    bound = bound_services(options, placed)
-    own_door = partial(_check_own_door, gateway, arguments)
-    if found := _faults(chain(door_checks(bound, fixed_ports), _service_checks(bound, gpus), [own_door])):
-        raise ConfigError("\n".join(_with_variable(text, options) for text in found))
-    is_here = _target_here(verify) is not None
-    with under("--model"):
-        target = resolve_model(verify.model, impl=verify.model_impl)
-    if not is_here:  # one that was has been checked
-        _check_folder(target, verify, gateway)
-    if told is not None and told.speculative_algorithm != NGRAM:
-        told = place_draft_model(told, verify, target, gpus)
-        check_drafter(told, target)
-    if set(verify.speculative_algorithm) - {*NGRAM}:
-        check_drafter(verify.draft_model(str(target)), target)
-    if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
-        verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
-    for text in of_drafts:
-        say(text)
-    return Cluster(
-        gateway=gateway,
-        verify=verify,
-        draft=told,
-        services=SERVICES if told is not None else [name for name in SERVICES if name != "draft"],
-        fixed_ports=fixed_ports,
-        supervise=supervise,
-        on_line=on_line,
-        on_event=say,
-    )
+        of_drafts: list[str] = []  # told once nothing is wrong
+        placed = place_drafts(verify, draft, arguments.draft_placement, gpus, of_drafts.append)
+        verify, told = placed.verify, placed.draft
+        bound = bound_services(options, placed)
+        own_door = partial(_check_own_door, gateway, arguments)
+        if found := _faults(chain(door_checks(bound, fixed_ports), _service_checks(bound, gpus), [own_door])):
+            raise ConfigError("\n".join(found))
+        is_here = _target_here(verify) is not None
+        with under("--model"):
+            target = resolve_model(verify.model, impl=verify.model_impl)
+        if not is_here:  # one that was has been checked
+            _check_folder(target, verify, gateway)
+        if told is not None and told.speculative_algorithm != NGRAM:
+            told = place_draft_model(told, verify, target, gpus)
+            check_drafter(told, target)
+        if set(verify.speculative_algorithm) - {*NGRAM}:
+            check_drafter(verify.draft_model(str(target)), target)
+        if verify.lockstep and draft.speculative_num_draft_tokens and is_default(verify, "max_draft_tokens"):
+            verify = replace(verify, max_draft_tokens=draft.speculative_num_draft_tokens)
+        for text in of_drafts:
+            say(text)
+        return Cluster(
+            gateway=gateway,
+            verify=verify,
+            draft=told,
+            services=SERVICES if told is not None else [name for name in SERVICES if name != "draft"],
+            fixed_ports=fixed_ports,
+            supervise=supervise,
+            on_line=on_line,
+            on_event=say,
+        )
 
 
 def bound_services(options: Mapping[str, ServiceOptions], placed: Placed) -> dict[str, ServiceOptions]:
@@ -244,8 +246,17 @@ def bound_services(options: Mapping[str, ServiceOptions], placed: Placed) -> dic
     return {name: one for name, one in found.items() if one is not None}
 
 
+@contextmanager
+def _naming_variables(options: Mapping[str, ServiceOptions]) -> Iterator[None]:
+    """Lines of ConfigErrors that begin with an option begin with its variable where the environment gave its value."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = (_with_variable(line, options) for line in error.message.splitlines())
+        raise ConfigError("\n".join(lines)) from error
+
+
 def _with_variable(text: str, options: Mapping[str, ServiceOptions]) -> str:
-    """What an error says; of an option that the environment gave it names the variable."""
     for flag in service_flags():
         if text.startswith(f"{flag.flag}:") and flag.flag == flag.option.flag:
             return with_variable(text, options[flag.service], os.environ)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from outrider.cli.child import ServiceFailedError
 from outrider.cli.cluster import ADDRESS_FIELDS, Cluster, service_flags
-from outrider.cli.options import add_service_options, make_cluster
+from outrider.cli.options import add_service_options, given_service_flags, make_cluster
 from outrider.cli.terminal import drafters_text, log_printer, make_console, print_steadily
 from outrider.errors import ConfigError
 
@@ -38,17 +38,24 @@ def run(arguments: argparse.Namespace) -> int:
                 print_steadily(console, "outrider: stopping; Ctrl-C again kills")
             endings = cluster.close()
     except (ServiceFailedError, ConfigError) as error:
-        hint = _port_hint(services, arguments.ephemeral) if "cannot bind" in error.message else ""
-        raise type(error)(error.message + hint) from error
+        raise type(error)(error.message + port_hint(error.message, services, arguments)) from error
     print_steadily(console, "outrider: " + ", ".join(f"{name} {ending}" for name, ending in endings.items()))
     return 0
 
 
-def _port_hint(services: Collection[str], ephemeral: bool) -> str:
-    """How this command takes other ports; `services`: those that were started, and have named their own options."""
-    named = [flag for flag in service_flags() if flag.service in services and flag.option.name in ADDRESS_FIELDS]
-    free = "" if ephemeral else "\nFor free ports add --ephemeral."
-    return free + (f"\nTo choose ports: {', '.join(flag.flag for flag in named)}." if named else "")
+def port_hint(message: str, services: Collection[str], arguments: argparse.Namespace) -> str:
+    """How this command takes other ports, where an error says that one cannot be had.
+
+    `services`: those that were started, and have named their own options.
+    """
+    if "cannot bind" not in message:
+        return ""
+    doors = [flag for flag in service_flags() if flag.option.name in ADDRESS_FIELDS]
+    given = given_service_flags(arguments)  # whose ports --ephemeral would leave as they are
+    is_default = any(f"{door.flag}: cannot bind" in message and door.flag not in given for door in doors)
+    free = "\nFor free ports add --ephemeral." if (services or is_default) and not arguments.ephemeral else ""
+    named = [door.flag for door in doors if door.service in services]
+    return free + (f"\nTo choose ports: {', '.join(named)}." if named else "")
 
 
 def _print_summary(console: Console, cluster: Cluster) -> None:

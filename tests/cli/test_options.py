@@ -24,6 +24,7 @@ from outrider.cli.options import (
 )
 from outrider.cli.placement import place_draft_model
 from outrider.cli.terminal import make_console
+from outrider.cli.up import port_hint
 from outrider.config.base import parse_options
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
@@ -132,6 +133,11 @@ def test_a_mistake_in_the_environment_is_told_by_the_variable(
     assert second.startswith("OUTRIDER_MODEL (environment): there is no model 'nosuch'")
     assert main(["up", "--ephemeral", "--model=other", "--device=cpu"]) == 2
     assert "error: --model: there is no model 'other'" in capsys.readouterr().err
+    # Told only when it is fetched, which nothing is here.
+    monkeypatch.setenv("OUTRIDER_MODEL", "owner/nosuch")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["up", "--ephemeral", "--device=cpu"]) == 2
+    assert "error: OUTRIDER_MODEL (environment): owner/nosuch could not be fetched" in capsys.readouterr().err
 
 
 def test_ways_to_other_ports_are_those_of_what_would_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +145,13 @@ def test_ways_to_other_ports_are_those_of_what_would_start(capsys: pytest.Captur
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         door = f"--rest-address=127.0.0.1:{taken.getsockname()[1]}"
-        assert main(["up", door, "--model=nosuch", "--draft-placement=colocated"]) == 2
-        assert capsys.readouterr().err.splitlines()[-1] == "For free ports add --ephemeral."
         assert main(["up", "--ephemeral", door, "--model=nosuch"]) == 2
-        assert "add --ephemeral" not in capsys.readouterr().err
+        said = capsys.readouterr().err.removeprefix("outrider: error: ")
+    assert "cannot bind" in said and "add --ephemeral" not in said
+    ways = "\nFor free ports add --ephemeral."
+    assert port_hint(said, [], parse()) == ways and port_hint(said, [], parse("--ephemeral")) == ""
+    assert port_hint(said, [], parse(door)) == "", "that port would stay as it is"
+    assert port_hint(said, ["verify"], parse()).startswith(f"{ways}\nTo choose ports: --verify-address, ")
 
 
 def test_a_context_that_the_model_has_not_is_told_with_the_other_mistakes(
