@@ -23,7 +23,7 @@ from outrider.config.draft import AUTO, DraftOptions
 from outrider.config.verify import VerifyOptions
 from outrider.errors import OutriderError
 from outrider.host.line import host_id
-from outrider.models.store import DEFAULT_ALIASES, default_cache_dir, is_hub_id, local_folder
+from outrider.models.store import DEFAULT_ALIASES, converted_default, default_cache_dir, is_hub_id, local_folder
 from outrider.models.store_folder import CONFIG_FILE
 from outrider_tools.doctor import Finding, Level, ok, problem, warning
 
@@ -185,8 +185,9 @@ def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> di
 
 def _is_here(name: str) -> bool:
     """Whether looking at a model fetches nothing; of a name that no model can have the probe tells more."""
-    is_fetched = name.lower() in DEFAULT_ALIASES or (is_hub_id(name) and not expand(name).is_dir())
-    return not is_fetched or os.path.isfile(local_folder(name) / CONFIG_FILE)
+    if name.lower() in DEFAULT_ALIASES:
+        return converted_default() is not None
+    return not is_hub_id(name) or expand(name).is_dir() or os.path.isfile(local_folder(name) / CONFIG_FILE)
 
 
 def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:

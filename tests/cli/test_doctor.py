@@ -325,7 +325,10 @@ def test_a_package_out_of_its_range_is_a_problem(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_model_that_is_not_here_is_told_and_not_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "empty"))
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
+    part = tmp_path / "models" / "SmolLM2-135M-Instruct"
+    part.mkdir(parents=True)
+    (part / "config.json").write_text("{}")  # the rest was lost: `outrider up` would fetch it anew
     # Asked for no model, the process that looks answers the same for all names.
     monkeypatch.setattr(machine, "run_probe", cache(run_probe))
     for name in ("SmolLM2-135M-Instruct", "owner/name"):
