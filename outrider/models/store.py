@@ -145,7 +145,9 @@ def default_cache_dir() -> Path:
     try:
         return outrider_home()
     except RuntimeError:
-        raise ConfigError("OUTRIDER_HOME: this user has no home; set it to the whole path of a folder") from None
+        home = os.environ.get("OUTRIDER_HOME")
+        problem = f"{home} names a home that is not there" if home else "this user has no home"
+        raise ConfigError(f"OUTRIDER_HOME: {problem}; set it to the whole path of a folder") from None
 
 
 def hub_cache_dir() -> Path | None:

@@ -66,16 +66,22 @@ def test_a_hub_cache_that_is_a_file_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["up --ephemeral", "plan", "models list", "models pull", "doctor --skip-models"])
-@pytest.mark.parametrize("home", ["", "~nobody-of-this-name/models"])
+@pytest.mark.parametrize(
+    ("home", "problem"),
+    [
+        ("", "this user has no home"),
+        ("~nobody-of-this-name/m", "~nobody-of-this-name/m names a home that is not there"),
+    ],
+)
 def test_a_user_without_a_home_is_told_the_way_out(
-    command: str, home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, home: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", home)
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # as of a number that a container was told to run as
     assert main(command.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("OUTRIDER_HOME: this user has no home; set it to the whole path of a folder")
+    assert line.endswith(f"OUTRIDER_HOME: {problem}; set it to the whole path of a folder")
 
 
 @pytest.mark.parametrize("command", ["up --ephemeral", "plan"])
