@@ -19,13 +19,25 @@ def read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return read_json(folder / "config.json"), read_json(path) if path.exists() else {}
 
 
+LFS_POINTER = b"version https://git-lfs"
+"""What begins a file that git has put in the place of one that it keeps in LFS."""
+
+
+def refuse_pointer(path: Path, content: bytes) -> None:
+    """Raise ConfigError where `content`, the beginning of a file or all of it, is a pointer of git LFS."""
+    if content.startswith(LFS_POINTER):
+        raise ConfigError(f"{path} is a pointer of git LFS, not the file itself; run git lfs pull in its folder")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises ConfigError: the file is missing, unreadable, not JSON, or not an object.
     """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        refuse_pointer(path, data)
+        fields = json.loads(data.decode())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a model folder needs {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:

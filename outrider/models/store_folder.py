@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from outrider.errors import ConfigError
-from outrider.models.fields import read_json
+from outrider.models.fields import LFS_POINTER, read_json, refuse_pointer
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -24,7 +24,6 @@ MANIFEST_FILE = "outrider.json"
 ADAPTER_FILE = "adapter_config.json"
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_LFS_POINTER = b"version https://git-lfs"
 
 
 Manifest = Mapping[str, str | int]
@@ -86,11 +85,10 @@ def _check_readable(path: Path) -> None:
     and for what git leaves in a file's place where it has no LFS."""
     try:
         with path.open("rb") as file:
-            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+            begin = file.read(len(LFS_POINTER))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    if is_pointer:
-        raise ConfigError(f"{path} is a pointer of git LFS, not the file itself; run git lfs pull in its folder")
+    refuse_pointer(path, begin)
 
 
 def shard_paths(folder: Path) -> list[Path]:
@@ -111,7 +109,10 @@ def shard_paths(folder: Path) -> list[Path]:
         if name.endswith(".gguf"):
             raise ConfigError(f"{folder} has its weights as {name}; GGUF files are not read, {WEIGHTS_FILE} is needed")
         if name.endswith(".safetensors"):
-            raise ConfigError(f"{folder} has {name}, but no {INDEX_FILE}, which names its shards; put it there, too")
+            raise ConfigError(
+                f"{folder} has {name}, but no {INDEX_FILE}, which names its shards; put it there, too, or "
+                f"name a file that has all weights {WEIGHTS_FILE}"
+            )
     raise ConfigError(
         f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}; put them there, or have outrider models "
         "pull OWNER/NAME fetch all of it; what its authors publish as .bin files alone is converted once, from a "

@@ -81,15 +81,18 @@ def test_a_folder_without_weights_is_told_the_ways_to_them(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="has no weights"):
         check_model_folder(tmp_path)
     (tmp_path / "model-1-of-2.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"has model-1-of-2\.safetensors, but no model\.safetensors\.index\.json"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has model-1-of-2\.safetensors, but no model\.safetensors\.index\.json.* name a file that has all",
+    ):
         check_model_folder(tmp_path)
 
 
-def test_what_git_left_in_a_file_s_place_is_told(tmp_path: Path) -> None:
-    (make_folder(tmp_path) / "model.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-    )
-    with pytest.raises(ConfigError, match=r"model\.safetensors is a pointer of git LFS.*; run git lfs pull"):
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "tokenizer.json"])
+def test_what_git_left_in_a_file_s_place_is_told(tmp_path: Path, name: str) -> None:
+    make_folder(tmp_path, without="model.safetensors" if "index" in name else "")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ConfigError, match=rf"/{name} is a pointer of git LFS.*; run git lfs pull"):
         check_model_folder(tmp_path)
 
 
