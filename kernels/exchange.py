@@ -19,60 +19,10 @@ run. `two_shot` has one rank sum a row and send the sum: fewer bytes for several
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-NUM_TURNS = 3
-TIMEOUT_SECONDS = 10.0
-_WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-
-
-@dataclass(frozen=True)
-class Mailboxes:
-    """A rank's view of the mailboxes of all.
-
-    table: int64 [world], the addresses of each rank's mailboxes, as this device reaches them.
-    turns: int32 [max_rows], this rank's counters.
-    failed: int32 [1] on the device: 0, or 1 + a rank that was waited for in vain. Nothing is waited for from then on.
-    report: int32 [1] in pinned memory of the host: the same, to be read at any time.
-    timeout_seconds: after which a rank is not waited for any more. In the interpreter it counts looks.
-    """
-
-    rank: int
-    world: int
-    max_rows: int
-    width: int
-    dtype: torch.dtype
-    table: Tensor
-    turns: Tensor
-    failed: Tensor
-    report: Tensor
-    timeout_seconds: float = TIMEOUT_SECONDS
-
-    def silent_rank(self) -> int | None:
-        """A rank that did not send in time, if there is one: what was computed since is worthless."""
-        found = int(self.report[0])
-        return found - 1 if found else None
-
-
-def mailbox_bytes(world: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
-    """Size of a rank's mailboxes. Raises ValueError for more than the kernels can count, or another dtype."""
-    places = NUM_TURNS * world * max_rows * width
-    if places >= 1 << 31:
-        raise ValueError(
-            f"mailboxes of {max_rows} rows of {width} for {world} ranks have 2^31 places or more: take fewer rows"
-        )
-    if dtype not in _WORDS:
-        raise ValueError(f"exchanges are of bfloat16, float16 or float32, not {dtype}")
-    return places * dtype.itemsize
-
-
-def empty(memory: Tensor, dtype: torch.dtype) -> None:
-    """Fill mailboxes, uint8 [mailbox_bytes], with what stands for nothing; before any rank writes to them."""
-    word = _WORDS[dtype]
-    memory.view(word).fill_(torch.iinfo(word).min)
+from kernels.exchange_state import Mailboxes
 
 
 def sum_rows(boxes: Mailboxes, rows: Tensor, residual: Tensor | None = None, two_shot: bool | None = None) -> Tensor:

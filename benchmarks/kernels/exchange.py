@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.elementwise import rms_norm
-from kernels.exchange import Mailboxes, empty, join_columns, mailbox_bytes, sum_rows, sum_rows_normed
+from kernels.exchange import join_columns, sum_rows, sum_rows_normed
+from kernels.exchange_state import Mailboxes, empty, mailbox_bytes
 from kernels.reference import elementwise as reference
 from outrider.layers.device_exchange import PeerMailboxes, Trade
 from outrider_tools.bench.report import Row, write_report

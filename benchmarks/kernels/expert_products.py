@@ -29,7 +29,8 @@ from benchmarks.kernels.quantized_products import COPIES_BYTES, graph_us, num_by
 from kernels.compile_workers import compile_aside
 from kernels.compiling import allow_threads
 from kernels.elementwise import gate_mul
-from kernels.experts import SWIGLU, Routes, expert_linear, in_tiles, tile_of
+from kernels.expert_tiles import SWIGLU, Routes, tile_of
+from kernels.experts import expert_linear, in_tiles
 from kernels.quant_weight import QuantWeight, packed, piece_of, unpacked
 from kernels.reference import experts as reference
 from outrider.layers.formats import nibble_words

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.experts import SWIGLU, Gating
+from kernels.expert_tiles import SWIGLU, Gating
 from kernels.jit.memory import release_and_wait
 from kernels.launch import power_of_two, starts_early
 
@@ -60,7 +60,7 @@ def _launch_norm(rows: Tensor, part: Tensor | None, total: Tensor | None, weight
 
 @triton.jit
 def gated(gates, ups, alpha, limit, shift):
-    """SwiGLU, with what kernels.experts.Gating has that is not None."""
+    """SwiGLU, with what kernels.expert_tiles.Gating has that is not None."""
     if limit is not None:
         gates = tl.minimum(gates, limit)
         ups = tl.minimum(tl.maximum(ups, -limit), limit)

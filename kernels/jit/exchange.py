@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.exchange import NUM_TURNS, Mailboxes
+from kernels.exchange_state import NUM_TURNS, Mailboxes
 from kernels.jit.elementwise import row_warps
 from kernels.launch import power_of_two, starts_early
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.experts import Gating, Routes, max_tiles
+from kernels.expert_tiles import Gating, Routes, max_tiles
 from kernels.jit.elementwise import gate_mul, gated
 from kernels.jit.gemm import multiply
 from kernels.jit.memory import release_and_wait

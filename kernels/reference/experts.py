@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.experts import Gating, Routes, by_expert
+from kernels.expert_tiles import Gating, Routes, by_expert
 from kernels.quant_weight import QuantWeight
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
-from kernels.exchange import TIMEOUT_SECONDS, Mailboxes, empty, join_columns, mailbox_bytes, sum_rows, sum_rows_normed
+from kernels.exchange import join_columns, sum_rows, sum_rows_normed
+from kernels.exchange_state import TIMEOUT_SECONDS, Mailboxes, empty, mailbox_bytes
 from outrider.cuda_ipc import ExportedMemory, ImportedMemory
 from outrider.errors import ConfigError
 from outrider.host.rank_memory import RankMemory

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.experts import Gating, Routes, by_expert, combine, expert_linear, gate, route
+from kernels.expert_tiles import Gating, Routes, by_expert
+from kernels.experts import combine, expert_linear, gate, route
 from kernels.quant_weight import QuantWeight, joined
 from outrider.attention.base import AttentionPlan
 from outrider.layers.cpu_weight import CpuWeight

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.experts import Routes, in_tiles
+from kernels.expert_tiles import Routes
+from kernels.experts import in_tiles
 from kernels.quant_weight import QuantWeight, unpacked
 from outrider.errors import ConfigError
 from outrider.layers.formats import nibble_words

@@ -175,7 +175,7 @@ class ExpertsConfig:
     holds likeliest; results count by that softmax, over the chosen ones alone if `normed`. With `shared_size` one more
     gated MLP takes every row, and a sigmoid says how much it counts. `layers` are those that have experts. `form` says
     how checkpoints spell them: `qwen`, `mixtral` or `gpt-oss`. `bias`: router and experts have biases. `alpha`, `limit`
-    and `shift`: see kernels.experts.Gating.
+    and `shift`: see kernels.expert_tiles.Gating.
     """
 
     form: str

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tiny_models import relative_error, save_tiny
 
-from kernels.experts import Gating, gate, route
+from kernels.expert_tiles import Gating
+from kernels.experts import gate, route
 from kernels.quant_weight import QuantWeight, packed, piece_of
 from kernels.reference.experts import expert_linear as reference
 from outrider.attention.base import AttentionPlan

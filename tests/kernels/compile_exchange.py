@@ -15,7 +15,7 @@ _CASES = [
 
 def main() -> None:
     """Call every launcher; each launch is a compilation."""
-    from kernels.exchange import Mailboxes
+    from kernels.exchange_state import Mailboxes
     from kernels.jit import exchange
 
     def ints(*size: int) -> torch.Tensor:

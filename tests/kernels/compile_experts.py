@@ -11,7 +11,7 @@ TOKENS, EXPERTS, ACTIVE, SIZE, NUM_OUT = 8, 6, 2, 256, 96
 
 def main() -> None:
     """Call every launcher; each launch is a compilation."""
-    from kernels.experts import SWIGLU, Gating
+    from kernels.expert_tiles import SWIGLU, Gating
     from kernels.jit import experts as jit
 
     def made(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

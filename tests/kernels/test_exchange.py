@@ -10,16 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.exchange import (
-    NUM_TURNS,
-    Mailboxes,
-    empty,
-    join_columns,
-    mailbox_bytes,
-    sum_rows,
-    sum_rows_normed,
-    two_shot_pays,
-)
+from kernels.exchange import join_columns, sum_rows, sum_rows_normed, two_shot_pays
+from kernels.exchange_state import NUM_TURNS, Mailboxes, empty, mailbox_bytes
 from kernels.reference import elementwise as reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.experts import SWIGLU, Gating, Routes, combine, expert_linear, gate, in_tiles, max_tiles, route, tile_of
+from kernels.expert_tiles import SWIGLU, Gating, Routes, max_tiles, tile_of
+from kernels.experts import combine, expert_linear, gate, in_tiles, route
 from kernels.quant_weight import QuantWeight
 from kernels.reference import experts as reference
 from outrider.layers.formats import decode, weight_tensors

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kernels.cpu.head_step import Links, Stepped
 from kernels.cpu.products import MAX_ROWS
-from kernels.experts import SWIGLU, Gating, expert_linear, route
+from kernels.expert_tiles import SWIGLU, Gating
+from kernels.experts import expert_linear, route
 from outrider.attention.base import ForwardBatch, Segment, TokenBatch
 from outrider.attention.torch_backend import RegionAttention, RowSteps, StepBatch, TorchAttention
 from outrider.config.draft import DraftOptions

@@ -12,7 +12,8 @@ from harness import make_engine, run_all, tokens
 from local_draft import LocalDraft, noise, oracle
 from threaded_engine import ThreadedEngine
 
-from kernels.experts import Routes, route
+from kernels.expert_tiles import Routes
+from kernels.experts import route
 from outrider.layers import experts
 from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
