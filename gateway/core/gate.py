@@ -36,8 +36,9 @@ class Ticket:
                 f"{num_answers} answers are more than the limit of {limit}",
                 "ask for fewer answers or send fewer prompts at once",
             )
-        self.gate.take(num_answers - self.num_answers, self.key)
-        self.num_answers = num_answers
+        if num_answers > self.num_answers:  # what it has, it keeps, whoever came in meanwhile
+            self.gate.take(num_answers - self.num_answers, self.key)
+            self.num_answers = num_answers
 
 
 class Gate:

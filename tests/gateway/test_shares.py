@@ -19,6 +19,7 @@ from gateway.core.gate import Gate
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import gateway_key
 from outrider.errors import ConfigError, OverloadedError
+from outrider.rpc.call import client
 from outrider.v1 import gateway_pb2
 
 TEXT = "/v1/completions"
@@ -136,6 +137,22 @@ def test_whoever_holds_nothing_gets_a_place_while_one_is_free(max_places: int, a
     assert gate.num_answers <= max_places
     if gate.num_answers < max_places:
         gate.take(1, "new")
+
+
+def test_a_request_keeps_its_place_when_another_key_s_comes_in_before_its_answer_begins() -> None:
+    gate = Gate(8)
+    gate.take(5, "alpha")
+    name = client.set("alpha/0")
+    with gate.enter() as first:
+        client.set("beta/0")
+        with gate.enter() as second:
+            second.reserve(1)
+            first.reserve(1)
+            assert gate.num_answers == 7
+            with pytest.raises(OverloadedError):
+                first.reserve(2)
+    client.reset(name)
+    assert gate.num_answers == 5
 
 
 async def test_what_no_key_can_ever_have_is_a_mistake_and_no_matter_of_time(
