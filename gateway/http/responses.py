@@ -72,13 +72,17 @@ class HttpError(OutriderError):
         self.headers = dict(headers or {})
 
 
-def error_json(error: OutriderError) -> bytes:
-    """The body of an error, as JSON."""
+def error_detail(error: OutriderError) -> ErrorDetail:
+    """What a client is told of an error."""
     # LangChain looks for this code in the text of OpenAI's exception, which is made of the message alone.
     message = f"{error.message} ({error.code})" if isinstance(error, ContextLengthError) else error.message
     field = getattr(error, "field", "")
-    detail = ErrorDetail(message=message, type=error.error_type, param=field or None, code=error.code)
-    return json_bytes(ErrorBody(error=detail))
+    return ErrorDetail(message=message, type=error.error_type, param=field or None, code=error.code)
+
+
+def error_json(error: OutriderError) -> bytes:
+    """The body of an error, as JSON."""
+    return json_bytes(ErrorBody(error=error_detail(error)))
 
 
 def error_response(error: OutriderError) -> Response:

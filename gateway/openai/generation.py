@@ -234,6 +234,10 @@ class ResponseBuilder(ABC):
         """An event as it is sent."""
         return event(json_bytes(body))
 
+    def error_event(self, error: OutriderError) -> bytes:
+        """The last event of a stream that fails."""
+        return event(error_json(error))
+
     def _trace(self, index: int, tokens: Sequence[Token], trees: Sequence[RoundTree]) -> dict[str, Any]:
         """The field with the trace of a choice's tokens, for a request that is traced."""
         return {"trace": trace_body(tokens, trees, self._tokenizer)} if self._jobs[index].request.trace else {}
@@ -393,7 +397,7 @@ class GenerationRoute:
             else:
                 error = internal_error(error, "a stream", _logger)
             self.gateway.count_error(DOOR, error)
-            await stream.end(event(error_json(error)))
+            await stream.end(builder.error_event(error))
         else:
             await stream.end(builder.stream_end)
 

@@ -13,10 +13,11 @@ from gateway.core.answer import Delta
 from gateway.core.catalogue import GatewayModel
 from gateway.core.request import Job
 from gateway.core.tool_parser import ToolCallDelta
-from gateway.http.responses import Body, event, json_bytes
+from gateway.http.responses import Body, ErrorDetail, error_detail, event, json_bytes
 from gateway.openai.generation import ResponseBuilder, SpeculationUsage
 from gateway.openai.logprobs import TraceBody
 from gateway.openai.responses_request import ResponsesRequest
+from outrider.errors import OutriderError
 from outrider.protocol.generation import FinishReason, Usage
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -130,6 +131,12 @@ class ResponseEvent(Body):
     text: str | None = None
     logprobs: list[Any] | None = None
     arguments: str | None = None
+    code: str | None = None
+    """Of an error, as are the last three."""
+    message: str | None = None
+    param: str | None = None
+    error: ErrorDetail | None = None
+    """The error once more, as all routes tell it."""
 
 
 @dataclass(slots=True)
@@ -243,6 +250,12 @@ class ResponsesBuilder(ResponseBuilder):
     def event(self, body: Any) -> bytes:
         """See the base."""
         return b"event: " + str(body.type).encode() + b"\n" + event(json_bytes(body))
+
+    def error_event(self, error: OutriderError) -> bytes:
+        """See the base. Clients of this route tell events by their types, and take none without one."""
+        detail = error_detail(error)
+        told = {"code": detail.code, "message": detail.message, "param": detail.param, "error": detail}
+        return self.event(self._event("error", **told))
 
     def _add(self, kind: ItemKind, piece: str, call: ToolCallDelta | None = None) -> bool:
         """Keeps a piece. Returns whether an item begins with it."""

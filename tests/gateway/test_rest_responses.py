@@ -91,6 +91,20 @@ async def test_raw_events_are_named_and_end_without_done(world: World) -> None:
     assert last["response"]["usage"]["outrider"]["rounds"] > 0
 
 
+async def test_an_answer_that_fails_ends_with_an_event_that_says_so(world: World) -> None:
+    world.verify.say("one two three four")
+    world.verify.fail_after = 2
+    response = await world.http.post("/v1/responses", json={"input": "x", "stream": True})
+    events = [part.split("\n") for part in response.text.strip().split("\n\n")]
+    name, data = events[-1]
+    body = json.loads(data.removeprefix("data: "))
+    assert (name, body["type"], body["sequence_number"]) == ("event: error", "error", len(events) - 1)
+    assert (body["code"], body["param"]) == ("internal_error", None)
+    assert body["error"] == {"type": "server_error"} | {key: body[key] for key in ("message", "param", "code")}
+    with pytest.raises(openai.APIError, match="internal error"):
+        [event async for event in await world.openai().responses.create(model=MODEL, input="x", stream=True)]
+
+
 async def test_reasoning_is_an_item_of_its_own_and_may_be_sent_back(thinker: World) -> None:
     client = thinker.openai()
     answer = await client.responses.create(
