@@ -31,7 +31,7 @@ from gateway.core.request import (
 from gateway.core.service import Gateway
 from gateway.core.validation import validate
 from gateway.http.body import BodyReader
-from gateway.http.responses import DOOR, Body, json_bytes, run_while_connected, send_json
+from gateway.http.responses import DOOR, PART_BYTES, Body, json_bytes, run_while_connected, send_json
 from gateway.openai.chat import Messages, ToolBody
 from gateway.openai.fields import TemplateFields
 from outrider import __version__
@@ -43,10 +43,8 @@ _PROBE_SECONDS = 20.0
 """How long a token may take before /health_generate calls the service ill."""
 _INLINE_SIZE = 4096
 """Characters, or tokens, that the event loop tokenizes itself, in well under a millisecond."""
-_PART_BYTES = 1 << 16
-"""Answers of the tokenizer are sent in parts of this length; those over it are counted until they are sent."""
 _MAX_UNSENT_BYTES = 1 << 28
-"""Of all such answers of a route. One alone may take more."""
+"""Of all answers of a route over PART_BYTES, which are counted until they are sent. One alone may take more."""
 
 
 class ModelBody(Body):
@@ -305,7 +303,7 @@ class TokenizerRoute:
 
     async def _send(self, answer: bytes, send: Send) -> None:
         # It may be ten times as long as the request, and nobody says how slowly the client takes it.
-        length = len(answer) if len(answer) > _PART_BYTES else 0
+        length = len(answer) if len(answer) > PART_BYTES else 0
         if length and self._num_unsent and self._num_unsent + length > _MAX_UNSENT_BYTES:
             raise OverloadedError(
                 f"answers that clients have not read yet hold {self._num_unsent} bytes, the limit is "
@@ -313,7 +311,7 @@ class TokenizerRoute:
             )
         self._num_unsent += length
         try:
-            await send_json(send, answer, _PART_BYTES)
+            await send_json(send, answer)
         finally:
             self._num_unsent -= length
 

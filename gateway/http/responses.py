@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import secrets
-import sys
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -28,6 +27,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, and proxies keep the connection for it."""
 IN_EVENTS = "in_events"
 """Where the state of a request's scope says that its answer comes in events, between which comments may be sent."""
+PART_BYTES = 1 << 16
+"""Of a whole answer, what is sent at a time."""
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -103,13 +104,13 @@ def internal_error(error: Exception, what: str, logger: logging.Logger) -> Inter
     return InternalError(f"internal error, id {error_id}")
 
 
-async def send_json(send: Send, body: bytes, part_bytes: int = sys.maxsize) -> None:
-    """Sends a whole answer, in parts of that length: the server has about one in memory until the client takes more."""
+async def send_json(send: Send, body: bytes) -> None:
+    """Sends a whole answer, in parts of PART_BYTES; returns once the client has taken all but about one of them."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for at in range(0, max(len(body), 1), part_bytes):
-        part = body[at : at + part_bytes]
-        await send({"type": "http.response.body", "body": part, "more_body": at + part_bytes < len(body)})
+    for at in range(0, max(len(body), 1), PART_BYTES):
+        part = body[at : at + PART_BYTES]
+        await send({"type": "http.response.body", "body": part, "more_body": at + PART_BYTES < len(body)})
 
 
 def event(data: bytes) -> bytes:

@@ -7,7 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -328,7 +328,8 @@ class GenerationRoute:
 
     async def _serve(self, body: GenerationBody, requests: NamedRequests, counted: AsyncExitStack, send: Send) -> None:
         """Answers a request; `counted` is closed once its texts are token ids."""
-        with self.gateway.gate.enter() as ticket:
+        with ExitStack() as place:
+            ticket = place.enter_context(self.gateway.gate.enter())
             model = self.gateway.model
             request_id = f"{self.builder_type.id_prefix}-{uuid.uuid4().hex}"
             jobs = [
@@ -339,8 +340,14 @@ class GenerationRoute:
             builder = self.builder_type(model, jobs, body)
             ticket.reserve(sum(job.n for job in jobs))
             with self._quota_of(builder) as hold:
-                answer = self._send_stream if body.stream else self._send_whole
-                await answer(self.gateway.generate(jobs, model), builder, hold, send)
+                deltas = self.gateway.generate(jobs, model)
+                if body.stream:
+                    await self._send_stream(deltas, builder, hold, send)
+                    return
+                whole = await self._whole(deltas, builder, hold)
+                # Nobody says how slowly the client takes it: until then it is in memory, but no more in the making.
+                place.close()
+                await send_json(send, whole)
 
     def _parse(self, body: dict[str, Any]) -> tuple[str, GenerationBody, NamedRequests]:
         """The user that a body names, the body, and its requests. Called in a thread if it is long."""
@@ -365,14 +372,14 @@ class GenerationRoute:
             hold()
             yield hold
 
-    async def _send_whole(
-        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, hold: Callable[[], None], send: Send
-    ) -> None:
+    async def _whole(
+        self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, hold: Callable[[], None]
+    ) -> bytes:
         async with aclosing(deltas):
             async for delta in deltas:
                 builder.collect(delta)
                 hold()
-        await send_json(send, await self._rendered(builder, None, lambda: json_bytes(builder.whole())))
+        return await self._rendered(builder, None, lambda: json_bytes(builder.whole()))
 
     async def _send_stream(
         self, deltas: AsyncGenerator[Delta, None], builder: ResponseBuilder, hold: Callable[[], None], send: Send

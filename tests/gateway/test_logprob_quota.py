@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 from gateway_world import World, open_world, until
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_verify import ScriptedVerify
+from scripted_verify import ScriptedVerify, VerifyHost
 
 from gateway.core.gate import LogprobQuota, RequestQuota
+from gateway.http.body import BodyReader
+from gateway.main import build_gateway
+from gateway.openai.completions import CompletionBuilder, CompletionRequest
+from gateway.openai.generation import GenerationRoute
+from outrider.config.gateway import GatewayOptions
 from outrider.errors import InvalidRequestError, OverloadedError
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -83,6 +89,43 @@ async def test_when_all_is_taken_others_are_told_to_come_later(verify: ScriptedV
         await until(lambda: verify.num_open == 0)
         speak(verify, 5)
         assert (await post(world, "/v1/completions", body)).status_code == 200
+
+
+async def test_what_a_client_has_not_read_yet_counts_and_takes_no_place(verify: ScriptedVerify, tmp_path: Path) -> None:
+    speak(verify, 200)
+    host = VerifyHost(verify, tmp_path / "verify.sock")
+    options = GatewayOptions(verify=(host.address,))
+    gateway = build_gateway(options)
+    bodies = BodyReader(max_bytes=options.max_body_bytes, seconds=options.body_seconds)
+    route = GenerationRoute(gateway, options, bodies, CompletionRequest, CompletionBuilder)
+    to_come = [json.dumps({"prompt": "x", "logprobs": 20, "max_tokens": 200}).encode()]
+    may_read, answer = asyncio.Event(), bytearray()
+
+    async def receive() -> Any:
+        if not to_come:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": to_come.pop()}
+
+    async def send(message: Any) -> None:
+        if answer:  # a server keeps what it is given first
+            await may_read.wait()
+        answer.extend(message.get("body", b""))
+
+    await host.start()
+    gateway.router.start()
+    try:
+        await until(lambda: gateway.ready)
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")], "state": {}}
+        task = asyncio.create_task(route(scope, receive, send))
+        await until(lambda: answer or task.done())
+        assert (gateway.logprob_quota.num_values, gateway.gate.num_answers) == (200 * 22, 0)
+        may_read.set()
+        await task
+        assert len(json.loads(answer)["choices"][0]["logprobs"]["tokens"]) == 200
+        assert gateway.logprob_quota.num_values == 0
+    finally:
+        await gateway.router.close()
+        await host.stop()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=60), st.integers(4, 100))
