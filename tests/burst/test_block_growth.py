@@ -24,7 +24,7 @@ from tiny_heads import Tensors, save_head
 
 from outrider.drafting.model.context import WHOLE, cut_context
 from outrider.models.drafters.heads import BlockHead
-from outrider.protocol.speculation import Grow
+from outrider.protocol.speculation import Close, Grow
 from outrider.sampling.noise import gumbel
 from outrider.sampling.params import SamplingParams
 
@@ -167,6 +167,26 @@ def test_on_a_gpu_a_lone_request_has_one_answer_to_a_commit_of_the_best_nodes_of
     service.open(1, [draw.randrange(VOCAB) for _ in range(5)], GREEDY)
     service.grow()
     assert {message.request for message in received if isinstance(message, Grow)} == {0, 1}, "both grow ahead"
+
+
+@pytest.mark.parametrize("runner", ["torch", "cuda"])
+def test_a_request_is_guessed_nothing_by_the_block_of_one_that_ended(tmp_path: Path, runner: str) -> None:
+    """Its root runs before its own features came, at a position that the block in its row has guesses for."""
+    on_gpu = runner == "cuda" and torch.cuda.is_available()
+    head, tensors = make_head(tmp_path, "vanilla", device=torch.device("cuda" if on_gpu else "cpu"))
+    service, draw = Service(head, 128, kind=runner, draft_ahead="always"), random.Random(4)
+    first = service.open(0, [draw.randrange(VOCAB) for _ in range(12)], GREEDY)
+    send_features(service, first, 0, 11, 2 * HIDDEN)
+    service.settle()
+    assert first.held()
+    service.requests.handle(service.peer, Close(0))
+    second = service.open(1, [draw.randrange(VOCAB) for _ in range(12)], GREEDY)
+    send_features(service, second, 0, 10, 2 * HIDDEN)
+    service.settle()
+    assert second.mirror.acked_len == 12 and not second.held()
+    send_features(service, second, 10, 11, 2 * HIDDEN)
+    service.settle()
+    assert check(head, tensors, "vanilla", second, GREEDY, torch.arange(11), {}) > 5
 
 
 def test_a_window_of_the_checkpoint_bounds_what_a_block_sees(tmp_path: Path) -> None:

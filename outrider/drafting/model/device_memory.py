@@ -15,7 +15,7 @@ from outrider.attention.paged import update_pages
 from outrider.device import DTYPES, put
 from outrider.drafting.model.burst import BurstShape, Int32s
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.heads import BlockHead
+from outrider.models.drafters.heads import NOWHERE, BlockHead
 from outrider.protocol.speculation import Features
 
 
@@ -120,8 +120,11 @@ class DeviceMemory:
         return self.region_start(row) + self._first_sink
 
     def forget(self, row: int) -> None:
-        """A row loses its pages, and queued updates and moves of it are dropped."""
+        """A row loses its pages and its block, and queued updates and moves of it are dropped."""
         self._num_known[row] = 0
+        if self._blocks is not None:
+            # The next request's root may run before its features came, and would read what this one's block guessed.
+            self._blocks.begins[row : row + 1].fill_(NOWHERE)
         self._updates = [update for update in self._updates if update[0] != row]
         self._moves = [move for move in self._moves if move[0] != row]
 

@@ -164,7 +164,7 @@ class MtpHead(DraftHead):
         return rows, rows
 
 
-_NOWHERE = -(1 << 30)
+NOWHERE = -(1 << 30)
 """Position of a root that there is not: everything lies behind its block."""
 
 
@@ -306,7 +306,7 @@ class BlockHead(DraftHead):
         """Room for the blocks of so many requests, with no block in it."""
         num_places = count * self.block.num_guesses
         return BlockStore(
-            torch.full((count,), _NOWHERE, dtype=torch.int32, device=self.device),
+            torch.full((count,), NOWHERE, dtype=torch.int32, device=self.device),
             torch.zeros(num_places, self._hidden, dtype=self.dtype, device=self.device),
             torch.zeros(num_places, self.vocab_size, device=self.device),
         )
