@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from growth_rig import GREEDY, Verify
+from integrity import check_forest
 from test_features_with_model import send_features
 from test_growth_with_model import Service
 from tiny_drafts import seen_positions
@@ -22,6 +23,7 @@ from chains import load
 from tiny_blocks import BLOCK, DEEPSPEC_FIELDS, HIDDEN, LAYERS, VOCAB, dspark_tensors, plain_block, plain_logits
 from tiny_heads import Tensors, save_head
 
+from outrider.drafting.model.burst_grower import BurstGrower
 from outrider.drafting.model.context import WHOLE, cut_context
 from outrider.models.drafters.heads import BlockHead
 from outrider.protocol.speculation import Close, Grow
@@ -84,6 +86,19 @@ def check(
         wanted = old.get(path, edge(head, logits, sampling, length + len(path), path[-1]))
         assert score == pytest.approx(wanted, abs=2e-3), path
     return len(held.keys() - old.keys())
+
+
+def check_tree_slots(service: Service) -> None:
+    """Entries are there once, and a slot is live for one of them or for a committed token. No burst may be pending."""
+    (grower,) = service.requests.growth.growers
+    assert isinstance(grower, BurstGrower)
+    forest = grower._forest
+    check_forest(forest)
+    count = forest.entries.count
+    for row, context in grower._batch_manager.rows.items():
+        held = {slot for slot, _ in context.uncached}
+        held |= set(forest.entries.slots[:count][forest.entries.rows[:count] == row].tolist())
+        assert set(forest.slots.live[row].nonzero()[0].tolist()) <= held
 
 
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
@@ -167,6 +182,28 @@ def test_on_a_gpu_a_lone_request_has_one_answer_to_a_commit_of_the_best_nodes_of
     service.open(1, [draw.randrange(VOCAB) for _ in range(5)], GREEDY)
     service.grow()
     assert {message.request for message in received if isinstance(message, Grow)} == {0, 1}, "both grow ahead"
+
+
+@pytest.mark.parametrize("num_turns", [1, 2])
+@pytest.mark.parametrize("runner", ["torch", "cuda"])
+def test_what_hangs_below_a_root_that_is_run_again_is_there_once(tmp_path: Path, runner: str, num_turns: int) -> None:
+    """Features that come late make a root bring its children again, in the burst that may be given them, too."""
+    on_gpu = runner == "cuda" and torch.cuda.is_available()
+    head, _ = make_head(tmp_path, "vanilla", device=torch.device("cuda" if on_gpu else "cpu"))
+    service, draw = Service(head, 128, branching=8, kind=runner, draft_ahead="always"), random.Random(4)
+    requests = [service.open(number, [draw.randrange(VOCAB) for _ in range(12)], GREEDY) for number in (0, 1)]
+    sent = 0
+    for _ in range(5):
+        for one in requests:
+            send_features(service, one, sent, len(one.tokens) - 1, 2 * HIDDEN)
+        sent = len(requests[0].tokens) - 1
+        service.settle()
+        check_tree_slots(service)
+        assert not sum(one.mirror.dropped["duplicate"] for one in requests)
+        for one in requests:
+            service.commit(one, list(draw.choice([path for path in sorted(one.held()) if len(path) == 2])))
+        for _ in range(num_turns):
+            service.requests.growth.grow(0.0, lambda: True)
 
 
 @pytest.mark.parametrize("runner", ["torch", "cuda"])

@@ -278,6 +278,10 @@ class Planner:
         room = max_seeds - max_seeds // _RESERVED_SEED_PART if goes_on else max_seeds
         chosen = forest.choose(min(max(room - num_forced, 0), max_nodes), beyond=goes_on)
         chosen_rows = forest.entries.rows[chosen]
+        if again := [one.context.row for one in forced if one.has_root and one.context.root_run]:
+            # A root that is run again brings its children again: beside them in the pool they would be run twice.
+            kept = ~np.isin(chosen_rows, again)
+            chosen, chosen_rows = chosen[kept], chosen_rows[kept]
         there, num_worth = self._rows_of(chosen, chosen_rows, goes_on=goes_on)
         if not forced and not num_worth:
             return None
