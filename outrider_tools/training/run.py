@@ -26,7 +26,7 @@ from outrider_tools.training.evaluate import load_drafter, measure
 from outrider_tools.training.figures import Evaluation, Report, decoding, length_table, markdown, rate_table
 from outrider_tools.training.options import RECORD_FILE, STATE_FILE, WORK_FOLDER, RunOptions
 from outrider_tools.training.parallel import RankGroup
-from outrider_tools.training.prompts import ChatForm
+from outrider_tools.training.prompts import Beginnings, ChatForm
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import coverage
 from outrider_tools.training.trainer import Trainer
@@ -104,7 +104,8 @@ def train(
         "questions_given": int(found.options.get("given", 0)),
         "answers": len(texts),
         "answer_tokens": texts.num_answer_tokens,
-        "beginnings": found.beginnings,
+        # Of the texts that were trained on: what is evaluated with was taken out of those that were made.
+        "beginnings": Beginnings(form, options.corpus.beginnings).counts(texts),
         "trained_parameters": sum(parameter.numel() for parameter in module.parameters()),
         "weight_bytes": num_bytes,
         "vocabulary_coverage": 1.0 if ids is None else coverage(texts, ids.cpu().numpy(), target.config.vocab_size),

@@ -103,6 +103,19 @@ def test_smoke_run_of_every_kind_on_the_text_of_an_earlier_run(
     assert f"another --algorithm ({kind.upper()}, not {other})" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_plots")
+def test_texts_are_counted_without_those_that_are_evaluated_with(
+    earlier: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "One?"}\n')
+    options = replace(OPTIONS, text=earlier, eval_prompts=asked, eval_temperatures=(0.0,))
+    train(tiny_folder, tmp_path, torch.device("cpu"), options, Report(StringIO()))
+    record, first = (json.loads((out / "training.json").read_text()) for out in (tmp_path, earlier))
+    assert record["answers"] < first["answers"]
+    assert sum(record["beginnings"].values()) == record["answers"]
+
+
 def test_the_card_has_the_numbers_of_the_record(earlier: Path) -> None:
     card, record = (earlier / "README.md").read_text(), json.loads((earlier / "training.json").read_text())
     found = record["evaluation"][0]["all"]
