@@ -204,3 +204,22 @@ def test_a_closed_tree_leaves_nothing() -> None:
     assert not both.forest.slots.live[2].any()
     check_slots(both.forest.slots)
     check_forest(both.forest)
+
+
+def test_a_node_that_is_run_again_has_the_slot_that_it_was_run_in_last() -> None:
+    """With a block head it is run below a root whose features came late, and leaves its children something else."""
+    forest = DraftForest(shape(num_rows=1, region=64, branching=1), FLOOR, 4096)
+    forest.has_foreign_nodes = True
+    forest.set_root(0, 0, 5, 0)
+    slots = forest.slots.take(0, 3)
+    tokens, scores = np.array([[[7]], [[8]]], np.int32), np.full((2, 1, 1), -0.1, np.float32)
+    picked = np.array([[0], [1]], np.int32)
+    for second in slots[1:]:
+        seeds, taken = np.array([forest.roots[0]]), np.array([[slots[0]], [second]], np.int32)
+        forest.merge(BurstCollector(seeds), BurstResult(1, picked, taken, tokens, scores))
+        entries = forest.entries
+        assert entries.slots[: entries.count].tolist() == [slots[0], second, -1]
+        assert forest.slots.live[0].nonzero()[0].tolist() == sorted([slots[0], second])
+        assert forest.num_run[0] == 2
+        check_forest(forest)
+    assert slots[1] in forest.slots.stacks[0, : forest.slots.num_free[0]]

@@ -249,12 +249,22 @@ class DraftForest:
         entries.ranks[nodes] = DEAD
 
     def _ran_again(self, nodes: Ints, slots: Int32s, count: int) -> None:
-        """`_ran` where entries may have been run before, which keep their slots, and may have had children."""
+        """`_ran` where entries may have been run before, and may have had children.
+
+        Only below a block head's root that is run again is something run again. It attends to no tree node, so a node
+        may move: its children are to take what it leaves to them now.
+        """
         entries = self.entries
         entries.count_dead(count)
         alive = entries.scores[nodes] > DEAD
         nodes, slots = nodes[alive], slots[alive]
-        fresh = entries.slots[nodes] < 0
+        known = entries.slots[nodes]
+        fresh, moved = known < 0, (known >= 0) & (known != slots)
+        if np.count_nonzero(moved):
+            rows = entries.rows[nodes[moved]]
+            self.slots.free(rows, known[moved])
+            self.slots.fill(rows, slots[moved])
+            entries.slots[nodes[moved]] = slots[moved]
         self._ran(nodes[fresh], slots[fresh], count)
         before = nodes[nodes < count]
         if len(before):
