@@ -101,6 +101,8 @@ class RopeConfig:
             rope = replace(rope, stretched_positions=int(stretched))
         if rope.theta <= 1.0:
             raise ConfigError(f"config.json: rope_theta must be above 1, got {rope.theta}")
+        if kind == "yarn" and min(rope.beta_fast, rope.beta_slow) <= 0.0:
+            raise ConfigError("config.json: yarn rope scaling needs beta_fast and beta_slow above 0")
         if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
             raise ConfigError("config.json: llama3 rope scaling needs high_freq_factor above low_freq_factor")
         return rope

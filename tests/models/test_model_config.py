@@ -162,6 +162,8 @@ def test_further_layers_in_a_list_of_those_that_rotate_are_passed_over() -> None
             {"rope_scaling": {"type": "yarn", "factor": 1e12, "original_max_position_embeddings": 8}},
             ["factor", "2147483647 positions"],
         ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0}}, ["beta_fast", "above 0"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": -1.0}}, ["beta_slow", "above 0"]),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, ["factor", "0.5"]),
         ({"rope_scaling": "linear"}, ["rope"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings"]),
