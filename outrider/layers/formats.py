@@ -130,7 +130,9 @@ def _gptq_decode(scheme: Scheme, tensors: Mapping[str, Tensor]) -> QuantWeight:
     groups = torch.arange(size, device=codes.device) // (scheme.group or size)
     if bool((tensors["g_idx"] != groups).any()):
         raise ConfigError("a GPTQ matrix's g_idx reorders its columns (act-order), which is not supported")
-    return _int4(codes, tensors["scales"], _nibbles(tensors["qzeros"]) + scheme.zero_offset)
+    # Word by word, as it was taken off when they were written: a zero of 0 borrowed from its neighbour.
+    zeros = tensors["qzeros"] + scheme.zero_offset * 0x11111111
+    return _int4(codes, tensors["scales"], _nibbles(zeros))
 
 
 def _mxfp4_tensors(scheme: Scheme, num_out: int, size: int) -> Shapes:

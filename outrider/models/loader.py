@@ -130,8 +130,8 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
         name = (text_name(name) or "") if family.is_part else name
         # Old Llama checkpoints carry their rotary frequencies.
         derived = name.endswith(".rotary_emb.inv_freq")
-        # Scales of a quantized KV cache; ours needs none.
-        derived = derived or name.endswith((".k_scale", ".v_scale", ".kv_scale"))
+        # Scales of quantized attention and of a quantized KV cache; ours needs none.
+        derived = derived or name.endswith((".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale"))
         # AutoGPTQ writes a bias of zeros for every matrix.
         derived = derived or (is_gptq and name.endswith(".bias") and name not in expected)
         derived = derived or not name

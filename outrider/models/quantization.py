@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,7 +149,9 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
             "config.json: quantization_config.desc_act (act-order) is not supported; quantize with desc_act false"
         )
     _require(config, "lm_head", (False, None))
-    form = _require(config, "checkpoint_format", ("gptq", "gptq_v2", None))
+    # Two names for it; where both say it, transformers goes by the first.
+    name = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
+    form = _require(config, name, ("gptq", "gptq_v2", None))
     offset, group = 0 if form == "gptq_v2" else 1, config.get("group_size")
 
     def scheme(size: Any) -> Scheme:
@@ -176,26 +178,34 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantization:
     return Quantization("mxfp4", ((r".*\.experts.*", Scheme("mxfp4-blocks", "mxfp4", 32)),), _not_converted(config))
 
 
-def _compressed(config: Mapping[str, Any]) -> Quantization:
+def _compressed(config: Mapping[str, Any]) -> Quantization | None:
     groups = get_object(config, "config_groups")
-    if not groups:
+    if not groups and not get_object(config, "kv_cache_scheme"):
         raise ConfigError("config.json: quantization_config.config_groups is missing")
     if get_object(config, "sparsity_config").get("format", "dense") != "dense":
         raise ConfigError("config.json: quantization_config.sparsity_config is not supported; only dense weights are")
-    schemes: list[tuple[str, Scheme]] = []
+    # A group that names a layer counts before one that names all of its class, whichever comes first.
+    named: list[tuple[str, Scheme]] = []
+    of_class: list[tuple[str, Scheme]] = []
     for name in groups:
         group = get_object(groups, name)
+        if not get_object(group, "weights"):
+            # Activations alone, as of attention: ours stay in 16 bits.
+            continue
         scheme = _compressed_scheme(name, group, group.get("format") or config.get("format"))
         for target in get_strings(group, "targets") or ["Linear"]:
-            schemes.append((f"{_LINEAR}|.*\\.gate|lm_head" if target == "Linear" else _pattern(target), scheme))
-    return Quantization("compressed-tensors", tuple(schemes), tuple(map(_pattern, get_strings(config, "ignore"))))
+            if target == "Linear":
+                of_class.append((f"{_LINEAR}|.*\\.gate|lm_head", scheme))
+            else:
+                named.append((_pattern(target), scheme))
+    ignored = tuple(map(_pattern, get_strings(config, "ignore")))
+    schemes = (*named, *of_class)
+    return Quantization("compressed-tensors", schemes, ignored) if schemes else None
 
 
 def _compressed_scheme(name: str, group: Mapping[str, Any], form: Any) -> Scheme:
     where = f"quantization_config.config_groups.{name}"
     weights = get_object(group, "weights")
-    if not weights:
-        raise ConfigError(f"config.json: {where}.weights is missing")
     kind = (weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy"))
     inputs = get_object(group, "input_activations")
     static = bool(inputs) and not inputs.get("dynamic", False)
@@ -273,4 +283,10 @@ def _not_converted(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(rf"(.*\.)?{re.escape(name.rstrip('.')).replace(re.escape('*'), '.*')}(\..*)?" for name in names)
 
 
-_READERS = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4, "compressed-tensors": _compressed}
+_READERS: dict[str, Callable[[Mapping[str, Any]], Quantization | None]] = {
+    "fp8": _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed,
+}

@@ -216,6 +216,56 @@ def test_layers_left_out_stay_as_they_are() -> None:
     assert quantization.scheme_of("model.mtp_layers.0.mlp.up_proj") is not None
 
 
+def test_a_group_that_names_layers_counts_before_one_of_all() -> None:
+    inputs = {"num_bits": 8, "type": "float"}
+    groups = {
+        "a": {"targets": ["Linear"], "weights": FP8},
+        "b": {"targets": ["re:.*down_proj"], "weights": {**FP8, "strategy": "tensor"}},
+        "c": {"targets": ["LlamaAttention"], "weights": None, "input_activations": inputs},
+    }
+    quantization = read_quantization({"quantization_config": {**COMPRESSED, "config_groups": groups}})
+    assert quantization is not None
+    down, up = (quantization.scheme_of(f"model.layers.0.mlp.{name}_proj") for name in ("down", "up"))
+    assert down is not None and up is not None
+    assert (down.block, up.block) == (0, 1)
+    for config_groups in ({"c": groups["c"]}, {}):
+        config = {**COMPRESSED, "config_groups": config_groups, "kv_cache_scheme": inputs}
+        assert read_quantization({"quantization_config": config}) is None, "weights are as they were"
+
+
+@pytest.mark.parametrize("scale", ["k_proj.output_scale", "k_scale", "q_scale"])
+def test_scales_of_attention_and_of_its_cache_are_passed_over(tmp_path: Path, scale: str) -> None:
+    _, out = make(tmp_path, "fp8")
+    path, model, ids = out / "model-00001-of-00001.safetensors", load_model(out), token_ids(8)
+    found = run_one(model, model.new_kv(8), ids, torch.arange(8))
+    save_file({**load_file(path), f"model.layers.0.self_attn.{scale}": torch.full((1,), 0.5)}, path)
+    model = load_model(out)
+    assert torch.equal(run_one(model, model.new_kv(8), ids, torch.arange(8)), found)
+
+
+@pytest.mark.parametrize("name", ["checkpoint_format", "format"])
+def test_zeros_of_gptq_are_what_its_two_versions_say(name: str) -> None:
+    """Version 1 subtracts one from each, word by word: a zero of 0 borrows from the one above it."""
+    zeros = torch.tensor([[0, 8, 15, 0, 0, 7, 1, 0]])
+    codes, rows = torch.randint(16, (8, 32), generator=torch.Generator().manual_seed(1)), torch.arange(32)
+    words = nibble_words(zeros)
+    matrices = []
+    for version, stored in (("gptq", words - 0x11111111), ("gptq_v2", words)):
+        fields = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, name: version}
+        quantization = read_quantization({"quantization_config": fields})
+        scheme = quantization and quantization.scheme_of("model.layers.0.mlp.down_proj")
+        assert scheme is not None
+        tensors = {
+            "qweight": nibble_words(codes).t(),
+            "qzeros": stored,
+            "scales": torch.ones(1, 8),
+            "g_idx": rows // 32,
+        }
+        matrices.append(decode(scheme, tensors).dequantized(torch.float32))
+    expected = (codes - zeros.t()).float()
+    assert [torch.equal(matrix, expected) for matrix in matrices] == [True, True]
+
+
 def test_rules_of_gptq_leave_layers_out_and_change_groups() -> None:
     rules = {r"-:.*layers\.0\..*down": {}, r"+:model\.layers\.1\.": {"group_size": 32}, r".*\.layers\.2\..*": {}}
     fields = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": rules}
