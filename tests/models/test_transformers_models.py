@@ -192,11 +192,38 @@ def test_attention_that_does_something_else_stays(family: str, changes: dict[str
     check_chunks_and_tree(model, reference)
 
 
+def test_attention_that_rotates_otherwise_stays_where_scores_hide_it(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "Cohere", hidden_size=64)
+    with torch.no_grad():
+        for layer in reference.model.layers:
+            layer.self_attn.q_proj.weight.mul_(1e-3)
+    reference.save_pretrained(tmp_path)
+    assert "_attention" not in parts(load_model(tmp_path, torch.bfloat16))
+
+
+def test_an_mlp_that_gates_otherwise_stays_where_gates_are_large(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "Gemma3Text", head_dim=16)
+    with torch.no_grad():
+        for layer in reference.model.layers:
+            layer.mlp.gate_proj.weight.mul_(100.0)
+    reference.save_pretrained(tmp_path)
+    assert "_gated_mlp" not in parts(load_model(tmp_path, torch.bfloat16, impl="transformers"))
+
+
 def test_a_norm_that_computes_something_else_stays(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "Nemotron", head_dim=16)
     model = load_model(tmp_path)
     assert "NemotronLayerNorm1P" in parts(model)
     check_chunks_and_tree(model, reference)
+
+
+def test_a_norm_that_subtracts_the_mean_stays_in_bfloat16_too(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "Cohere", hidden_size=512, num_hidden_layers=1)
+    model, ids = load_model(tmp_path, torch.bfloat16), token_ids(12)
+    assert "CohereLayerNorm" in parts(model)
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    assert relative_error(run_one(model, model.new_kv(12), ids, torch.arange(12)), expected) < 0.05
 
 
 @pytest.mark.parametrize("fault", ["takes two", "returns two"])
