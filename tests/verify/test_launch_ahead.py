@@ -150,6 +150,23 @@ def test_a_client_of_another_key_has_a_round_laid_out_anew(truth: list[Answer], 
     assert first < 75, "long before either long answer ends"
 
 
+def test_a_client_of_another_key_finds_the_place_of_one_that_has_just_ended(truth: list[Answer], begin: Start) -> None:
+    engine, rounds = begin(max_running=3)
+    came: list[Answer] = []
+    prompt, params = jobs()[2]
+
+    def come() -> None:
+        last = [entry for entry in rounds[-1] if entry.request.draft_room == entry.is_ahead]
+        if not came and any(entry.request.params.max_tokens == 6 for entry in last):
+            came.append(submit(engine, jobs()[1][0], params=jobs()[1][1], client="one/0"))
+
+    rounds.during = come
+    flood = [submit(engine, prompt, params=params, max_tokens=most, client="flood/0") for most in (16, 16, 6)]
+    assert all(answer.done.wait(60) for answer in flood) and came[0].done.wait(60)
+    assert [answer.token_ids for answer in flood] == [truth[2].token_ids] * 2 + [truth[2].token_ids[:6]]
+    assert came[0].token_ids == truth[1].token_ids
+
+
 def test_cancelled_while_two_rounds_are_under_way(truth: list[Answer], begin: Start) -> None:
     engine, rounds = begin()
     stays = submit(engine, jobs()[1][0], params=jobs()[1][1])

@@ -204,6 +204,8 @@ class Scheduler:
     def _let_newcomers_in(self) -> None:
         """Have newcomers run in the next round, lest one key's long answers keep all others waiting for their ends."""
         while (request := self._newcomer()) is not None:
+            # What ended in the last round still has pages, and a place in the executor that the newcomer may need.
+            self.release_ended()
             if not self._has_room(request):
                 request.let_in = True
                 self._preempt(self.running[-1])
