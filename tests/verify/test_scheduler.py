@@ -56,6 +56,19 @@ def test_a_prompt_s_end_cuts_what_is_computed_again_after_a_preemption() -> None
     assert extends[again : again + 2] == [6, again]
 
 
+@pytest.mark.parametrize("keep_prefixes", [True, False])
+def test_prompts_that_memory_has_no_room_for_together_are_computed_once(keep_prefixes: bool) -> None:
+    # All of them find free pages when they come, before any prompt has taken its own.
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=64, keep_prefixes=keep_prefixes, chunk_size=16, root_apart=True, max_nodes=0)
+    lengths = [180, 60, 140, 100, 20] * 3
+    answers = [submit(engine, length, max_tokens=4, skip_prefix_cache=True) for length in lengths]
+    run(engine, *answers)
+    assert engine.scheduler.num_preemptions == 0
+    extends = [sum(extend for extend, _ in rounds_of(device, answer.request)) for answer in answers]
+    assert extends == [length + 3 for length in lengths]
+
+
 def test_running_requests_go_on_beside_the_prefill_of_another() -> None:
     device = FakeDevice()
     engine = fake_engine(device, chunk_size=4, root_apart=True)

@@ -166,8 +166,13 @@ class Scheduler:
         """Whether a waiting request may run."""
         if len(self.running) >= self.limits.max_running:
             return False
-        # One page more than it has tokens, lest it be preempted by its first round.
-        return not self.running or self.memory.fits(request.committed_len + self.memory.page_size)
+        if not self.running:
+            return True
+        # One page more than it has tokens, lest it be preempted by its first round; and what those that run have yet to
+        # take, or prompts that were let in together would make way for each other, and be computed again.
+        page_size = self.memory.page_size
+        owed = sum(max(one.committed_len // page_size + 1 - len(one.pages), 0) for one in self.running)
+        return self.memory.fits(request.committed_len + (1 + owed) * page_size)
 
     def _run(self, request: Request) -> None:
         """Have a request that has left the queue run."""
