@@ -122,6 +122,10 @@ class EvictableCount:
             del self._parents[page], self._blocks[page]
         self.value -= len(pages)
 
+    def is_blocked(self, page: int) -> bool:
+        """Whether a page of the tree is not among those counted."""
+        return self._blocks[page] > 0
+
     def clear(self) -> None:
         """The tree gave up all."""
         self._parents.clear()
@@ -191,15 +195,16 @@ class RadixCache:
         Only full pages match. The caller gets one reference on each page and releases it. Pass len(prompt) - 1 as
         `max_length`, since the last prompt token must be computed for its logits; None means no bound.
         """
-        limit = len(token_ids) if max_length is None else min(max_length, len(token_ids))
-        chunks = self._chunks(token_ids, max(limit, 0), tenant)
-        node, _ = self._walk(chunks)
-        pages: list[int] = []
-        while node.parent is not None:
-            pages[:0] = node.pages
-            node = node.parent
+        pages = self._find(token_ids, max_length, tenant)
         self._pool.share(pages)
         return pages
+
+    def num_held(self, token_ids: Sequence[int], max_length: int | None = None, *, tenant: str = "") -> int:
+        """How many of the pages that `match` would give are neither free nor evictable now, as others use them.
+
+        It marks the way as just used.
+        """
+        return sum(map(self._evictable.is_blocked, self._find(token_ids, max_length, tenant)))
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[int], *, tenant: str = "") -> int:
         """Keep the full pages of a tenant's `token_ids`, whose KV lies in `pages`, page by page.
@@ -254,6 +259,16 @@ class RadixCache:
     def num_evictable(self) -> int:
         """Pages that `evict` could free now."""
         return self._evictable.value
+
+    def _find(self, token_ids: Sequence[int], max_length: int | None, tenant: str) -> list[int]:
+        """Pages of the longest prefix known of the tenant, at most `max_length` tokens long."""
+        limit = len(token_ids) if max_length is None else min(max_length, len(token_ids))
+        node, _ = self._walk(self._chunks(token_ids, max(limit, 0), tenant))
+        pages: list[int] = []
+        while node.parent is not None:
+            pages[:0] = node.pages
+            node = node.parent
+        return pages
 
     def _walk(self, chunks: list[Chunk]) -> tuple[_Node, int]:
         """Follow `chunks` as far as the tree knows them, marking the way as just used.

@@ -39,6 +39,9 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(tokens=prompts)
     def start(self, tokens: list[int]) -> None:
         limit = len(tokens) - 1
+        free = {self.model[prefix] for prefix in self.evictable()}
+        num_held = sum(page not in free for page in self.expected(tokens, limit))
+        assert self.cache.num_held(tokens, max_length=limit) == num_held
         pages = self.cache.match(tokens, max_length=limit)
         assert pages == self.expected(tokens, limit)
         assert len(pages) * PAGE_SIZE <= max(limit, 0)

@@ -6,6 +6,7 @@ import pytest
 from fake_device import VOCAB, FakeDevice, count_up, fake_engine, submit
 from harness import Answer, make_request
 from local_draft import LocalDraft, chain
+from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 
 from outrider.sampling.params import SamplingParams
@@ -67,6 +68,22 @@ def test_prompts_that_memory_has_no_room_for_together_are_computed_once(keep_pre
     assert engine.scheduler.num_preemptions == 0
     extends = [sum(extend for extend, _ in rounds_of(device, answer.request)) for answer in answers]
     assert extends == [length + 3 for length in lengths]
+
+
+@pytest.mark.parametrize("skips_cache", [False, True])
+def test_pages_of_a_prefix_that_requests_share_are_asked_for_once(skips_cache: bool) -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=64, root_apart=True, max_nodes=0)
+    first = submit(engine, 160, max_tokens=1)
+    engine.start()
+    assert first.done.wait(10)
+    # 41 pages each, 39 of which the cache has.
+    late = [submit(engine, 160, max_tokens=4, skip_prefix_cache=skips_cache) for _ in range(6)]
+    assert all(answer.done.wait(10) for answer in late)
+    engine.stop()
+    assert max(map(len, device.rounds)) == (1 if skips_cache else 6)
+    assert engine.scheduler.num_preemptions == 0
+    check_memory(engine.memory)
 
 
 def test_running_requests_go_on_beside_the_prefill_of_another() -> None:

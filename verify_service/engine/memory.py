@@ -41,9 +41,7 @@ class Memory:
 
         Nor is what a request needs the logits of: one that asks for log-probabilities of its prompt computes all of it.
         """
-        pages = self.radix.match(
-            request.tokens, self._shared(request, request.most_shared), tenant=request.params.tenant
-        )
+        pages = self.radix.match(request.tokens, self._most_matched(request), tenant=request.params.tenant)
         request.pages.extend(pages)
         request.cached_len = len(pages) * self.page_size
         request.feature_epoch = self.feature_epoch
@@ -53,10 +51,20 @@ class Memory:
         self.feature_epoch += 1
         self.radix.clear()
 
-    def fits(self, length: int) -> bool:
-        """Whether `length` positions could be had from free and evictable pages."""
-        missing = -(-length // self.page_size) - self.pool.num_free
-        return missing <= 0 or missing <= self.radix.num_evictable()
+    def fits(self, request: Request, num_more: int = 0) -> bool:
+        """Whether pages for a waiting request's tokens, one more, and `num_more` could be had without a preemption.
+
+        They are free or evictable; or of its prefix, and used by others already.
+        """
+        # One page more than it has tokens, lest it be preempted by its first round.
+        missing = -(-request.committed_len // self.page_size) + 1 + num_more - self.pool.num_free
+        missing -= self.radix.num_evictable() if missing > 0 else 0
+        if missing <= 0:
+            return True
+        most = self._most_matched(request)
+        return missing * self.page_size <= most and missing <= self.radix.num_held(
+            request.tokens, most, tenant=request.params.tenant
+        )
 
     def reserve(self, request: Request, length: int) -> bool:
         """Make the request's pages cover `length` positions, evicting from the cache if need be."""
@@ -86,6 +94,10 @@ class Memory:
             self.pool.release(request.pages)
         request.pages = []
         request.cached_len = 0
+
+    def _most_matched(self, request: Request) -> int:
+        """How many of a waiting request's first tokens it may have of the radix cache."""
+        return self._shared(request, request.most_shared)
 
     def _shared(self, request: Request, length: int) -> int:
         """How many of the request's first `length` tokens may be in the radix cache."""

@@ -168,11 +168,11 @@ class Scheduler:
             return False
         if not self.running:
             return True
-        # One page more than it has tokens, lest it be preempted by its first round; and what those that run have yet to
-        # take, or prompts that were let in together would make way for each other, and be computed again.
+        # Those that run have pages of their tokens yet to take. If prompts were let in regardless, they would make way
+        # for each other, and be computed again.
         page_size = self.memory.page_size
         owed = sum(max(one.committed_len // page_size + 1 - len(one.pages), 0) for one in self.running)
-        return self.memory.fits(request.committed_len + (1 + owed) * page_size)
+        return self.memory.fits(request, owed)
 
     def _run(self, request: Request) -> None:
         """Have a request that has left the queue run."""
