@@ -11,14 +11,21 @@ ALONE = 90
 
 
 def run(
-    engine: ThreadedEngine, device: FakeDevice, first: list[Answer], late: dict[int, tuple[str, int]]
+    engine: ThreadedEngine,
+    device: FakeDevice,
+    first: list[Answer],
+    late: dict[int, tuple[str, int]],
+    prompt_len: int = 3,
 ) -> list[Answer]:
-    """Run requests, and those that come while a round runs: by its number, the key and the tokens of each."""
+    """Run requests, and those that come while a round runs: by its number, the key and the tokens of each.
+
+    `prompt_len`: of the first of these; others have 3 tokens.
+    """
     came: list[Answer] = []
 
     def come() -> None:
         if (one := late.get(len(device.rounds))) is not None:
-            came.append(submit(engine, 3, one[1], client=f"{one[0]}/0"))
+            came.append(submit(engine, 3 if came else prompt_len, one[1], client=f"{one[0]}/0"))
 
     device.during = come
     engine.start()
@@ -68,3 +75,12 @@ def test_without_pages_the_key_that_has_the_most_gives_way_not_the_youngest_of_a
     began = first_round(device, late)
     rounds = [any(one is late.request for one, *_ in entries) for entries in device.rounds[began:]]
     assert rounds.index(False) == sum(rounds), "it never paused"
+
+
+def test_one_for_which_there_are_no_pages_keeps_no_other_key_waiting() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=64, max_running=4, max_nodes=0)
+    flood = [submit(engine, 3, 50, client="flood/0") for _ in range(4)]
+    long, short = run(engine, device, flood, {30: ("one", 4), 34: ("two", 4)}, prompt_len=150)
+    assert first_round(device, long) > 40, "nobody makes so much way"
+    assert first_round(device, short) <= 37

@@ -205,15 +205,16 @@ class FairQueue:
         return next(iter(self))
 
     def newcomer(self, keys: Collection[str]) -> Request | None:
-        """The first request of the best priority whose API key is none of these, None if there is none; the queue must
-        not be empty."""
+        """The first request of the best priority whose API key is none of these, and for which none has made way yet;
+        None if there is none. The queue must not be empty."""
         best = self._priorities()[0]
         for request in self._preempted.get(best, ()):
-            if request.key not in keys:
+            if request.key not in keys and not request.let_in:
                 return request
         for key, users in self._turns.get(best, {}).items():
-            if key not in keys:
-                return next(iter(users.values()))[0]
+            request = next(iter(users.values()))[0]
+            if key not in keys and not request.let_in:
+                return request
         return None
 
     def add(self, request: Request) -> None:

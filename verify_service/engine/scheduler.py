@@ -200,7 +200,7 @@ class Scheduler:
         if not self.waiting:
             return None
         request = self.waiting.newcomer({one.key for one in self.running})
-        if request is None or request.let_in or not self.running:
+        if request is None or not self.running:
             return None
         self._sort_running()
         last = self.running[-1]
