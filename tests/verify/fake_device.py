@@ -36,7 +36,7 @@ class FakeRound:
 
     def __init__(self, device: FakeDevice, entries: Sequence[Entry]) -> None:
         self._device = device
-        self._results = [Result(device.target(entry)) if entry.samples else Result() for entry in entries]
+        self._results = [device.result(entry) for entry in entries]
         self._num_looks = 0
 
     def done(self) -> bool:
@@ -69,7 +69,7 @@ class FakeDevice:
         self.rounds.append([(entry.request, entry.num_extend, len(entry.nodes)) for entry in entries])
         for entry in entries:
             covered = len(entry.request.pages) * PAGE_SIZE
-            assert covered >= entry.request.cached_len + entry.num_tokens, "pages must cover the round"
+            assert covered >= entry.start + entry.num_tokens, "pages must cover the round"
         return FakeRound(self, entries)
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
@@ -77,6 +77,9 @@ class FakeDevice:
 
     def forget(self, request: Request) -> None:
         self.forgotten.append(request)
+
+    def result(self, entry: Entry) -> Result:
+        return Result(self.target(entry)) if entry.samples else Result()
 
     def target(self, entry: Entry) -> list[int]:
         nodes, position = entry.nodes, entry.request.committed_len
