@@ -84,3 +84,15 @@ def test_one_for_which_there_are_no_pages_keeps_no_other_key_waiting() -> None:
     long, short = run(engine, device, flood, {30: ("one", 4), 34: ("two", 4)}, prompt_len=150)
     assert first_round(device, long) > 40, "nobody makes so much way"
     assert first_round(device, short) <= 37
+
+
+def test_a_key_whose_other_answers_have_ended_has_no_more_than_the_one_that_is_left() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=40, keep_prefixes=False, max_nodes=0)
+    short = [submit(engine, 3, 6, client="one/0") for _ in range(2)]
+    left = submit(engine, 3, 60, client="one/0")
+    flood = [submit(engine, 3, 60, client="flood/0") for _ in range(2)]
+    run(engine, device, [*short, left, *flood], {})
+    assert engine.scheduler.num_preemptions >= 1
+    rounds = [any(one is left.request for one, *_ in entries) for entries in device.rounds]
+    assert rounds.index(False) == sum(rounds), "it never paused"

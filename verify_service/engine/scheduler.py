@@ -132,6 +132,8 @@ class Scheduler:
     """For lack of pages."""
     _prompt_turns: PromptTurns = field(default_factory=PromptTurns)
     _ended: list[Request] = field(default_factory=list)
+    _has_left: bool = False
+    """Whether a request has left those that run since their places were counted."""
     _first_rank: tuple[float, int, int] = (-math.inf, 0, 0)
     """Rank of the request that comes first in the next round, where not all fit."""
 
@@ -145,6 +147,7 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
             self._ended.append(request)
+            self._has_left = True
         elif request in self.waiting:
             self.waiting.remove(request)
             self._ended.append(request)
@@ -188,6 +191,7 @@ class Scheduler:
             self.drafts.resume(request)
 
     def _sort_running(self) -> None:
+        self._has_left = False
         places = Counter[str]()
         for request in sorted(self.running, key=attrgetter("priority", "arrival")):
             request.place = places[request.key]
@@ -220,6 +224,8 @@ class Scheduler:
 
     def plan(self) -> list[Entry]:
         """Lay out the next round, without tree nodes. Pages cover every token of it."""
+        if self._has_left:
+            self._sort_running()
         self._let_newcomers_in()
         return self._plain_round() or self._any_round()
 
