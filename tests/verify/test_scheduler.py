@@ -9,6 +9,7 @@ from local_draft import LocalDraft, chain
 from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 
+from outrider.cache.pages import RadixCache
 from outrider.sampling.params import SamplingParams
 from outrider.tree.author import TreeAuthor
 from verify_service.engine.memory import Memory
@@ -84,6 +85,23 @@ def test_pages_of_a_prefix_that_requests_share_are_asked_for_once(skips_cache: b
     assert max(map(len, device.rounds)) == (1 if skips_cache else 6)
     assert engine.scheduler.num_preemptions == 0
     check_memory(engine.memory)
+
+
+def test_a_prefix_is_looked_for_again_only_after_pages_were_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    find = RadixCache.num_held
+    monkeypatch.setattr(
+        RadixCache, "num_held", lambda cache, *given, **told: looked.append(1) or find(cache, *given, **told)
+    )
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=64, root_apart=True, max_nodes=0)
+    long = submit(engine, 160, max_tokens=60)
+    waiting = submit(engine, 160, max_tokens=4)
+    engine.start()
+    assert long.done.wait(10) and waiting.done.wait(10)
+    engine.stop()
+    assert len(device.rounds) > 60
+    assert len(looked) == 1
 
 
 def test_running_requests_go_on_beside_the_prefill_of_another() -> None:

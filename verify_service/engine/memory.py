@@ -30,6 +30,8 @@ class Memory:
         """
         self._keep_prefixes = keep_prefixes
         self._share_generated = share_generated
+        self._refused: Request | None = None
+        """The request that did not fit when it was asked for last; None once pages have been given back since."""
 
     @property
     def num_used(self) -> int:
@@ -61,10 +63,15 @@ class Memory:
         missing -= self.radix.num_evictable() if missing > 0 else 0
         if missing <= 0:
             return True
+        # Looking for a long prefix in each round takes long, and finds nothing more until pages are given back.
+        if request is self._refused:
+            return False
         most = self._most_matched(request)
-        return missing * self.page_size <= most and missing <= self.radix.num_held(
+        fits = missing * self.page_size <= most and missing <= self.radix.num_held(
             request.tokens, most, tenant=request.params.tenant
         )
+        self._refused = None if fits else request
+        return fits
 
     def reserve(self, request: Request, length: int) -> bool:
         """Make the request's pages cover `length` positions, evicting from the cache if need be."""
@@ -94,6 +101,7 @@ class Memory:
             self.pool.release(request.pages)
         request.pages = []
         request.cached_len = 0
+        self._refused = None
 
     def _most_matched(self, request: Request) -> int:
         """How many of a waiting request's first tokens it may have of the radix cache."""
