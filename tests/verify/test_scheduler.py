@@ -87,7 +87,10 @@ def test_pages_of_a_prefix_that_requests_share_are_asked_for_once(skips_cache: b
     check_memory(engine.memory)
 
 
-def test_a_prefix_is_looked_for_again_only_after_pages_were_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("used", [True, False])
+def test_a_prefix_is_looked_for_once_while_no_pages_come_back_and_only_where_some_are_used(
+    used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[int] = []
     find = RadixCache.num_held
     monkeypatch.setattr(
@@ -95,13 +98,18 @@ def test_a_prefix_is_looked_for_again_only_after_pages_were_given_back(monkeypat
     )
     device = FakeDevice()
     engine = fake_engine(device, num_pages=64, root_apart=True, max_nodes=0)
-    long = submit(engine, 160, max_tokens=60)
-    waiting = submit(engine, 160, max_tokens=4)
-    engine.start()
-    assert long.done.wait(10) and waiting.done.wait(10)
-    engine.stop()
+    first = submit(engine, 160, max_tokens=1)
+    while not first.done.is_set():
+        engine._step()
+    # What the first one left is another tenant's to the one that waits.
+    long = submit(engine, 160, max_tokens=60, skip_prefix_cache=not used)
+    beside = [submit(engine, 3, max_tokens=6 + count, skip_prefix_cache=True) for count in range(0 if used else 3)]
+    waiting = submit(engine, 160, max_tokens=4, tenant="another")
+    while not waiting.done.is_set():
+        engine._step()
+    assert all(answer.done.is_set() for answer in (long, *beside))
     assert len(device.rounds) > 60
-    assert len(looked) == 1
+    assert len(looked) == used
 
 
 def test_running_requests_go_on_beside_the_prefill_of_another() -> None:

@@ -63,13 +63,12 @@ class Memory:
         missing -= self.radix.num_evictable() if missing > 0 else 0
         if missing <= 0:
             return True
-        # Looking for a long prefix in each round takes long, and finds nothing more until pages are given back.
-        if request is self._refused:
+        # Looking for a long prefix takes long: it finds no more than all that are used, and nothing new until pages are
+        # given back.
+        if request is self._refused or missing > self.radix.num_pages - self.radix.num_evictable():
             return False
         most = self._most_matched(request)
-        fits = missing * self.page_size <= most and missing <= self.radix.num_held(
-            request.tokens, most, tenant=request.params.tenant
-        )
+        fits = missing <= self.radix.num_held(request.tokens, most, tenant=request.params.tenant)
         self._refused = None if fits else request
         return fits
 
