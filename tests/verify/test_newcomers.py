@@ -7,6 +7,8 @@ from fake_device import FakeDevice, fake_engine, submit
 from harness import Answer
 from threaded_engine import ThreadedEngine
 
+from verify_service.engine.scheduler import Scheduler
+
 ALONE = 90
 
 
@@ -96,3 +98,16 @@ def test_a_key_whose_other_answers_have_ended_has_no_more_than_the_one_that_is_l
     assert engine.scheduler.num_preemptions >= 1
     rounds = [any(one is left.request for one, *_ in entries) for entries in device.rounds]
     assert rounds.index(False) == sum(rounds), "it never paused"
+
+
+def test_places_are_counted_anew_behind_an_end_only_where_someone_may_have_to_give_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[int] = []
+    count = Scheduler._sort_running
+    monkeypatch.setattr(Scheduler, "_sort_running", lambda scheduler: counted.append(1) or count(scheduler))
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=200, max_nodes=0)
+    answers = [submit(engine, 3, 5 + 3 * number, client=f"{number % 2}/0") for number in range(6)]
+    run(engine, device, answers, {})
+    assert len(counted) == len(answers), "once for each that began"

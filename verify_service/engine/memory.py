@@ -38,6 +38,11 @@ class Memory:
         """Pages that a request or the radix cache holds."""
         return self.num_pages - self.pool.num_free
 
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had without a preemption."""
+        return self.pool.num_free + self.radix.num_evictable()
+
     def attach(self, request: Request) -> None:
         """Give a request the cached pages of its prefix; the root is never taken from the cache.
 
@@ -59,8 +64,7 @@ class Memory:
         They are free or evictable; or of its prefix, and used by others already.
         """
         # One page more than it has tokens, lest it be preempted by its first round.
-        missing = -(-request.committed_len // self.page_size) + 1 + num_more - self.pool.num_free
-        missing -= self.radix.num_evictable() if missing > 0 else 0
+        missing = -(-request.committed_len // self.page_size) + 1 + num_more - self.num_available
         if missing <= 0:
             return True
         # Looking for a long prefix takes long: it finds no more than all that are used, and nothing new until pages are

@@ -224,8 +224,6 @@ class Scheduler:
 
     def plan(self) -> list[Entry]:
         """Lay out the next round, without tree nodes. Pages cover every token of it."""
-        if self._has_left:
-            self._sort_running()
         self._let_newcomers_in()
         return self._plain_round() or self._any_round()
 
@@ -270,6 +268,10 @@ class Scheduler:
     def _any_round(self) -> list[Entry]:
         entries: list[Entry] = []
         extends, prompts = self._extends()
+        if self._has_left:
+            most_pages = sum(extends.values()) // self.memory.page_size + len(self.running)
+            if self.memory.num_available < most_pages:  # else nobody gives way, and it would take a part of the gap
+                self._sort_running()
         num_tokens = index = 0
         # Preemption shortens the list from its end.
         while index < len(self.running):
