@@ -210,6 +210,11 @@ def test_an_mlp_that_gates_otherwise_stays_where_gates_are_large(tmp_path: Path)
     assert "_gated_mlp" not in parts(load_model(tmp_path, torch.bfloat16, impl="transformers"))
 
 
+def test_an_mlp_whose_gate_has_weights_of_its_own_stays(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Llama", hidden_act="prelu")
+    assert "_gated_mlp" not in parts(load_model(tmp_path, torch.bfloat16, impl="transformers"))
+
+
 def test_a_norm_that_computes_something_else_stays(tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, "Nemotron", head_dim=16)
     model = load_model(tmp_path)
