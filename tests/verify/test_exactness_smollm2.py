@@ -78,7 +78,7 @@ def guesser(name: str, jobs: list[Job], truth: list[Answer]) -> Guess:
 def test_tokens_of_24_prompts_are_those_of_plain_decoding(
     model: CausalLM, jobs: list[Job], truth: list[Answer], name: str, width: int
 ) -> None:
-    engine = make_engine(model, 48 if width == 1 else 80, chunk_size=64)
+    engine = make_engine(model, 48 if width == 1 else 64, chunk_size=64)
     draft = LocalDraft(engine, VOCAB, guesser(name, jobs, truth))
     engine.draft_connected(draft)
     answers = run(engine, jobs, width)
