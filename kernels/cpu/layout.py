@@ -15,6 +15,9 @@ TILE = 16
 """Weight rows of a block."""
 BLOCKS = {"four": 320, "eight": 576, "half": 1024}
 """Bytes of a block, by the kind of weights."""
+AHEAD = 2
+"""Blocks of four bits that kernels.cpu.tiles makes wide before they are multiplied, and multiplies before they are
+added up: as many are read before the first, and twice as many behind the last, and not used."""
 CODES_ROWS = 8
 """Rows whose codes lie side by side, for weights of eight bits."""
 CODES = 576

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.isa import Isa, best_isa, needed_isa
-from kernels.cpu.layout import BLOCKS, COUNTERS, GROUP, LARGEST_CODE, PREPARE, TILE, TILES, TINY, prepared_size
+from kernels.cpu.layout import AHEAD, BLOCKS, COUNTERS, GROUP, LARGEST_CODE, PREPARE, TILE, TILES, TINY, prepared_size
 from kernels.cpu.rows import row_function
 
 MAX_ROWS = 64
 """Rows that weights of few bits are best for where tiles multiply: they are made wide for every 16, or 8."""
-_AHEAD = 2
-"""Blocks before the first and twice as many behind the last that are read, and not used."""
 _CHUNKS = 4
 """Pieces of a product for each thread."""
 _ROUNDED = 128
@@ -136,7 +134,7 @@ def _pairs(weight: Tensor) -> Tensor:
 def _packed(kind: str, num_out: int, size: int, *parts: Tensor) -> Packed:
     """Blocks of these parts [tiles, blocks, ...], side by side."""
     count, block = num_out // TILE * (size // GROUP), BLOCKS[kind]
-    before, behind = _AHEAD * block, 2 * _AHEAD * block
+    before, behind = AHEAD * block, 2 * AHEAD * block
     memory = torch.zeros(before + count * block + behind + 64, dtype=torch.uint8)
     first = before + -(memory.data_ptr() + before) % 64
     found = memory[first : first + count * block]

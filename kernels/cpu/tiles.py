@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 
 from kernels.cpu.code import F32, I8, I16, I64, VECTOR, WORDS, Code, Module, Variable, words
-from kernels.cpu.layout import BLOCKS, CODES, CODES_ROWS, GROUP, LANES, PREPARE, TILE, TILES, float_bits
+from kernels.cpu.layout import AHEAD, BLOCKS, CODES, CODES_ROWS, GROUP, LANES, PREPARE, TILE, TILES, float_bits
 
 _ROWS = TILE
 _PRODUCT_BYTES = 64 * _ROWS
@@ -88,8 +88,6 @@ _FOUR_VARIANTS = (1, 4, 8, _ROWS)
 _FOUR = BLOCKS["four"]
 _FOUR_FETCHED = 32
 """Blocks that are asked of memory before they are made wide: processors by themselves ask for less."""
-_AHEAD = 2
-"""Blocks that are made wide before they are multiplied, and multiplied before they are added up."""
 _PAIRS = ir.VectorType(I16, 2 * LANES)
 
 
@@ -132,23 +130,23 @@ def _write_four_rows(code: Code, rows: int) -> None:
     code.clear(products, I64(_SLOTS * _PRODUCT_BYTES))
     _configure(code)
     weights = code.plus(args["w"], code.times(code.times(args["blocks"], _FOUR), args["first"]))
-    for number in range(_AHEAD):
+    for number in range(AHEAD):
         _widen(code, code.plus(weights, number * _FOUR), code.plus(wide, number * _PRODUCT_BYTES))
     # What the first steps add up is nothing, and of a tile before the first.
-    tile, left = code.variable(code.plus(args["first"], -1)), code.variable(I64(_AHEAD))
+    tile, left = code.variable(code.plus(args["first"], -1)), code.variable(I64(AHEAD))
     # Columns' blocks: of this step, of the one before it, and of the one before that, whose product is added up.
     multiplied, before, added = (code.variable(I64(0)) for _ in range(3))
     totals = [code.variable(code.number(0.0)) for _ in range(rows)]
     num_blocks = code.times(code.minus(args["last"], args["first"]), args["blocks"])
-    with code.loop(0, code.plus(num_blocks, _AHEAD)) as step:
-        block, ahead = code.plus(weights, code.times(step, _FOUR)), code.plus(step, _AHEAD)
-        code.fetch(code.plus(block, (_AHEAD + _FOUR_FETCHED) * _FOUR), _FOUR)
-        _widen(code, code.plus(block, _AHEAD * _FOUR), _slot(code, wide, ahead))
+    with code.loop(0, code.plus(num_blocks, AHEAD)) as step:
+        block, ahead = code.plus(weights, code.times(step, _FOUR)), code.plus(step, AHEAD)
+        code.fetch(code.plus(block, (AHEAD + _FOUR_FETCHED) * _FOUR), _FOUR)
+        _widen(code, code.plus(block, AHEAD * _FOUR), _slot(code, wide, ahead))
         row_block = code.plus(args["x"], code.times(multiplied.get(), 64))
         places = _slot(code, wide, step), _slot(code, products, step)
         _multiply(code, "tdpbf16ps", row_block, args["row_stride"], *places)
         sums = code.plus(args["prepared"], code.times(added.get(), 64))
-        _add_up(code, code.plus(block, -_AHEAD * _FOUR), _slot(code, products, ahead), sums, totals)
+        _add_up(code, code.plus(block, -AHEAD * _FOUR), _slot(code, products, ahead), sums, totals)
         following = code.plus(multiplied.get(), 1)
         is_last = build.icmp_signed("==", following, args["blocks"])
         added.set(before.get())
