@@ -84,6 +84,7 @@ def test_deterministic_answers_are_the_same_bit_by_bit(
         random_nodes(author)
 
     guesses = {"none": None, "right": right, "random": random_nodes, "both": both}
+    num_preemptions = 0
     for name in names:
         for width, num_pages in ((1, 256), (4, 256), (8, 20)):
             engine, _ = start(model, guesses[name], deterministic=True, num_pages=num_pages)
@@ -92,9 +93,11 @@ def test_deterministic_answers_are_the_same_bit_by_bit(
             accepted = sum(answer.num_accepted for answer in answers)
             assert accepted > 0 or name in ("none", "random")
             if num_pages == 20:
-                assert engine.scheduler.num_preemptions > 0
+                num_preemptions += engine.scheduler.num_preemptions
             else:
                 assert any(update.cached_prompt_tokens for answer in answers for update in answer.updates)
+    # Not with each draft: answers that are guessed right end before memory is short.
+    assert num_preemptions > 0
 
 
 def test_unusable_logits_fail_one_request_alone_and_leave_no_trace(tmp_path: Path, start: Start) -> None:
