@@ -45,13 +45,11 @@ class QuestionForm:
         self.before = [*first, *self.words(before)]
         self.after = self.words(after)
 
-    def ask(self, question: str) -> list[int]:
-        """Token ids of a text that ends where the answer to `question` begins."""
-        return self._first + self.words(question.join(self._parts))
-
-    def around(self, words: Sequence[int]) -> list[int]:
-        """The same for a question of token ids."""
-        return [*self.before, *words, *self.after]
+    def ask(self, question: str | Sequence[int]) -> list[int]:
+        """Token ids of a text that ends where the answer to `question`, a text or token ids, begins."""
+        if isinstance(question, str):
+            return self._first + self.words(question.join(self._parts))
+        return [*self.before, *question, *self.after]
 
     def words(self, text: str) -> list[int]:
         """Token ids of a text alone."""
@@ -243,9 +241,7 @@ class Beginnings:
     def prompt(self, question: str | list[int]) -> list[int]:
         """A question, as text or token ids, behind a beginning: token ids up to where the target goes on."""
         form = self._draw()
-        if form is self._raw:
-            return _raw_prompt(form, question)
-        return form.ask(question) if isinstance(question, str) else form.around(question)
+        return _raw_prompt(form, question) if form is self._raw else form.ask(question)
 
     def _draw(self) -> QuestionForm:
         if self._random.random() >= self._share:
@@ -272,7 +268,7 @@ class Beginnings:
 
 def endings(chat: ChatForm, question: str | list[int]) -> list[list[int]]:
     """What the prompts of a question end with, whatever they begin with."""
-    asked = chat.ask(question) if isinstance(question, str) else chat.around(question)
+    asked = chat.ask(question)
     # A tokenizer may have merged the question's first letters with what stands before.
     size = len(chat.before)
     return [asked[size:] if asked[:size] == chat.before else asked, _raw_prompt(chat.raw(), question)]
@@ -280,7 +276,7 @@ def endings(chat: ChatForm, question: str | list[int]) -> list[list[int]]:
 
 def _raw_prompt(form: QuestionForm, question: str | list[int]) -> list[int]:
     words = form.words(question) if isinstance(question, str) else question
-    return form.around(words[: max(RAW_TOKENS, int(RAW_SHARE * len(words)))])
+    return form.ask(words[: max(RAW_TOKENS, int(RAW_SHARE * len(words)))])
 
 
 def _form(make: Callable[[str], QuestionForm], message: str) -> QuestionForm | None:

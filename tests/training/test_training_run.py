@@ -357,7 +357,7 @@ def test_a_chat_begins_behind_any_system_message_and_behind_none(tiny_folder: Pa
     form = form_of(tiny_folder, tmp_path / "headed", HEADED)
 
     def said(form: QuestionForm) -> str:
-        assert form.around(form.words("Who?")) == form.ask("Who?")
+        assert form.ask(form.words("Who?")) == form.ask("Who?")
         return form.tokenizer.decode(form.ask("Who?"), skip_special_tokens=False)
 
     bos, turn = "<|endoftext|>", "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
