@@ -128,11 +128,10 @@ def quantize(
         if calibration != "none":
             progress(f"reading {'its own text' if calibration == 'own' else calibration}", 0, total)
             moments = calibrated(source, calibration, device)
-        rounding = _Rounding(FORMATS[name], group, device, moments)
         copy_files(source, work, ("*.json", "*.jinja", "*.txt", "*.model"))
         (work / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         stage = f"writing {out.name}"
-        made = _quantized(stored, rounding)
+        made = _quantized(stored, FORMATS[name], group, device, moments)
         return write_shards(work, made, max_shard_bytes, lambda done: progress(stage, min(done, total), total))
 
 
@@ -141,43 +140,38 @@ def is_quantized(name: str) -> bool:
     return re.fullmatch(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight", text_name(name) or name) is not None
 
 
-class _Rounding:
-    """Matrices in a format; layers must come in order."""
-
-    def __init__(self, form: QuantFormat, group: int, device: torch.device, moments: InputMoments | None) -> None:
-        self._form, self._group, self._device, self._moments = form, group, device, moments
-        self._layer = -1
-        self._of_layer: dict[str, Tensor] = {}
-
-    def __call__(self, key: str, stored: Tensor) -> Tensors:
-        """Tensors by the ends of their names."""
-        # Widened there: on the way it would take twice as long.
-        matrix, form = stored.to(self._device).float(), self._form
-        scales = form.fit(matrix, self._group)
-        layer, name = layer_of(key), key.split(".")[-2]
-        if self._moments is not None and layer != self._layer:
-            self._layer, self._of_layer = layer, self._moments.of(layer)
-        # Experts see few rows each: they are rounded to the nearest.
-        if name in self._of_layer and "expert" not in key:
-            spread = form.spread(scales, matrix, self._group)
-            matrix = compensated(matrix, self._of_layer[name], spread, form.nearest)
-        return form.encode(matrix, scales, self._group)
-
-
 def layer_of(name: str) -> int:
     """The number of the layer that a tensor belongs to; -1 for none."""
     found = re.match(r"model\.layers\.(\d+)\.", text_name(name) or name)
     return int(found[1]) if found else -1
 
 
-def _quantized(stored: Mapping[str, StoredTensor], rounding: _Rounding) -> Iterator[tuple[str, Tensor]]:
+def _quantized(
+    stored: Mapping[str, StoredTensor],
+    form: QuantFormat,
+    group: int,
+    device: torch.device,
+    moments: InputMoments | None,
+) -> Iterator[tuple[str, Tensor]]:
     """All tensors of the new checkpoint, by layers."""
+    layer, of_layer = -1, dict[str, Tensor]()
     for key in sorted(stored, key=layer_of):
         tensor = stored[key].read()
-        if is_quantized(key):
-            yield from ((key.removesuffix("weight") + end, value) for end, value in rounding(key, tensor).items())
-        else:
+        if not is_quantized(key):
             yield key, tensor
+            continue
+        # Widened there: on the way it would take twice as long.
+        matrix = tensor.to(device).float()
+        scales = form.fit(matrix, group)
+        if moments is not None and layer_of(key) != layer:
+            layer = layer_of(key)
+            of_layer = moments.of(layer)
+        name = key.split(".")[-2]
+        # Experts see few rows each: they are rounded to the nearest.
+        if name in of_layer and "expert" not in key:
+            matrix = compensated(matrix, of_layer[name], form.spread(scales, matrix, group), form.nearest)
+        for end, value in form.encode(matrix, scales, group).items():
+            yield key.removesuffix("weight") + end, value
 
 
 def _check_shape(tensor: StoredTensor, name: str, group: int) -> None:
