@@ -54,7 +54,6 @@ def _torch() -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cpu_flags": sorted(cpu_flags()),
         "cpu_dtype": [str(dtype).removeprefix("torch."), why],
-        "mkldnn": torch.backends.mkldnn.is_available(),
     }
 
 
