@@ -105,22 +105,17 @@ class GenerateBody(ServingFields, GenerationBody):
 
     text: _Texts | None = Field(None, description="A text, or a list of texts.")
     input_ids: _Ids | None = Field(None, description="Token ids, or a list of lists of them.")
-    sampling_params: _Sampling | None = Field(
-        None, description="How tokens are chosen, for all prompts, or a list of that for each."
-    )
-    stream: bool | None = Field(
-        None, description="Send events; each has the whole text so far. A long answer gets fewer of them."
-    )
-    rid: _ForEach[Annotated[Text, Field(max_length=256)]] | None = Field(
-        None, description="The id that the answer is to have."
-    )
+    sampling_params: _Sampling | None = None
+    """How tokens are chosen, for all prompts, or a list of that for each."""
+    stream: bool | None = None
+    """Send events; each has the whole text so far. A long answer gets fewer of them."""
+    rid: _ForEach[Annotated[Text, Field(max_length=256)]] | None = None
+    """The id that the answer is to have."""
     return_logprob: _ForEach[bool] | None = Field(None, description="Tell the log-probability of each token.")
-    logprob_start_len: _ForEach[Annotated[int, Field(ge=-1, lt=2**31)]] | None = Field(
-        None, description="First position of the prompt to tell of. Default -1: the answer's tokens alone."
-    )
-    top_logprobs_num: _ForEach[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]] | None = Field(
-        None, description="Tell this many of the most likely tokens at each position, too."
-    )
+    logprob_start_len: _ForEach[Annotated[int, Field(ge=-1, lt=2**31)]] | None = None
+    """First position of the prompt to tell of. Default -1: the answer's tokens alone."""
+    top_logprobs_num: _ForEach[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]] | None = None
+    """Tell this many of the most likely tokens at each position, too."""
     return_text_in_logprobs: bool | None = Field(None, description="Tell the tokens' text beside their ids.")
     speculation: Annotated[Any, Only("on", "off", why="speculation is on or off")] = None
     log_metrics: bool | None = Field(None, description="Taken and not used.")

@@ -40,7 +40,14 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]+")
 class StrictModel(BaseModel):
     """Base of everything that a client may send."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -133,30 +140,22 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class SamplingFields(StrictModel):
     """How tokens are chosen."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
-        None, description="Divides the logits; 0 is greedy. Default 1."
-    )
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        None, description="Keep the k most likely tokens; 0 or -1 keeps all."
-    )
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Keep the smallest set of most likely tokens whose probability reaches this; 0 keeps one."
-    )
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="Keep tokens at least this fraction as likely as the likeliest."
-    )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
-        None, description="Key of the noise: the same request with the same seed gives the same tokens, rounding apart."
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        None, description="Subtracted once from the logit of every token that the output holds."
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(
-        None, description="Subtracted from a token's logit for each time that the output holds it."
-    )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = Field(
-        None, description="Divides positive and multiplies negative logits of tokens in prompt or output."
-    )
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """Divides the logits; 0 is greedy. Default 1."""
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Keep the smallest set of most likely tokens whose probability reaches this; 0 keeps one."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    """Key of the noise: the same request with the same seed gives the same tokens, rounding apart."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted once from the logit of every token that the output holds."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    """Subtracted from a token's logit for each time that the output holds it."""
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
+    """Divides positive and multiplies negative logits of tokens in prompt or output."""
     logit_bias: LogitBias | None = Field(None, description="Token id to a number added to its logit.")
 
 
@@ -165,52 +164,40 @@ class StopFields(StrictModel):
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="Answers per prompt. Default 1.")
     stop: StopStrings | None = Field(None, description="An answer ends before any of these strings.")
-    include_stop_str_in_output: bool | None = Field(
-        None, description="End the text with the stop string that ended the answer, not before it."
-    )
-    skip_special_tokens: bool | None = Field(
-        None,
-        description="Leave special tokens out of the text. Default true; false spells them out, but for the one that "
-        "ends the answer.",
-    )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = Field(
-        None, description="Tokens that end an answer; they are not part of its text."
-    )
+    include_stop_str_in_output: bool | None = None
+    """End the text with the stop string that ended the answer, not before it."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text. Default true; false spells them out, but for the one that ends the answer.
+"""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    """Tokens that end an answer; they are not part of its text."""
     ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="Least tokens per answer: no token or string ends it before. Default 0."
-    )
-    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = Field(
-        None, description="Texts whose tokens an answer never has in a row, with or without a space before them."
-    )
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Least tokens per answer: no token or string ends it before. Default 0."""
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    """Texts whose tokens an answer never has in a row, with or without a space before them."""
 
 
 class ServingFields(StrictModel):
     """How a request is served, whatever it asks for."""
 
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        None, description="Requests with a lower number are served earlier. Default 0."
-    )
-    cache_salt: Annotated[Text, Field(max_length=256)] | None = Field(
-        None, description="Shares cached prefixes and n-grams with requests of the same key and the same salt alone."
-    )
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """Requests with a lower number are served earlier. Default 0."""
+    cache_salt: Annotated[Text, Field(max_length=256)] | None = None
+    """Shares cached prefixes and n-grams with requests of the same key and the same salt alone."""
     skip_prefix_cache: bool | None = Field(None, description="Compute the whole prompt, whatever the cache has of it.")
-    speculation: Literal["on", "off"] | None = Field(
-        None,
-        description="Whether drafts may be used. How likely an answer is does not depend on it; "
-        "in 16 bits rounding may part two texts at a near tie.",
-    )
-    trace: bool | None = Field(
-        None, description="Tell, round by round, the tree that was verified and where each token came from."
-    )
+    speculation: Literal["on", "off"] | None = None
+    """Whether drafts may be used. How likely an answer is does not depend on it; in 16 bits rounding may part two texts
+    at a near tie."""
+    trace: bool | None = None
+    """Tell, round by round, the tree that was verified and where each token came from."""
 
 
 class OutputFields(ServingFields, StopFields):
     """Fields of a request beside its prompt and its sampling."""
 
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="Most tokens per answer. Default: what the context leaves."
-    )
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Most tokens per answer. Default: what the context leaves."""
 
 
 class RequestSampling(SamplingFields):
@@ -222,12 +209,10 @@ class RequestSampling(SamplingFields):
 class PromptEnd(StrictModel):
     """Where the prompt that a conversation becomes ends."""
 
-    add_generation_prompt: bool | None = Field(
-        None, description="End the prompt where an answer begins, not behind the last message. Default true."
-    )
-    continue_final_message: bool | None = Field(
-        None, description="End the prompt within the last message, which the answer continues."
-    )
+    add_generation_prompt: bool | None = None
+    """End the prompt where an answer begins, not behind the last message. Default true."""
+    continue_final_message: bool | None = None
+    """End the prompt within the last message, which the answer continues."""
 
     @model_validator(mode="after")
     def _one_end(self) -> Self:
@@ -265,18 +250,14 @@ def _identifier(name: str) -> str:
 class Tool(StrictModel):
     """A function that the client can call for the model."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_identifier)] = Field(
-        description="Letters, digits, underscores, hyphens and dots."
-    )
+    name: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_identifier)]
+    """Letters, digits, underscores, hyphens and dots."""
     description: Text | None = Field(None, description="What it does, for the model.")
-    parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = Field(
-        None, description="A JSON schema of its arguments; none without it."
-    )
-    strict: bool | None = Field(
-        None,
-        description="Hold calls that the model chooses to make to the schema, too, in the formats hermes, gemma4 and "
-        "json; forced calls are held to it without, where that is possible.",
-    )
+    parameters: Annotated[dict[str, Any], AfterValidator(_flat)] | None = None
+    """A JSON schema of its arguments; none without it."""
+    strict: bool | None = None
+    """Hold calls that the model chooses to make to the schema, too, in the formats hermes, gemma4 and json; forced
+    calls are held to it without, where that is possible."""
 
     @property
     def arguments_schema(self) -> dict[str, Any]:

@@ -223,14 +223,11 @@ class TokenizeRequest(TemplateFields, PromptEnd):
     model: Text | None = Field(None, description="Name of the served model; may be left out.")
     prompt: Text | None = Field(None, description="Text, of about 1048576 tokens at most.")
     messages: Messages | None = Field(None, description="A conversation, rendered with the model's chat template.")
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="Functions that the answer to the conversation may call."
-    )
-    add_special_tokens: bool | None = Field(
-        None,
-        description="Put a beginning-of-sequence token where the model wants one. Default: true for a prompt, false "
-        "for messages, whose template writes it.",
-    )
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the answer to the conversation may call."""
+    add_special_tokens: bool | None = None
+    """Put a beginning-of-sequence token where the model wants one. Default: true for a prompt, false for messages,
+    whose template writes it."""
     return_token_strs: bool | None = Field(None, description="Tell each token's own text, too.")
 
     @model_validator(mode="after")
@@ -255,9 +252,8 @@ class DetokenizeRequest(StrictModel):
     """Body of POST /detokenize."""
 
     model: Text | None = Field(None, description="Name of the served model; may be left out.")
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)] = Field(
-        description="Token ids; special tokens are spelled out."
-    )
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+    """Token ids; special tokens are spelled out."""
 
 
 class DetokenizeBody(Body):

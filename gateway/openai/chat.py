@@ -189,12 +189,10 @@ class ChatMessage(StrictModel):
     name: Text | None = None
     reasoning_content: Text | None = Field(None, description="What the assistant thought; the chat template has it.")
     reasoning: Text | None = Field(None, description="The same; one of both is enough.")
-    tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="Calls of an earlier answer; of an assistant's message."
-    )
-    tool_call_id: Annotated[Text, Field(max_length=256)] | None = Field(
-        None, description="The call that a tool's message answers."
-    )
+    tool_calls: Annotated[list[CallBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Calls of an earlier answer; of an assistant's message."""
+    tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
+    """The call that a tool's message answers."""
     refusal: Text | None = Field(None, description="Why an assistant's message is no answer; text for the template.")
     annotations: Annotated[Any, Only([], why="annotations are not supported")] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
@@ -231,28 +229,22 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
 
     messages: Messages
     logprobs: bool | None = Field(None, description="Tell the log-probability of each token.")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="Tell this many of the most likely tokens too; needs logprobs."
-    )
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="Functions that the answer may call."
-    )
-    tool_choice: ChoiceOf[NamedChoice, AllowedChoice] | None = Field(
-        None,
-        description="Whether the answer may call (auto, the default), must not, must, must call one function, or may "
-        "or must call one of some.",
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether an answer may hold several calls. Default true; a forced answer holds one."
-    )
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Tell this many of the most likely tokens too; needs logprobs."""
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the answer may call."""
+    tool_choice: ChoiceOf[NamedChoice, AllowedChoice] | None = None
+    """Whether the answer may call (auto, the default), must not, must, must call one function, or may or must call one
+    of some."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may hold several calls. Default true; a forced answer holds one."""
     functions: Annotated[Any, Only([], why=_NO_FUNCTIONS)] = None
     function_call: Annotated[Any, Only("none", "auto", why=_NO_FUNCTIONS)] = None
     modalities: Annotated[Any, Only(["text"], why=_NO_AUDIO)] = None
     audio: Annotated[Any, Only(why=_NO_AUDIO)] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported: drafts are made here")] = None
-    separate_reasoning: bool | None = Field(
-        None, description="Tell what the model thinks as reasoning_content, not as part of the content. Default true."
-    )
+    separate_reasoning: bool | None = None
+    """Tell what the model thinks as reasoning_content, not as part of the content. Default true."""
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why="nothing is fetched for a client")] = None
 

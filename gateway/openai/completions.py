@@ -52,24 +52,19 @@ class CompletionRequest(OpenAIRequest):
     """Body of POST /v1/completions."""
 
     prompt: Prompt = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="Tell the log-probabilities of each token and of this many of the most likely ones."
-    )
-    echo: bool | None = Field(
-        None, description="Begin the text with the prompt; with logprobs, tell those of the prompt's tokens, too."
-    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Tell the log-probabilities of each token and of this many of the most likely ones."""
+    echo: bool | None = None
+    """Begin the text with the prompt; with logprobs, tell those of the prompt's tokens, too."""
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description=f"Most tokens per answer. Default {_DEFAULT_TOKENS}. 0 only with echo or prompt_logprobs."
     )
-    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="Another name of max_tokens."
-    )
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Another name of max_tokens."""
     suffix: Annotated[Any, Only("", why="insertion is not supported")] = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None,
-        description="Answers to make, of which the n with the highest mean log-probability of their tokens are sent; "
-        "not in a stream. Default n.",
-    )
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers to make, of which the n with the highest mean log-probability of their tokens are sent; not in a stream.
+    Default n."""
 
     @model_validator(mode="after")
     def _no_tokens_need_a_prompt_that_is_told(self) -> CompletionRequest:

@@ -86,9 +86,8 @@ class Only:
 class HarmlessFields(StrictModel):
     """Fields of OpenAI's routes that are taken and have no effect on an answer's text."""
 
-    user: Text | None = Field(
-        None, description="Who this is for; under load, users of one API key take turns. Nothing else is done with it."
-    )
+    user: Text | None = None
+    """Who this is for; under load, users of one API key take turns. Nothing else is done with it."""
     safety_identifier: Text | None = Field(None, description="Taken and not used.")
     prompt_cache_key: Text | None = Field(None, description="Taken and not used.")
     prompt_cache_retention: Text | None = Field(None, description="Taken and not used.")
@@ -102,12 +101,10 @@ class HarmlessFields(StrictModel):
 class TemplateFields(StrictModel):
     """What a conversation's template is told beside the messages."""
 
-    chat_template_kwargs: TemplateValues | None = Field(
-        None, description="Further values for the chat template, by name, like enable_thinking; 16384 bytes of JSON."
-    )
-    reasoning_effort: ReasoningEffort | None = Field(
-        None, description="The template's value of this name; none sets enable_thinking to false, too."
-    )
+    chat_template_kwargs: TemplateValues | None = None
+    """Further values for the chat template, by name, like enable_thinking; 16384 bytes of JSON."""
+    reasoning_effort: ReasoningEffort | None = None
+    """The template's value of this name; none sets enable_thinking to false, too."""
 
     def template_values(self) -> dict[str, Any]:
         """All of them by name."""
@@ -284,9 +281,8 @@ class JsonSchema(StrictModel):
     name: Annotated[Text, Field(max_length=64)] | None = Field(None, description="Taken and not used.")
     description: Text | None = Field(None, description="Taken and not used.")
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="The JSON schema; any object without it.")
-    strict: bool | None = Field(
-        None, description="Objects have no keys but those that the schema names, unless it says otherwise."
-    )
+    strict: bool | None = None
+    """Objects have no keys but those that the schema names, unless it says otherwise."""
 
     def form(self, field: str) -> Form:
         """What fits the schema, which stands in this field."""
@@ -381,14 +377,11 @@ class OpenAIRequest(GenerationBody, FormatFields, SamplingFields, OutputFields, 
     """What the bodies of chat and completions share. A field of SamplingFields or OutputFields is one of both."""
 
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None,
-        description="Tell the log-probabilities of the prompt's tokens and of this many of the most likely ones at "
-        "each position; not in a stream.",
-    )
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="The present name of max_tokens."
-    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Tell the log-probabilities of the prompt's tokens and of this many of the most likely ones at each position; not
+    in a stream."""
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """The present name of max_tokens."""
 
     @model_validator(mode="after")
     def _fit_together(self) -> OpenAIRequest:

@@ -194,9 +194,8 @@ class TextConfig(StrictModel):
 class ReasoningConfig(StrictModel):
     """How much the model thinks before it answers."""
 
-    effort: ReasoningEffort | None = Field(
-        None, description="The template's reasoning_effort; none sets enable_thinking to false, too."
-    )
+    effort: ReasoningEffort | None = None
+    """The template's reasoning_effort; none sets enable_thinking to false, too."""
     summary: Annotated[Any, Only("auto", why="reasoning is told as it is, not summed up")] = None
     generate_summary: Annotated[Any, Only("auto", why="reasoning is told as it is, not summed up")] = None
 
@@ -210,13 +209,11 @@ class ResponsesStreamOptions(StrictModel):
 class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, HarmlessFields):
     """Body of POST /v1/responses."""
 
-    input: Input = Field(
-        description="A text, or the items of a conversation: messages, reasoning, calls and their outputs, in order."
-    )
+    input: Input
+    """A text, or the items of a conversation: messages, reasoning, calls and their outputs, in order."""
     instructions: Text | None = Field(None, description="A system message before the input.")
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        None, description="Most tokens of the answer, reasoning included. Default: what the context leaves."
-    )
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Most tokens of the answer, reasoning included. Default: what the context leaves."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: TemplateValues | None = Field(None, description="As in chat completions.")
@@ -226,15 +223,12 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     background: Annotated[Any, Only(False, why="answers are not stored here, so none can be fetched later")] = None
     include: Annotated[Any, Only([], [_ENCRYPTED], why="nothing more is told of an answer")] = None
     truncation: Annotated[Any, Only("disabled", why="no message is left out of a conversation")] = None
-    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
-        None, description="Functions that the answer may call."
-    )
-    tool_choice: ChoiceOf[FlatNamedChoice, FlatAllowedChoice] | None = Field(
-        None, description="As in chat completions."
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether an answer may hold several calls. Default true; a forced answer holds one."
-    )
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions that the answer may call."""
+    tool_choice: ChoiceOf[FlatNamedChoice, FlatAllowedChoice] | None = None
+    """As in chat completions."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may hold several calls. Default true; a forced answer holds one."""
     max_tool_calls: Annotated[Any, Only(why="there are no tools that run here")] = None
     prompt: Annotated[Any, Only(why="no prompts are stored here")] = None
     top_logprobs: Annotated[Any, Only(0, why="log-probabilities are told by /v1/chat/completions")] = None
