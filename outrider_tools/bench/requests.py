@@ -39,25 +39,19 @@ class Prompt:
     system: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RandomLengths:
-    """Lengths in tokens; each is drawn evenly from [length * (1 - spread), length * (1 + spread)]."""
+def random_prompts(
+    count: int, seed: str, *, input_len: int, output_len: int, vocab_size: int, spread: float = 0.0
+) -> list[Prompt]:
+    """Prompts of random token ids; the same for the same seed.
 
-    input_len: int
-    output_len: int
-    spread: float = 0.0
-    vocab_size: int = 10000
-
-
-def random_prompts(count: int, lengths: RandomLengths, seed: str) -> list[Prompt]:
-    """Prompts of random token ids; the same for the same seed."""
+    Both lengths are in tokens; each is drawn evenly from [length * (1 - spread), length * (1 + spread)].
+    """
     draw = random.Random(f"prompts {seed}")
-    first = FIRST_RANDOM_ID if lengths.vocab_size > 2 * FIRST_RANDOM_ID else 0
+    first = FIRST_RANDOM_ID if vocab_size > 2 * FIRST_RANDOM_ID else 0
     prompts = []
     for _ in range(count):
-        length = _near(draw, lengths.input_len, lengths.spread)
-        ids = tuple(draw.randrange(first, lengths.vocab_size) for _ in range(length))
-        prompts.append(Prompt(_near(draw, lengths.output_len, lengths.spread), token_ids=ids))
+        ids = tuple(draw.randrange(first, vocab_size) for _ in range(_near(draw, input_len, spread)))
+        prompts.append(Prompt(_near(draw, output_len, spread), token_ids=ids))
     return prompts
 
 

@@ -27,7 +27,6 @@ from outrider_tools.bench.requests import (
     LoadPoint,
     LoadRun,
     Prompt,
-    RandomLengths,
     errors_of,
     random_prompts,
     read_prompts,
@@ -282,13 +281,14 @@ def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Promp
     """Random prompts differ between the parts of a run, so that no part finds another one's in the radix cache."""
     if arguments.dataset_path is not None:
         return read_prompts(arguments.dataset_path, arguments.random_output_len)
-    lengths = RandomLengths(
-        arguments.random_input_len,
-        arguments.random_output_len,
-        arguments.random_range_ratio,
-        arguments.random_vocab_size,
+    return random_prompts(
+        count,
+        f"{arguments.seed} {part}",
+        input_len=arguments.random_input_len,
+        output_len=arguments.random_output_len,
+        vocab_size=arguments.random_vocab_size,
+        spread=arguments.random_range_ratio,
     )
-    return random_prompts(count, lengths, f"{arguments.seed} {part}")
 
 
 async def _page(

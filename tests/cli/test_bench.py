@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from outrider_tools.bench.requests import (
     LoadPoint,
     LoadRun,
     Prompt,
-    RandomLengths,
     RequestRecord,
     acceptance,
     arrivals,
@@ -36,7 +36,7 @@ from outrider_tools.cli.bench import table_of
 
 pytestmark = pytest.mark.xdist_group("live")
 
-LENGTHS = RandomLengths(12, 24, vocab_size=61)
+LENGTHS = {"input_len": 12, "output_len": 24, "vocab_size": 61}
 SHAPE = ["--random-vocab-size=61", "--random-input-len=12", "--random-output-len=24", "--ignore-eos"]
 
 
@@ -96,9 +96,9 @@ def test_arrivals_are_repeatable_and_come_at_their_rate() -> None:
 
 
 def test_random_prompts_are_repeatable_within_their_lengths_and_differ() -> None:
-    lengths = RandomLengths(100, 10, spread=0.5, vocab_size=1000)
-    prompts = random_prompts(50, lengths, "1")
-    assert prompts == random_prompts(50, lengths, "1") != random_prompts(50, lengths, "2")
+    draw = partial(random_prompts, 50, input_len=100, output_len=10, vocab_size=1000, spread=0.5)
+    prompts = draw("1")
+    assert prompts == draw("1") != draw("2")
     assert {len(prompt.token_ids) for prompt in prompts} <= set(range(50, 151))
     assert len({prompt.token_ids[:4] for prompt in prompts}) == 50
     assert all(min(prompt.token_ids) >= 256 and max(prompt.token_ids) < 1000 for prompt in prompts)
@@ -146,7 +146,7 @@ def test_a_home_that_is_not_there_is_told() -> None:
 
 
 async def test_both_doors_count_the_same_tokens_and_the_page_agrees_on_acceptance(live: Cluster) -> None:
-    prompts = random_prompts(6, LENGTHS, "doors")
+    prompts = random_prompts(6, "doors", **LENGTHS)
     ask = RequestOptions(ignore_eos=True)
     for client in (GrpcClient(live.gateway_address, ask), RestClient(live.rest_url, ask)):
         before = MetricsPage.read(live.metrics_url("gateway"))
@@ -177,7 +177,7 @@ def test_the_page_tells_what_rounds_committed_where_an_accepted_token_ended_one(
 async def test_an_open_loop_sends_when_requests_are_due(live: Cluster) -> None:
     client = GrpcClient(live.gateway_address, RequestOptions(ignore_eos=True))
     point = LoadPoint(rate=200.0, num_prompts=10, seed=3)
-    run = await run_point(client, random_prompts(10, LENGTHS, "open"), point)
+    run = await run_point(client, random_prompts(10, "open", **LENGTHS), point)
     await client.close()
     schedule = arrivals(200.0, 1.0, 3)
     assert [record.due for record in run.records] == [next(schedule) for _ in range(10)]
@@ -338,7 +338,7 @@ def test_plots_order_cases_by_load() -> None:
 
 async def test_a_load_of_a_time_lasts_that_time_though_nothing_is_due_in_its_last_part(live: Cluster) -> None:
     client = GrpcClient(live.gateway_address, RequestOptions(ignore_eos=True))
-    prompts = random_prompts(1, LENGTHS, "window")
+    prompts = random_prompts(1, "window", **LENGTHS)
     run = await run_point(client, prompts, LoadPoint(rate=1e-3, seconds=300.0))
     few = await run_point(client, prompts, LoadPoint(rate=1e-3, seconds=300.0, num_prompts=1))
     await client.close()

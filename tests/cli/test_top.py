@@ -22,7 +22,7 @@ from outrider.cli.main import main
 from outrider.errors import ConfigError
 from outrider.metrics import MetricsPage
 from outrider_tools.bench.clients import GrpcClient, RequestOptions, run_point
-from outrider_tools.bench.requests import LoadPoint, Prompt, RandomLengths, random_prompts
+from outrider_tools.bench.requests import LoadPoint, Prompt, random_prompts
 from outrider_tools.cli.top import PageView, TopFigure, Watch, _fitted, line_of, page_url, page_view, picture_of
 
 pytestmark = pytest.mark.xdist_group("live")
@@ -50,7 +50,8 @@ def views(live: Cluster) -> dict[str, PageView]:
 
     async def load() -> None:
         client = GrpcClient(live.gateway_address, RequestOptions(ignore_eos=True))
-        prompts = [*random_prompts(4, RandomLengths(12, 40, vocab_size=61), "top"), Prompt(4, token_ids=(99,))]
+        prompts = random_prompts(4, "top", input_len=12, output_len=40, vocab_size=61)
+        prompts.append(Prompt(4, token_ids=(99,)))
         await run_point(client, prompts, LoadPoint(concurrency=2, num_prompts=5))
         await client.close()
 
