@@ -309,5 +309,10 @@ class _Writer:
 
 
 def _literal(text: str) -> str:
-    # "::=" would make another language of the grammar, and "%llguidance" an order to the library.
-    return _in_json(text).replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
+    return masked(_in_json(text))
+
+
+def masked(source: str) -> str:
+    """JSON, which is part of a grammar, without what a text in it may hold: "::=" would make another language of the
+    grammar, and "%llguidance" an order to the library."""
+    return source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")

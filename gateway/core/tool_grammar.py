@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from gateway.core.gemma_calls import call_rules
+from gateway.core.gemma_calls import call_rules, masked
 from gateway.core.reasoning import ReasoningStart
 from gateway.core.request import Tool
 from gateway.core.tool_parser import ToolFormat
@@ -116,7 +116,7 @@ def _form_rule(wanted: Grammar, start: ReasoningStart | None) -> str:
     """The rule `form`, which comes last."""
     match wanted.kind:
         case GrammarKind.CHOICE:
-            choices = (_masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
+            choices = (masked(json.dumps(text, ensure_ascii=False)) for text in wanted.choices)
             return f"form: {' | '.join(choices)}"
         case GrammarKind.REGEX:
             # Else an expression that the marker fits, too, would hold for the reasoning behind it.
@@ -241,12 +241,7 @@ def _embedded(schema: dict[str, Any]) -> str:
     """A JSON schema within a grammar in Lark. White space is bounded: a small model may go on with it for ever."""
     prepare_schema(schema)
     options = {"whitespace_pattern": _SPACE, "lenient": False, "coerce_one_of": True} | schema.get("x-guidance", {})
-    return "%json " + _masked(json.dumps(schema | {"x-guidance": options}, ensure_ascii=False))
-
-
-def _masked(source: str) -> str:
-    """JSON without signs of another language and of orders to the library, which a text in it may hold."""
-    return source.replace("::=", "::\\u003d").replace("%llguidance", "\\u0025llguidance")
+    return "%json " + masked(json.dumps(schema | {"x-guidance": options}, ensure_ascii=False))
 
 
 def _call_schema(tools: Sequence[Tool], form: ToolFormat) -> dict[str, Any]:
