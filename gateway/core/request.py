@@ -113,10 +113,6 @@ def _template_values(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _one_or_more(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
@@ -124,7 +120,11 @@ PromptText = Annotated[Text, Field(min_length=1)]
 StopString = Annotated[Text, Field(min_length=1, max_length=256)]
 StopStringList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
 StopStrings = Annotated[
-    StopStringList, BeforeValidator(_one_or_more, json_schema_input_type=StopString | StopStringList)
+    StopStringList,
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=StopString | StopStringList,
+    ),
 ]
 LogitBias = Annotated[
     dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],

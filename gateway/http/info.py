@@ -33,7 +33,7 @@ from gateway.core.validation import validate
 from gateway.http.body import BodyReader
 from gateway.http.responses import DOOR, PART_BYTES, Body, json_bytes, run_while_connected, send_json
 from gateway.openai.chat import Messages, ToolBody
-from gateway.openai.fields import TemplateFields
+from gateway.openai.fields import TemplateFields, template_values
 from outrider import __version__
 from outrider.chat_template import special_tokens
 from outrider.config.gateway import GatewayOptions
@@ -319,7 +319,8 @@ def prepare_tokenize(body: Mapping[str, Any], model: GatewayModel, ignore_unknow
     messages = [message.plain() for message in request.messages or ()]
     ends = {name: getattr(request, name) for name in PromptEnd.model_fields}
     tools = [tool.function for tool in request.tools or ()]
-    fields = {"messages": messages, "template_values": request.template_values(), "tools": tools} | ends
+    values = template_values(request.reasoning_effort, request.chat_template_kwargs)
+    fields = {"messages": messages, "template_values": values, "tools": tools} | ends
     chat = validate(Chat, fields) if messages else None
     # What a template makes of tools may be long.
     size_of_tools = sum(_INLINE_SIZE + len(tool.model_dump_json()) for tool in tools)

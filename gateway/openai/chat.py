@@ -36,6 +36,7 @@ from gateway.openai.fields import (
     OpenAIRequest,
     TemplateFields,
     content_text,
+    template_values,
     tool_fields,
 )
 from gateway.openai.generation import AnswerHead, ChoicesBuilder, CollectedAnswer, UsageBody, finish_word
@@ -271,7 +272,7 @@ class ChatCompletionRequest(OpenAIRequest, TemplateFields, PromptEnd):
         fields["separate_reasoning"] = self.separate_reasoning is not False
         fields["chat"] = {
             "messages": [message.plain() for message in self.messages],
-            "template_values": self.template_values(),
+            "template_values": template_values(self.reasoning_effort, self.chat_template_kwargs),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
         } | self._tool_fields()

@@ -106,10 +106,6 @@ class TemplateFields(StrictModel):
     reasoning_effort: ReasoningEffort | None = None
     """The template's value of this name; none sets enable_thinking to false, too."""
 
-    def template_values(self) -> dict[str, Any]:
-        """All of them by name."""
-        return template_values(self.reasoning_effort, self.chat_template_kwargs)
-
 
 def template_values(effort: ReasoningEffort | None, values: Mapping[str, Any] | None) -> dict[str, Any]:
     """What a conversation's template is told beside the messages, by name."""

@@ -166,7 +166,11 @@ class ResponseBuilder(ABC):
         self._jobs = [job for job in jobs for _ in range(job.n)]
         """Of each answer."""
         self._answers = [CollectedAnswer() for _ in self._jobs]
-        self.num_prompt_values = sum(_num_prompt_values(job) for job in self._jobs)
+        self.num_prompt_values = sum(
+            len(job.prompt_token_ids) * (1 + num_top)
+            for job in self._jobs
+            if (num_top := job.request.num_prompt_logprobs) is not None
+        )
         """Log-probabilities in the response of the prompts' tokens."""
         self._num_collected = 0
         """Log-probabilities, tree nodes and tokens of the answers that are kept."""
@@ -294,13 +298,6 @@ def _num_values(delta: Delta) -> int:
     """Tokens, log-probabilities and tree nodes of a delta."""
     num_scored = sum(1 if token.logprobs is None else 2 + len(token.logprobs.top) for token in delta.tokens)
     return num_scored + sum(len(tree.token_ids) for tree in delta.chunk.round_trees)
-
-
-def _num_prompt_values(job: Job) -> int:
-    """Log-probabilities in the response of a job's prompt, over one answer."""
-    if job.request.num_prompt_logprobs is None:
-        return 0
-    return len(job.prompt_token_ids) * (1 + job.request.num_prompt_logprobs)
 
 
 @dataclass(eq=False, repr=False)
