@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -237,12 +237,12 @@ class Corpus:
     def _generated(
         self, what: str, told: str, jobs: list[GenerationJob], longest: int, seed: int, budget: int = 0
     ) -> list[NDArray[np.int32]]:
-        """Answers of at most `longest` tokens with their prompts; once all ranks have `budget` tokens (0: no end), or
-        time is over, no more begin."""
+        """Answers of at most `longest` tokens with their prompts, each drawn by a seed of its own that follows from
+        `seed`; once all ranks have `budget` tokens (0: no end), or time is over, no more begin."""
         rows = min(self.options.num_rows, len(jobs))
         self.report.line(f"{what}: {told}, {rows} at once")
-        return Generator(self.model, rows, longest, self.model.config.eos_token_ids, seed).run(
-            jobs,
+        return Generator(self.model, rows, longest, self.model.config.eos_token_ids).run(
+            [replace(job, seed=(seed << 32) + number) for number, job in enumerate(jobs)],
             token_budget=self.ranks.ceil_share(budget) or None,
             seconds=60 * self.options.text_minutes or None,
             on_progress=lambda done: self.report.generated(what, done * self.ranks.count, budget),

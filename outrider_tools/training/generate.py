@@ -23,8 +23,6 @@ from outrider_tools.training.rollout import noise_keys
 from outrider_tools.training.texts import Texts
 
 PAGE_SIZE = 16
-# The finest step of the uniform numbers that exponential ones are made of.
-MIN_EXPONENTIAL = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class GenerationJob:
     temperature: float
     max_new_tokens: int
     seed: int = 0
-    """Keys the shared noise, with choice 0, where a generator draws with that."""
+    """Keys the shared noise, with choice 0."""
 
 
 # Decode steps between two looks at who has ended.
@@ -49,24 +47,14 @@ ProgressCallback = Callable[[int], None]
 class Generator:
     """Continues prompts until a stop token, which is part of the answer, or until the job's limit.
 
-    Sampled text depends on `seed`, on the jobs and their order, and on `num_rows`; with `shared_noise` tokens are drawn
-    as the verify service draws them, by the seeds of the jobs alone.
+    Tokens are drawn as the verify service draws them, by the seeds of the jobs alone.
 
     Rows of tokens lie on the device, each with pages of its own, and run until they end by themselves. Every row holds
     `length` tokens with valid KV and behind them the token that its next step runs.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        num_rows: int,
-        max_length: int,
-        stop_ids: Sequence[int],
-        seed: int = 0,
-        shared_noise: bool = False,
-    ) -> None:
+    def __init__(self, model: CausalLM, num_rows: int, max_length: int, stop_ids: Sequence[int]) -> None:
         """`max_length`: tokens of prompt and answer together at most."""
-        torch.manual_seed(seed)
         self._num_rows = num_rows
         self._max_length = max_length
         self._model = model
@@ -84,7 +72,6 @@ class Generator:
         self._length, self._limit = zeros(torch.int32), zeros(torch.int32)
         self._inverse_temperature, self._noise = zeros(torch.float32), zeros(torch.float32)
         self._active = zeros(torch.bool)
-        self._shared_noise = shared_noise
         self._seeds = [0] * num_rows
         self._noise_keys = zeros(torch.int32, 3)
         self._stop_ids = torch.tensor(list(stop_ids), dtype=torch.int32, device=device)
@@ -162,21 +149,17 @@ class Generator:
         self._active.logical_and_(~stopped)
 
     def _sample(self, logits: Tensor) -> Tensor:
-        """int32 [R]: the likeliest token, or one drawn by adding Gumbel noise."""
+        """int32 [R]: the likeliest token, or one drawn by adding the shared noise."""
         scores = logits * self._inverse_temperature.unsqueeze(1)
-        if self._shared_noise and not logits.is_cuda:
-            positions, sampled = (self._length + 1).tolist(), (self._active & (self._noise > 0)).tolist()
-            for row in range(self._num_rows):
-                if sampled[row]:
-                    drawn = gumbel(self._seeds[row], 0, positions[row], vocab_size=logits.shape[1])
-                    scores[row] += torch.from_numpy(np.asarray(drawn))
-            return scores.argmax(1).to(torch.int32)
-        if self._shared_noise:
+        if logits.is_cuda:
             noise = device_gumbel(self._noise_keys, self._length + 1, logits.shape[1])
+            scores.addcmul_(noise, self._noise.unsqueeze(1))
         else:
-            # Never 0, whose logarithm would make any token win, and would spoil greedy rows.
-            noise = torch.empty_like(scores).exponential_().clamp_(min=MIN_EXPONENTIAL).log_().neg_()
-        return scores.addcmul_(noise, self._noise.unsqueeze(1)).argmax(1).to(torch.int32)
+            positions = (self._length + 1).tolist()
+            for row in (self._active & (self._noise > 0)).nonzero()[:, 0].tolist():
+                drawn = gumbel(self._seeds[row], 0, positions[row], vocab_size=logits.shape[1])
+                scores[row] += torch.from_numpy(np.asarray(drawn))
+        return scores.argmax(1).to(torch.int32)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Record a step while no row is active: it writes nothing that counts."""
@@ -294,6 +277,6 @@ def answer_questions(
     jobs = [GenerationJob(prompt, temperature, max_new_tokens, key) for prompt, key in zip(prompts, seeds, strict=True)]
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     stops = model.config.eos_token_ids
-    generator = Generator(model, min(num_rows, len(jobs)), longest, stops, shared_noise=True)
+    generator = Generator(model, min(num_rows, len(jobs)), longest, stops)
     texts = Texts.join(prompts, generator.run(jobs, on_progress=on_progress))
     return Answers(texts, temperature, seeds, [question.category for question in questions])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ def test_greedy_answers_equal_transformers_and_rows_are_used_again(target: Targe
 
 
 def test_sampled_tokens_follow_the_targets_distribution(target: TargetModel) -> None:
-    jobs = [GenerationJob([5, 9, 30], 1.3, 1)] * 400
-    drawn = torch.tensor(run(Generator(target.model, 200, 8, [2], seed=1), jobs)).flatten()
+    jobs = [GenerationJob([5, 9, 30], 1.3, 1, seed) for seed in range(400)]
+    drawn = torch.tensor(run(Generator(target.model, 200, 8, [2]), jobs)).flatten()
     hidden = transformers.AutoModelForCausalLM.from_pretrained(target.folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         chances = (hidden(torch.tensor([[5, 9, 30]])).logits[0, -1] / 1.3).softmax(0)
@@ -54,14 +55,14 @@ def test_sampled_tokens_follow_the_targets_distribution(target: TargetModel) -> 
     assert (surprise[drawn].mean() - mean).abs() < 4 * deviation
 
 
-def test_same_seed_same_text_and_the_budget_ends_it(target: TargetModel) -> None:
-    jobs = [GenerationJob(prompt, 1.0, 10) for prompt in prompts(4)] * 3
-    first, second = (run(Generator(target.model, 4, 32, [2], seed=7), jobs) for _ in range(2))
+def test_same_seeds_same_text_however_many_rows_and_the_budget_ends_it(target: TargetModel) -> None:
+    jobs = [GenerationJob(prompt, 1.0, 10, seed) for seed, prompt in enumerate(prompts(4) * 3, 7)]
+    first, second = (run(Generator(target.model, rows, 32, [2]), jobs) for rows in (4, 5))
     assert first == second
-    assert first != run(Generator(target.model, 4, 32, [2], seed=8), jobs)
-    cut = run(Generator(target.model, 4, 32, [2], seed=7), jobs, token_budget=1)
+    assert first != run(Generator(target.model, 4, 32, [2]), [replace(job, seed=job.seed + 1) for job in jobs])
+    cut = run(Generator(target.model, 4, 32, [2]), jobs, token_budget=1)
     assert 4 <= len(cut) < len(jobs)
-    assert run(Generator(target.model, 4, 32, [2], seed=7), jobs, seconds=0.0) == []
+    assert run(Generator(target.model, 4, 32, [2]), jobs, seconds=0.0) == []
 
 
 def test_jobs_that_do_not_fit_are_refused(target: TargetModel) -> None:
@@ -79,8 +80,8 @@ def test_captured_steps_give_the_text_of_the_cpu(target: TargetModel) -> None:
 @pytest.mark.gpu
 def test_captured_noise_is_new_at_every_step_and_the_same_for_a_seed(target: TargetModel) -> None:
     model = load_model(target.folder, torch.bfloat16, "cuda")
-    jobs = [GenerationJob([5, 9, 30], 8.0, 24)] * 64
-    first, second = (run(Generator(model, 32, 32, [], seed=3), jobs) for _ in range(2))
+    jobs = [GenerationJob([5, 9, 30], 8.0, 24, seed) for seed in range(64)]
+    first, second = (run(Generator(model, 32, 32, []), jobs) for _ in range(2))
     assert first == second
     assert len(set(map(tuple, first))) == 64
     assert all(len(set(answer)) > 12 for answer in first)
