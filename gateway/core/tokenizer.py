@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,13 +34,13 @@ class ByteDetokenizer:
     Only an unfinished character is held back, at most three bytes.
     """
 
-    def __init__(self, text_bytes: Mapping[int, bytes]) -> None:
+    def __init__(self, text_bytes: Callable[[int], bytes]) -> None:
         self._text_bytes = text_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """Adds a token. Returns the text that became final, which may be empty."""
-        return self._decoder.decode(self._text_bytes[token_id])
+        return self._decoder.decode(self._text_bytes(token_id))
 
     def finish(self) -> str:
         """Ends the answer. Returns what was held back; half a character becomes U+FFFD."""
@@ -173,18 +173,6 @@ def overlap_length(text: str, mark: str) -> int:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class _TokenBytes(dict[int, bytes]):
-    """Bytes that tokens stand for, each found when it is first asked for."""
-
-    def __init__(self, find: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._find = find
-
-    def __missing__(self, token_id: int) -> bytes:
-        found = self[token_id] = self._find(token_id)
-        return found
-
-
 class Tokenizer:
     """Text to token ids and back, and the chat template that belongs to them."""
 
@@ -212,8 +200,8 @@ class Tokenizer:
         self._byte_fallback = "ByteFallback" in decoders
         self._special = {t.content: token_id for token_id, t in inner.get_added_tokens_decoder().items() if t.special}
         self._added = {t.content: token_id for token_id, t in inner.get_added_tokens_decoder().items()}
-        self._bytes = _TokenBytes(lambda token_id: self._find_bytes(self._inner.id_to_token(token_id) or ""))
-        self._shown_bytes: dict[frozenset[str], _TokenBytes] = {}
+        self._bytes = cache(lambda token_id: self._find_bytes(inner.id_to_token(token_id) or ""))
+        self._shown_bytes: dict[frozenset[str], Callable[[int], bytes]] = {}
         """By the special tokens that are left out."""
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
         """Characters of the longest token, an upper bound of the text that one token stands for."""
@@ -295,7 +283,7 @@ class Tokenizer:
             return token is None or token in hidden
 
         if self._byte_level:
-            shown_bytes = _TokenBytes(lambda token_id: b"" if is_hidden(token_id) else self._bytes[token_id])
+            shown_bytes = cache(lambda token_id: b"" if is_hidden(token_id) else self._bytes(token_id))
             return ByteDetokenizer(self._shown_bytes.setdefault(hidden, shown_bytes))
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         marks = {self._special[mark]: mark for mark in shown & self._special.keys()} if skip_special_tokens else {}
@@ -303,7 +291,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, special tokens spelled out; empty for an id without a token."""
-        return self._bytes[token_id]
+        return self._bytes(token_id)
 
     def _find_bytes(self, token: str) -> bytes:
         if self._byte_level:
