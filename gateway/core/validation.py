@@ -26,14 +26,12 @@ _KINDS: Mapping[type, str] = {
 
 _WANTED: Mapping[str, str] = {
     "int_type": "an integer",
-    "int_from_float": "an integer",
     "float_type": "a number",
     "string_type": "a string",
     "bool_type": "a boolean",
     "list_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
-    "model_attributes_type": "an object",
 }
 
 _EITHER: Mapping[tuple[int | str, ...], str] = {
