@@ -278,14 +278,13 @@ class _LoadDriver:
         """Requests are sent when they are due, however long the others take."""
         point = self._point
         places = asyncio.Semaphore(point.concurrency or 1 << 30)
-        tasks = []
-        for due in arrivals(point.rate, point.burstiness, point.seed):
-            prompt = self._take(due)
-            if prompt is None:
-                break
-            await asyncio.sleep(max(0.0, due - self._clock()))
-            tasks.append(asyncio.create_task(self._send_when_free(places, prompt, due)))
-        await asyncio.gather(*tasks)
+        async with asyncio.TaskGroup() as tasks:
+            for due in arrivals(point.rate, point.burstiness, point.seed):
+                prompt = self._take(due)
+                if prompt is None:
+                    break
+                await asyncio.sleep(max(0.0, due - self._clock()))
+                tasks.create_task(self._send_when_free(places, prompt, due))
 
     async def _send_when_free(self, places: asyncio.Semaphore, prompt: Prompt, due: float) -> None:
         async with places:

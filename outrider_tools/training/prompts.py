@@ -226,8 +226,7 @@ class Beginnings:
         self._chat = chat
         self._share = share
         self._random = np.random.default_rng(seed)
-        own = [_form(chat.behind, message) for message in SYSTEM_MESSAGES]
-        self._own = [form or chat for form in own]
+        self._own = [_form(chat.behind, message) or chat for message in SYSTEM_MESSAGES]
         self._invented = [_form(chat.behind, message) or chat for message in invented]
         self._bare = _form(chat.behind, "") or chat
         self._raw = chat.raw()
