@@ -19,7 +19,7 @@ from gateway.core.request import Chat, ClientRequest, Job, RequestMessage, Reque
 from gateway.core.tool_grammar import check_sizes, forced_grammars, form_grammar, strict_grammar
 from gateway.core.tool_parser import FORMATS, ToolCalls, ToolFormat, read_json
 from gateway.core.validation import FieldNames, renamed
-from outrider.chat_template import ChatTemplate, ChatTemplateError
+from outrider.chat_template import ChatTemplateError
 from outrider.errors import ContextLengthError, InvalidRequestError
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.protocol.generation import GenerationRequest
@@ -193,7 +193,11 @@ def render_chat(chat: Chat, model: GatewayModel, field: str) -> str:
     template = model.tokenizer.tool_template if chat.offered else model.tokenizer.chat_template
     if template is None:
         raise InvalidRequestError(field, f"{model.name} has no chat template", "send a plain prompt instead")
-    messages, tools = _chat_messages(chat, template, model.tool_format)
+    if template.knows_tools:
+        messages = [_known(message) for message in chat.messages]
+        tools = [{"type": "function", "function": _description(tool)} for tool in chat.offered]
+    else:
+        messages, tools = _written_out(chat, model.tool_format or FORMATS["json"]), []
     mark = ""
     if chat.continue_final_message:
         mark = secrets.token_hex(16) + _WIDE_SPACE
@@ -258,16 +262,6 @@ def _fit(num_prompt: int, request: ClientRequest, model: GatewayModel, prompt_fi
         )
     limits = (room, max_tokens or request.default_max_tokens, model.defaults.get("max_tokens"))
     return int(min(limit for limit in limits if limit is not None))
-
-
-def _chat_messages(
-    chat: Chat, template: ChatTemplate, form: ToolFormat | None
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The messages and the tools that a chat template is given."""
-    if not template.knows_tools:
-        return _written_out(chat, form or FORMATS["json"]), []
-    tools = [{"type": "function", "function": _description(tool)} for tool in chat.offered]
-    return [_known(message) for message in chat.messages], tools
 
 
 def _written_out(chat: Chat, form: ToolFormat) -> list[dict[str, Any]]:

@@ -422,7 +422,8 @@ class ToolCallParser:
         if has_ended:
             if not (reader.has_failed or reader.has_arguments):
                 self._tell(ToolCallDelta(self.num_calls - 1, arguments="{}"))
-            self._end_call()
+            self._await_call([])
+            self._begun, self._name, self._called = False, "", True
 
     def _tell(self, delta: ToolCallDelta) -> None:
         if not self._parallel and delta.index > 0:
@@ -432,10 +433,6 @@ class ToolCallParser:
             self._calls[-1] = replace(last, arguments=last.arguments + delta.arguments)
         else:
             self._calls.append(replace(delta, text_before=sum(map(len, self._text))))
-
-    def _end_call(self) -> None:
-        self._await_call([])
-        self._begun, self._name, self._called = False, "", True
 
     def _give_up(self) -> None:
         """What was taken for the beginning of a call is text."""

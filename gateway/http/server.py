@@ -325,12 +325,10 @@ def _num_head_lines(data: bytes) -> int:
     return data.count(b"\n", 0, min(ends, default=len(data)))
 
 
-def _is_fault(record: logging.LogRecord) -> bool:
-    """Whether uvicorn does not merely say that we gave up an answer, as on a client that does not read it."""
-    return record.msg != "ASGI callable returned without completing response."
-
-
-logging.getLogger("uvicorn.error").addFilter(_is_fault)
+# It is no fault that we gave up an answer, as on a client that does not read it.
+logging.getLogger("uvicorn.error").addFilter(
+    lambda record: record.msg != "ASGI callable returned without completing response."
+)
 
 
 class HttpServer:

@@ -43,10 +43,6 @@ def _rates(text: str) -> list[float]:
     return [math.inf if part.strip() == "inf" else one(part.strip()) for part in text.split(",")]
 
 
-def _concurrencies(text: str) -> list[int]:
-    return [whole_number(1, MAX_CONCURRENCY)(part.strip()) for part in text.split(",")]
-
-
 def add_parser(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     group = parser.add_argument_group("the gateway")
@@ -84,7 +80,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-concurrency",
-        type=_concurrencies,
+        type=lambda text: [whole_number(1, MAX_CONCURRENCY)(part.strip()) for part in text.split(",")],
         help="Requests at once; several, comma separated, are measured one after the other. Default: all of them.",
     )
     group.add_argument(
