@@ -67,11 +67,11 @@ class Connections:
         self.max_per_client = options.max_connections_per_address or max(1, options.max_connections // 2)
         self._proxies = [ip_network(proxy) for proxy in options.proxies]
         """Addresses that are many clients', and may have all connections."""
-        self._idle: dict[HttpConnection, None] = {}
+        self._idle: dict[_HttpConnection, None] = {}
         """Those without a request; the one that has been longest without is first."""
         self._per_client: Counter[str] = Counter()
 
-    def admit(self, connection: HttpConnection) -> bool:
+    def admit(self, connection: _HttpConnection) -> bool:
         """Counts a new connection; when there are too many, an idle one gives way. Returns whether it may stay.
 
         Where one client has too many, it has to be one of its own.
@@ -111,14 +111,14 @@ class Connections:
             return str(IPv6Network((address, _IPV6_PREFIX_BITS), strict=False))
         return str(address)
 
-    def set_idle(self, connection: HttpConnection, idle: bool) -> None:
+    def set_idle(self, connection: _HttpConnection, idle: bool) -> None:
         """Marks whether a connection has no request. One that was idle before keeps its place in line."""
         if not idle:
             self._idle.pop(connection, None)
         elif connection not in self._idle:
             self._idle[connection] = None
 
-    def remove(self, connection: HttpConnection) -> None:
+    def remove(self, connection: _HttpConnection) -> None:
         """Counts a connection that has ended."""
         self.num_open -= 1
         self._per_client[connection.client_key] -= 1
@@ -127,7 +127,7 @@ class Connections:
         self._idle.pop(connection, None)
 
 
-class HttpConnection(H11Protocol):
+class _HttpConnection(H11Protocol):
     """A connection is in one of these states, and none but the second lasts as long as the client likes.
 
     idle            between requests, or before the first: uvicorn's keep-alive, or until another one needs the place
@@ -155,7 +155,6 @@ class HttpConnection(H11Protocol):
         """When something is sent next, to see whether such a client is still there."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See the base."""
         super().connection_made(transport)
         self.client_key = self._connections.client_of(self.client[0] if self.client else "")
         if not self._connections.admit(self):
@@ -169,14 +168,12 @@ class HttpConnection(H11Protocol):
         self._update_state()
 
     def data_received(self, data: bytes) -> None:
-        """See the base."""
         if self.transport.is_closing():
             return
         super().data_received(data)
         self._update_state()
 
     def handle_events(self) -> None:
-        """See the base."""
         if self.conn.their_state is h11.IDLE and _num_head_lines(self.conn.trailing_data[0]) > _MAX_HEAD_LINES:
             text = f"the request has more than {_MAX_HEAD_LINES} lines of headers; send fewer"
             self._refuse_head(HttpError(431, text, "head_too_large"))
@@ -184,7 +181,6 @@ class HttpConnection(H11Protocol):
             super().handle_events()
 
     def on_response_complete(self) -> None:
-        """See the base."""
         super().on_response_complete()
         if self._look_timer is not None and not self._has_whole_request:
             self.transport.close()
@@ -199,7 +195,6 @@ class HttpConnection(H11Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See the base."""
         self._connections.remove(self)
         for timer in (self._late_timer, self._unread_timer, self._look_timer):
             if timer is not None:
@@ -208,12 +203,10 @@ class HttpConnection(H11Protocol):
         self._unset_keepalive_if_required()
 
     def resume_writing(self) -> None:
-        """See the base."""
         super().resume_writing()
         self._unread = math.inf  # the client has taken some, however much is written now
 
     def timeout_keep_alive_handler(self) -> None:
-        """See the base."""
         super().timeout_keep_alive_handler()
         self._update_state()
 
@@ -362,7 +355,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Accepts connections."""
-        connect = partial(HttpConnection, self.connections, config=self.config, server_state=self._state, app_state={})
+        connect = partial(_HttpConnection, self.connections, config=self.config, server_state=self._state, app_state={})
         self._dates = asyncio.create_task(self._renew_date(), name=f"date of {self.address}")
         if self._tls is None:
             loop = asyncio.get_running_loop()
