@@ -74,6 +74,7 @@ class Replica:
         )
         self._stub = VerifyServiceStub(self._channel)
         self._look_now = asyncio.Event()
+        """Set by a call that failed: whether the replica is still there is looked at at once."""
         self._ended = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -152,7 +153,7 @@ class Replica:
             if isinstance(told, UnavailableError | InternalError):
                 _logger.info("verify %s failed a call: %s", self.address, error.details())
             if isinstance(told, UnavailableError):
-                self.doubt()
+                self._look_now.set()
             raise told from None
         except asyncio.CancelledError:
             # A call that this side has cancelled raises it, too; the task itself goes on then, and its client is told.
@@ -165,12 +166,8 @@ class Replica:
             if not self.calls:
                 self._idle.set()
             call.cancel()
-        self.doubt()
-        raise UnavailableError("the verify service ended the answer without finishing it", code="answer_incomplete")
-
-    def doubt(self) -> None:
-        """A call failed: look at once whether the replica is still there."""
         self._look_now.set()
+        raise UnavailableError("the verify service ended the answer without finishing it", code="answer_incomplete")
 
     def end_answers(self) -> None:
         """Ends the answers in the making, and begins no more: they raise UnavailableError with code draining."""
