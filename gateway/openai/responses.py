@@ -14,7 +14,12 @@ from gateway.core.catalogue import GatewayModel
 from gateway.core.request import Job
 from gateway.core.tool_parser import ToolCallDelta
 from gateway.http.responses import Body, ErrorDetail, error_detail, event, json_bytes
-from gateway.openai.generation import ResponseBuilder, SpeculationUsage
+from gateway.openai.generation import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    ResponseBuilder,
+    SpeculationUsage,
+)
 from gateway.openai.logprobs import TraceBody
 from gateway.openai.responses_request import ResponsesRequest
 from outrider.errors import OutriderError
@@ -63,25 +68,13 @@ class IncompleteDetails(Body):
     reason: Literal["max_output_tokens"]
 
 
-class InputTokensDetails(Body):
-    """Of the input's tokens."""
-
-    cached_tokens: int
-
-
-class OutputTokensDetails(Body):
-    """Of the output's tokens."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(Body):
     """What a response used."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
     outrider: SpeculationUsage
 
@@ -337,9 +330,9 @@ def _part(kind: ItemKind, text: str) -> OutputPart:
 def _usage(usage: Usage) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_prompt_tokens),
+        input_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_prompt_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.num_reasoning_tokens),
+        output_tokens_details=CompletionTokensDetails(reasoning_tokens=usage.num_reasoning_tokens),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         outrider=SpeculationUsage.of(usage),
     )
