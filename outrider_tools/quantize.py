@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 _STEPS = tuple(2 ** (step / 16) for step in range(16))
 """What scales of e4m3 are tried larger by: within an octave its numbers lie otherwise, beyond it the same again."""
 Tensors = dict[str, Tensor]
+Pack = Callable[[Tensor, Tensor, int], Tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class QuantFormat:
     columns: int | None
     tried: Callable[[Tensor], Sequence[Tensor]]
     nearest: Callable[[Tensor], Tensor]
-    pack: Callable[[Tensor, Tensor, int], Tensors]
+    pack: Pack
     config: Callable[[int], dict[str, Any]]
 
     def fit(self, matrix: Tensor, group: int) -> Tensor:
@@ -193,12 +193,12 @@ def _nearest_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
-def _fp8(numbers: Tensor, scales: Tensor, group: int, name: str = "weight_scale") -> Tensors:
-    return {"weight": numbers.to(torch.float8_e4m3fn), name: scales}
+def _eight(dtype: torch.dtype, name: str = "weight_scale") -> Pack:
+    return lambda numbers, scales, group: {"weight": numbers.to(dtype), name: scales}
 
 
-def _nearest_int4(values: Tensor) -> Tensor:
-    return values.round().clamp(-8, 7)
+def _whole(least: int, most: int) -> Callable[[Tensor], Tensor]:
+    return lambda values: values.round().clamp(least, most)
 
 
 def _scales_int4(largest: Tensor) -> list[Tensor]:
@@ -269,17 +269,9 @@ def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
     }
 
 
-def _nearest_int8(values: Tensor) -> Tensor:
-    return values.round().clamp(-127, 127)
-
-
 def _scales_int8(largest: Tensor) -> list[Tensor]:
     widest = _positive(largest / 127)
     return [widest * clip for clip in _CLIPS]
-
-
-def _int8(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
-    return {"weight": numbers.to(torch.int8), "weight_scale": scales}
 
 
 def _eight_bits(kind: str, strategy: str = "channel") -> dict[str, Any]:
@@ -305,10 +297,11 @@ def _gptq_config(group: int) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, "lm_head": False}
 
 
-def _of_int4(pack: Callable[[Tensor, Tensor, int], Tensors], config: Callable[[int], dict[str, Any]]) -> QuantFormat:
-    return QuantFormat(1, None, _scales_int4, _nearest_int4, pack, config)
+def _of_int4(pack: Pack, config: Callable[[int], dict[str, Any]]) -> QuantFormat:
+    return QuantFormat(1, None, _scales_int4, _whole(-8, 7), pack, config)
 
 
+_fp8 = _eight(torch.float8_e4m3fn)
 FORMATS: dict[str, QuantFormat] = {
     "fp8": QuantFormat(1, 0, _scales_e4m3, _nearest_e4m3, _fp8, lambda group: _eight_bits("float")),
     "fp8-tensor": QuantFormat(
@@ -320,9 +313,9 @@ FORMATS: dict[str, QuantFormat] = {
         lambda group: _eight_bits("float", "tensor"),
     ),
     "fp8-block": QuantFormat(
-        BLOCK, BLOCK, _scales_e4m3, _nearest_e4m3, partial(_fp8, name="weight_scale_inv"), _block_config
+        BLOCK, BLOCK, _scales_e4m3, _nearest_e4m3, _eight(torch.float8_e4m3fn, "weight_scale_inv"), _block_config
     ),
-    "int8": QuantFormat(1, 0, _scales_int8, _nearest_int8, _int8, lambda group: _eight_bits("int")),
+    "int8": QuantFormat(1, 0, _scales_int8, _whole(-127, 127), _eight(torch.int8), lambda group: _eight_bits("int")),
     "int4": _of_int4(_int4, lambda group: _four_bits("int", group, "pack-quantized")),
     "awq": _of_int4(_awq, _awq_config),
     "gptq": _of_int4(_gptq, _gptq_config),
