@@ -223,11 +223,6 @@ class DraftPlan:
     read: int
     """Bytes that a draft step reads."""
 
-    @property
-    def fixed(self) -> int:
-        """What it takes before any context."""
-        return self.weights + self.tree_slots + DRAFT_WORK_BYTES + CONTEXT_BYTES
-
 
 def plan_inside(verify: VerifyOptions, dtype: str, folder: Path) -> DraftPlan | None:
     """The draft model of verify's own rounds, which has the target's number format and pages."""
@@ -346,8 +341,10 @@ def run(arguments: argparse.Namespace) -> int:
         if NAIVE_EAGLE not in draft.speculative_algorithm:
             in_our_flags("draft", draft.check)
         drafter = plan_draft(draft, folder)
-        beside = float(drafter.fixed) if drafter is not None and arguments.same_gpu else 0.0
         features = drafter.features_per_token if drafter is not None else 0
+        beside = 0
+        if drafter is not None and arguments.same_gpu:
+            beside = drafter.weights + drafter.tree_slots + DRAFT_WORK_BYTES + CONTEXT_BYTES
         plan = plan_target(config, elements, dtype, verify, gpu.memory, features, beside)
     if plan.kv_tokens:
         verify.check_lengths(config.max_positions, plan.kv_tokens)
