@@ -5,6 +5,7 @@ In `vllm:*` names a request is one answer. Loads of the verify replicas are aske
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
@@ -150,7 +151,7 @@ class GatewayMetrics:
 
     async def render(self, model_name: str, router: Router, gate: Gate) -> bytes:
         """The page for a scraper. `model_name` is empty before a model is known."""
-        await router.refresh_loads()
+        await asyncio.gather(*(replica.refresh_load() for replica in router.replicas))
         self.requests.set(gate.num_requests)
         self.answers.set(gate.num_answers)
         self.draining.set(gate.draining)

@@ -246,10 +246,6 @@ class Router:
         for replica in replicas:
             await replica.close()
 
-    async def refresh_loads(self) -> None:
-        """Asks all replicas at once how busy they are."""
-        await asyncio.gather(*(r.refresh_load() for r in self.replicas))
-
     def choose(self, prompt: Sequence[int], avoid: Collection[Replica] = (), *, tenant: str = "") -> Replica:
         """The replica for a tenant's prompt; those in `avoid` only if there is no other. Raises UnavailableError."""
         ready = [r for r in self.replicas if r.state is ReplicaState.READY]

@@ -70,14 +70,6 @@ class Gateway:
         """Counts a request that was refused or failed."""
         self.metrics.errors.labels(door, error.code).inc()
 
-    async def render_metrics(self) -> bytes:
-        """The page for a scraper."""
-        try:
-            name = self.catalogue.model.name
-        except UnavailableError:
-            name = ""
-        return await self.metrics.render(name, self.router, self.gate)
-
     async def generate(self, jobs: Sequence[Job], model: GatewayModel) -> AsyncGenerator[Delta, None]:
         """All answers of all jobs, interleaved as they come; the last delta carries the usage.
 

@@ -341,17 +341,14 @@ class ToolCallParser:
         """Calls and what stands between them come next; `raw` was read of it."""
         self._raw, self._tail, self._step = raw, "", self._read_between
 
-    def _read_separator(self, character: str) -> None:
-        if character == "[":
-            self._in_list = True
-        elif character == "]" and self._in_list and self._called:
-            self._in_list = False
-            self._raw.clear()  # no text, whatever follows
-
     def _read_between(self, character: str) -> None:
         self._raw.append(character)
         if not self._tail and character in _SEPARATORS:
-            self._read_separator(character)
+            if character == "[":
+                self._in_list = True
+            elif character == "]" and self._in_list and self._called:
+                self._in_list = False
+                self._raw.clear()  # no text, whatever follows
             return
         self._tail = tail = self._tail + character
         closer, opener = self._form.closer, self._form.opener

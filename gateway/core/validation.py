@@ -83,7 +83,10 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> InvalidRequestError:
         field = f"{field}.{context['within']}".removeprefix(".")
     if kind == "extra_forbidden":
         field = field or str(error["loc"][-1])  # named like a part of pydantic's own
-        return InvalidRequestError(field, "unknown field", _suggestion(field, model), code="unknown_parameter")
+        # Those of an object within are not the model's.
+        close = difflib.get_close_matches(field, list(model.model_fields), n=1) if "." not in field else ()
+        fix = f"remove it, or did you mean {close[0]}?" if close else "remove it"
+        return InvalidRequestError(field, "unknown field", fix, code="unknown_parameter")
     if kind == "missing":
         return InvalidRequestError(field, "missing", "this field is required", code="missing_required_parameter")
     if kind == "int_type" and error["loc"][-1:] == ("[key]",):
@@ -134,12 +137,6 @@ def _out_of_range(field: str, value: Any, context: Mapping[str, Any]) -> Invalid
     limit = context[bound]
     limit = int(limit) if float(limit).is_integer() else limit
     return InvalidRequestError(field, f"{_short(value)} is {side} {limit}", f"send {fix} {limit}")
-
-
-def _suggestion(field: str, model: type[BaseModel]) -> str:
-    # Those of an object within are not the model's.
-    close = difflib.get_close_matches(field, list(model.model_fields), n=1) if "." not in field else ()
-    return f"remove it, or did you mean {close[0]}?" if close else "remove it"
 
 
 def _short(value: Any) -> str:

@@ -158,19 +158,16 @@ def _client_error(error: Exception, scope: Scope, tell: Callable[..., None]) -> 
     """The error that the client gets; the rest goes to the log, what is no fault of ours by `tell`."""
     place = f"{scope['method']} {scope['path'][:200]}"
     if isinstance(error, HTTPException):
-        error = _route_error(error, place)
+        headers: dict[str, Any] = dict(error.headers or {})
+        if error.status_code == 405:
+            text = f"{place}: this path takes {headers.get('Allow', 'another method')}"
+            error = HttpError(405, text, "method_not_allowed", headers)
+        else:
+            error = HttpError(404, f"{place}: there is no such path; see /openapi.json", "path_not_found", headers)
     if isinstance(error, OutriderError) and error.http_status != InternalError.http_status:
         tell("%s refused: %s: %s", place, error.code, error.message)
         return error
     return internal_error(error, place, _logger)
-
-
-def _route_error(error: HTTPException, place: str) -> HttpError:
-    headers: dict[str, Any] = dict(error.headers or {})
-    if error.status_code == 405:
-        allowed = headers.get("Allow", "another method")
-        return HttpError(405, f"{place}: this path takes {allowed}", "method_not_allowed", headers)
-    return HttpError(404, f"{place}: there is no such path; see /openapi.json", "path_not_found", headers)
 
 
 class HostRule:

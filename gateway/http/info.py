@@ -197,7 +197,13 @@ class InfoRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """The Prometheus page."""
-        return Response(await self._gateway.render_metrics(), headers={"content-type": CONTENT_TYPE})
+        gateway = self._gateway
+        try:
+            name = gateway.catalogue.model.name
+        except UnavailableError:
+            name = ""
+        page = await gateway.metrics.render(name, gateway.router, gateway.gate)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
 
 
 def _json(body: Body, status: int = 200) -> Response:
