@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,15 @@ def train(
     work = out / WORK_FOLDER
     with writing("--out", work):
         work.mkdir(exist_ok=True)
-    clock = _Clock()
+    laps = [("", time.monotonic())]
     report.line(f"loading {model_folder.name} on {device}")
     target = TargetModel(model_folder, device)
     options = resolved(options, target.config)
     form = ChatForm(model_folder)
-    clock.lap("load")
+    laps.append(("load", time.monotonic()))
 
     texts, questions, found = run_texts(target, form, options, work, report, ranks)
-    clock.lap("text")
+    laps.append(("text", time.monotonic()))
     report.line(f"{len(texts)} answers, {texts.num_answer_tokens} tokens")
 
     report.line("preparing the drafter, and its first step")
@@ -77,7 +78,7 @@ def train(
     ranks.close()
     if not ranks.is_main:
         return
-    clock.lap("training")
+    laps.append(("training", time.monotonic()))
     window = 0 if options.algorithm in ("STANDALONE", "NEXTN") else options.corpus.answer_tokens
     with writing("--out", out):
         num_bytes = export_drafter(module, model_folder, out, window=window)
@@ -94,7 +95,7 @@ def train(
         tree=options.tree,
         num_rows=min(options.corpus.num_rows, len(questions)),
     )
-    clock.lap("evaluation")
+    laps.append(("evaluation", time.monotonic()))
     record = {
         "target": model_folder.name,
         "algorithm": options.algorithm,
@@ -111,7 +112,7 @@ def train(
         "vocabulary_coverage": 1.0 if ids is None else coverage(texts, ids.cpu().numpy(), target.config.vocab_size),
         # Text of an earlier run was made with that run's.
         "options": asdict(options) | ({"corpus": found.options} if options.text is not None else {}),
-        "seconds": clock.seconds,
+        "seconds": {name: round(now - before, 2) for (_, before), (name, now) in pairwise(laps)},
         "training": asdict(history),
         "evaluation": [asdict(evaluation) for evaluation in evaluations],
     }
@@ -135,19 +136,6 @@ def _summary(record: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{record['weight_bytes'] / 1e6:.1f} MB"),
         ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in record["seconds"].items())),
     ]
-
-
-class _Clock:
-    """Seconds that each stage took."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.seconds[name] = round(now - self._last, 2)
-        self._last = now
 
 
 CARD = "README.md"
