@@ -29,19 +29,19 @@ _FIELD = "chat.tools"
 
 
 def forced_grammars(
-    tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int] | None = None
+    tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]
 ) -> tuple[Grammar, Grammar | None]:
     """What an answer is that must be a call of one of these tools, and what it is if verify cannot compile that.
 
     In the second, None where it would be the same, arguments of tools that are not strict are any object, as they are
     in the first where their schemas cannot be held to. `mark_ids` as in `strict_grammar`. Raises InvalidRequestError.
     """
-    loose = _forced(tools, form, _definitions(tools), mark_ids or {})
+    loose = _forced(tools, form, _definitions(tools), mark_ids)
     if all(tool.strict for tool in tools):
         return loose, None
     try:
         check_sizes(tools)
-        return _forced(tools, form, _definitions(tools, all_held=True), mark_ids or {}), loose
+        return _forced(tools, form, _definitions(tools, all_held=True), mark_ids), loose
     except InvalidRequestError:
         return loose, None
 
@@ -53,7 +53,7 @@ def _forced(
     if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
     if form.quote:
-        rules = _quoting_rules(tools, form, definitions, mark_ids)
+        rules = _one_call(tools, form, definitions, mark_ids)
         grammar = Grammar(GrammarKind.EBNF, "\n".join(("start: call", *rules)))
     else:
         grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | definitions, ensure_ascii=False))
@@ -61,9 +61,7 @@ def _forced(
     return grammar
 
 
-def strict_grammar(
-    tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int] | None = None
-) -> Grammar | None:
+def strict_grammar(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> Grammar | None:
     """What an answer is that may call these tools: any text, in which a call that is begun fits its tool's schema.
 
     `mark_ids`: tokens that stand for whole marks, the format's and those of reasoning, which the grammar library does
@@ -72,11 +70,11 @@ def strict_grammar(
     """
     if not any(tool.strict for tool in tools) or (form.opener and not form.closer):
         return None
-    ids = dict(mark_ids or {})
+    ids = dict(mark_ids)
     opener, closer = ids.pop(form.opener, None), ids.pop(form.closer, None)
     text = f"text: TEXT (({' | '.join(f'<[{mark}]>' for mark in ids.values())}) TEXT)*" if ids else "text: TEXT"
     if form.opener:
-        rules = [*_marked_rules(form, opener, closer), *_one_call(tools, form, ids)]
+        rules = [*_marked_rules(form, opener, closer), *_one_call(tools, form, _definitions(tools), ids)]
     else:
         rules = _bare_rules(tools, form)
     source = "\n".join((*rules, text, r"TEXT: /(.|\n)*/", f"WS: /{_SPACE}/"))
@@ -132,25 +130,20 @@ def _call_rules(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, 
     calls = {"type": "array", "items": _call_schema(tools, form), "minItems": 1}
     return [
         f"calls: {_calls(form)}",
-        *_one_call(tools, form, mark_ids),
+        *_one_call(tools, form, _definitions(tools), mark_ids),
         f"list: {_embedded(calls | _definitions(tools))}",
         f"opener: {_mark(form.opener, mark_ids)}",
         f"closer: {_mark(form.closer, mark_ids)}",
     ]
 
 
-def _one_call(tools: Sequence[Tool], form: ToolFormat, mark_ids: Mapping[str, int]) -> list[str]:
-    """The rule `call`, and what it needs."""
-    definitions = _definitions(tools)
-    if form.quote:
-        return _quoting_rules(tools, form, definitions, mark_ids)
-    return [f"call: {_embedded(_call_schema(tools, form) | definitions)}"]
-
-
-def _quoting_rules(
+def _one_call(
     tools: Sequence[Tool], form: ToolFormat, definitions: dict[str, Any], mark_ids: Mapping[str, int]
 ) -> list[str]:
-    return call_rules([tool.name for tool in tools], definitions, mark_ids.get(form.quote), _embedded)
+    """The rule `call`, and what it needs."""
+    if form.quote:
+        return call_rules([tool.name for tool in tools], definitions, mark_ids.get(form.quote), _embedded)
+    return [f"call: {_embedded(_call_schema(tools, form) | definitions)}"]
 
 
 def _thought_rules(start: ReasoningStart, mark_ids: Mapping[str, int]) -> list[str]:

@@ -182,7 +182,7 @@ def test_what_is_no_schema_is_refused_by_the_grammar_library_and_harms_nobody(
 def test_large_and_deep_schemas_end(vocabulary: GrammarVocabulary) -> None:
     chain = {f"d{at}": an_object(a={"$ref": f"#/$defs/d{at + 1}"}) for at in range(500)} | {"d500": {"type": "null"}}
     tools = [Tool(name="f", parameters=an_object(a={"$ref": "#/$defs/d0"}) | {"$defs": chain})]
-    grammar, loose = forced_grammars(tools, FORM)
+    grammar, loose = forced_grammars(tools, FORM, {})
     assert loose is not None and "ref500" in grammar.source
     deep: dict[str, Any] = {}
     for _ in range(60):
@@ -192,6 +192,6 @@ def test_large_and_deep_schemas_end(vocabulary: GrammarVocabulary) -> None:
     many = {f"p{at}": {"$ref": "#/$defs/d0", "minLength": at} for at in range(500)}
     parameters = an_object(**many) | {"$defs": {"d0": {"description": "x" * 9000}}}
     with pytest.raises(InvalidRequestError, match="over the limit"):
-        forced_grammars([Tool(name="f", parameters=parameters, strict=True)], FORM)
-    grammar, loose = forced_grammars([Tool(name="f", parameters=parameters)], FORM)
+        forced_grammars([Tool(name="f", parameters=parameters, strict=True)], FORM, {})
+    grammar, loose = forced_grammars([Tool(name="f", parameters=parameters)], FORM, {})
     assert loose is None and "p1" not in grammar.source

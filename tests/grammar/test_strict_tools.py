@@ -224,10 +224,10 @@ def test_one_of_of_a_strict_tool_is_held_to(form: str, vocabulary: GrammarVocabu
     cases = [{"properties": {"a": {"type": kind}}} for kind in ("integer", "number")]
     for strict in (True, False):
         tools = [Tool(name="now", strict=strict, parameters={"type": "object", "oneOf": cases})]
-        made = [forced_grammars(tools, FORMATS[form])[0]]
+        made = [forced_grammars(tools, FORMATS[form], {})[0]]
         if strict:
             made.append(form_grammar(Grammar(GrammarKind.JSON_OBJECT), tools, FORMATS[form], None, {}))
-            made += [grammar] if (grammar := strict_grammar(tools, FORMATS[form])) else []
+            made += [grammar] if (grammar := strict_grammar(tools, FORMATS[form], {})) else []
         for grammar in made:
             assert ("told apart" in judge(grammar, vocabulary).problem) is strict
 
@@ -235,7 +235,7 @@ def test_one_of_of_a_strict_tool_is_held_to(form: str, vocabulary: GrammarVocabu
 def test_schemas_that_are_too_much_for_one_grammar_are_not_held_to_unless_they_are_strict() -> None:
     large = {"type": "object", "description": "x" * 40_000}
     tools = [Tool(name=name, parameters=large) for name in ("a", "b")]
-    grammar, loose = forced_grammars([*tools, Tool(name="c", parameters=PLACE, strict=True)], FORMATS["json"])
+    grammar, loose = forced_grammars([*tools, Tool(name="c", parameters=PLACE, strict=True)], FORMATS["json"], {})
     held = json.loads(grammar.source)["$defs"]
     assert loose is None and held["tool0"] == held["tool1"] == {"type": "object"} and "City" in held["tool2"]["$defs"]
 
@@ -265,8 +265,8 @@ def test_expressions_and_context_free_grammars_may_come_behind_reasoning(
 
 
 def test_without_a_strict_tool_or_with_marks_that_are_no_text_nothing_is_held() -> None:
-    assert strict_grammar([TOOLS[2]], FORMATS["hermes"]) is None
-    assert all(strict_grammar(TOOLS, FORMATS[form]) is None for form in ("llama3", "mistral"))
+    assert strict_grammar([TOOLS[2]], FORMATS["hermes"], {}) is None
+    assert all(strict_grammar(TOOLS, FORMATS[form], {}) is None for form in ("llama3", "mistral"))
 
 
 @settings(max_examples=examples(25))
