@@ -38,7 +38,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class StrictModel(BaseModel):
-    """Base of everything that a client may send."""
+    """Base of everything that a client may send. What a field means stands below it, or is its description."""
 
     model_config = ConfigDict(
         strict=True,
