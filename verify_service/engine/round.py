@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import Mask
@@ -157,29 +157,23 @@ class Result:
         return max(len(self.token_ids) - 1, 0)
 
 
-class Pending(Protocol):
-    """A round that was launched."""
+class Pending:
+    """A round that was launched. Times are known once `wait` has returned, and None where nobody measures them."""
 
-    @property
-    def gap_seconds(self) -> float | None:
-        """Time that the device had nothing to do before this round, once `wait` has returned.
-
-        None where nobody measures, or where other work lay between.
-        """
-
-    @property
-    def gpu_seconds(self) -> float | None:
-        """Time that the device worked on the round, once `wait` has returned; None where nobody measures."""
-
-    @property
-    def drafting_seconds(self) -> float | None:
-        """Time that the device drafted behind the round before, once `wait` has returned; None where it did not."""
+    gap_seconds: float | None = None
+    """How long the device had nothing to do before it; None, too, where other work lay between."""
+    gpu_seconds: float | None = None
+    """How long the device worked on it."""
+    drafting_seconds: float | None = None
+    """How long the device drafted behind the round before; None, too, where it did not."""
 
     def done(self) -> bool:
         """Whether `wait` has nothing left to wait for. Never blocks."""
+        raise NotImplementedError
 
     def wait(self) -> list[Result]:
         """Results in the order of the entries. An exception ends the engine."""
+        raise NotImplementedError
 
 
 class NodeSources(NamedTuple):

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.cache.kv import FeatureStore
+from outrider.attention.base import AttentionBackend, TokenBatch
+from outrider.cache.kv import FeatureStore, KVCache
 from outrider.device import put
 from outrider.errors import InternalError, OutriderError, OverloadedError
 from outrider.logs import get_logger
@@ -41,9 +42,10 @@ class Executor:
     def launches_ahead(self) -> bool:
         """Whether a round may be launched before the one before was waited for; then there are two under way.
 
-        Such a round has roots alone, those of its entries that `is_ahead` are what the device has just sampled.
+        Such a round has roots alone, those of its entries that `is_ahead` are what the device has just sampled. Where
+        there is no device to keep busy, it would gain nothing, and a token behind an answer's end takes its time.
         """
-        raise NotImplementedError
+        return False
 
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Pending:
         """Queue a round, and the growth of trees behind it; returns before it has run.
@@ -58,7 +60,6 @@ class Executor:
 
         Called where the engine never sleeps: code that has not run for a round's time is slow at first.
         """
-        raise NotImplementedError
 
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages, perhaps while a round with it is under way.
@@ -88,7 +89,7 @@ class Executor:
 
     def refresh_features(self) -> int:
         """Do a piece of that; how many are left. 0: every round from now on stores features."""
-        raise NotImplementedError
+        return 0
 
     def lend_ring(self) -> Ring | None:
         """Memory that a draft on this host may map; None where there is none to share."""
@@ -122,6 +123,21 @@ class Executor:
         if self._staging is None:
             self._staging = FeatureStaging(self._model.device)
         return self._staging
+
+
+def forward_storing(
+    store: FeatureStore | None,
+    slots: Tensor,
+    model: LanguageModel,
+    batch: TokenBatch,
+    kv: KVCache,
+    attention: AttentionBackend,
+) -> Tensor:
+    """A forward whose features go to `slots` [M] of a store, if there is one; returns hidden states [M, hidden]."""
+    hidden, features = model.forward_with_features(batch, kv, attention, () if store is None else store.inputs)
+    if store is not None:
+        store.write(slots, features)
+    return hidden
 
 
 class PromptScores:

@@ -26,7 +26,7 @@ from outrider.sampling.sampler import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result, varied_tokens
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.executors.base import Executor, PromptScores, with_prompt
+from verify_service.executors.base import Executor, PromptScores, forward_storing, with_prompt
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.ranks import CAPTURE, ROUND, ExecutorLink
 from verify_service.executors.round_buffers import (
@@ -86,7 +86,7 @@ class CudaExecutor(Executor):
         self._on_gpu = device.type == "cuda"
         self._kv = model.new_kv(num_pages * page_size)
         tokens, rows = limits.max_round_tokens, limits.max_running
-        self.buckets = Buckets(tokens, rows, Bucket(tokens, rows, only=True) if limits.deterministic else None)
+        self.buckets = Buckets(tokens, rows, fixed=limits.deterministic)
         self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, rule)
         self.rows = RequestRows(
             rows, -(-(limits.context_length + tokens) // page_size), self._sampler, device, self.link
@@ -354,10 +354,7 @@ class CudaExecutor(Executor):
         batch = self._trees.batch(
             tokens, tables, self.page_size, bucket.max_row_tokens, splits, fixed, self._sampler.int_params
         )
-        layers = store.inputs if store is not None else ()
-        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
-        if store is not None:
-            store.write(batch.slots, features)
+        hidden = forward_storing(store, batch.slots, self._model, batch, self._kv, self._attention)
         logits = self._model.logits(hidden)
         num_tokens, error, committed, accepted = self._output.fields(bucket)
         commit = partial(
@@ -412,8 +409,8 @@ def mask_runs(entries: Sequence[Entry]) -> list[tuple[int, Sequence[Mask]]]:
 
 
 @dataclass(eq=False, repr=False)
-class CudaRound:
-    """A round that the device works on."""
+class CudaRound(Pending):
+    """A round that the device works on. Times of what the device did are those of the decode round."""
 
     executor: CudaExecutor
     entries: Sequence[Entry]
@@ -426,20 +423,14 @@ class CudaRound:
     scores: Mapping[Entry, PromptScores]
     clean: bool
     """Whether no prefill lies between this round and the next."""
-    gpu_seconds: float | None = None
-    """Time that the device worked on the decode round; known after `wait`."""
-    gap_seconds: float | None = None
-    """Idle time of the device between the decode round before and this one; None where prefill lay between."""
-    drafting_seconds: float | None = None
-    """Time that the device drafted behind the decode round before; None where it did not, or likewise."""
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """See Pending."""
         self.executor.link.check()
         return self.event is None or self.event.query()
 
     def wait(self) -> list[Result]:
-        """Results in the order of the entries."""
+        """See Pending."""
         if self.event is not None:
             self.event.synchronize()
         self.executor.link.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ from outrider.graphs import GraphPool
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import width_buckets
 from verify_service.engine.round import Entry
-from verify_service.executors.base import PromptScores
+from verify_service.executors.base import PromptScores, forward_storing
 from verify_service.executors.ranks import CAPTURE_SMALL, LOGITS, PROMPTS, ExecutorLink
 from verify_service.executors.round_buffers import RequestRows
 
@@ -65,7 +65,7 @@ class Prefill:
     def run(self, entries: Sequence[Entry]) -> dict[Entry, PromptScores]:
         """Queue the chunks of a round. Returns what is on its way to the host of prompts that are to be described."""
         scores: dict[Entry, PromptScores] = {}
-        for group in self._groups(entries):
+        for group in [[entry] for entry in entries] if self._shapes.fixed else [entries]:
             hidden = self._forward([self._chunk(entry) for entry in group])
             self._score(group, hidden, scores)
         return scores
@@ -103,12 +103,6 @@ class Prefill:
         """Features are stored in `store` from now on, by the graphs that `capture_next` captured."""
         self.graphs.adopt()
         self.features = store
-
-    def _groups(self, entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-        if self._shapes.fixed:
-            yield from ([entry] for entry in entries)
-        else:
-            yield entries
 
     def _chunk(self, entry: Entry) -> PromptChunk:
         request, start = entry.request, entry.request.cached_len
@@ -168,12 +162,7 @@ class Prefill:
         self._hidden[: shape.tokens].copy_(self._compute(batch))
 
     def _compute(self, batch: PagedBatch) -> Tensor:
-        store = self.features
-        layers = store.inputs if store is not None else ()
-        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
-        if store is not None:
-            store.write(batch.slots, features)
-        return hidden
+        return forward_storing(self.features, batch.slots, self._model, batch, self._kv, self._attention)
 
     def _score(self, group: Sequence[Entry], hidden: Tensor, scores: dict[Entry, PromptScores]) -> None:
         first = 0

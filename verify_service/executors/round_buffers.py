@@ -281,14 +281,11 @@ class RequestRows:
         self._free = list(range(num_rows - 1, -1, -1))
         self._rows: dict[Request, int] = {}
         self._num_known: dict[Request, int] = {}
-        self._listener: RowListener | None = None
+        self.listener: RowListener | None = None
+        """Who is told of rows, if anybody; set before any row is taken."""
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def follow(self, listener: RowListener) -> None:
-        """Tell a listener of rows from now on; before any row is taken."""
-        self._listener = listener
 
     def row(self, request: Request) -> int:
         """The request's row; it gets one if it has none."""
@@ -314,8 +311,8 @@ class RequestRows:
             self.copy_pages(request)
             return ()
         self._num_known[request] = len(pages)
-        if self._listener is not None:
-            self._listener.paged(pages[known:])
+        if self.listener is not None:
+            self.listener.paged(pages[known:])
         row = self._rows[request]
         return [(row, place, pages[place]) for place in range(known, len(pages))]
 
@@ -324,8 +321,8 @@ class RequestRows:
         self._rows[request] = row
         # Many pages at once are a copy of their own; a round's updates have room for those that it adds.
         self._num_known[request] = 0
-        if self._listener is not None:
-            self._listener.admitted(request, row)
+        if self.listener is not None:
+            self.listener.admitted(request, row)
         self._copy_pages(request)
         sampling, end = request.sampler.params, request.params.answer_end
         masked = request.bad_words is not None
@@ -335,13 +332,13 @@ class RequestRows:
     def update(self, updates: Tensor) -> None:
         """Enter what a round adds, [U, 3] on the device, into the page tables."""
         update_pages(self.page_tables, updates)
-        if self._listener is not None:
-            self._listener.update(updates)
+        if self.listener is not None:
+            self.listener.update(updates)
 
     def copy_pages(self, request: Request) -> None:
         """Tell the device of all new pages at once, outside a round."""
-        if self._listener is not None:
-            self._listener.paged(request.pages[self._num_known[request] :])
+        if self.listener is not None:
+            self.listener.paged(request.pages[self._num_known[request] :])
         self._copy_pages(request)
 
     def _copy_pages(self, request: Request) -> None:
@@ -354,20 +351,18 @@ class RequestRows:
         """Queue a copy of a row's pages from this place on to the page tables."""
         self._link.tell(PAGES, (row, place), pages)
         put(pages, self.page_tables.device, into=self.page_tables[row, place : place + len(pages)])
-        if self._listener is not None:
-            self._listener.enter(row, place, pages)
+        if self.listener is not None:
+            self.listener.enter(row, place, pages)
 
 
 class Buckets:
     """The smallest shape that holds a round is taken."""
 
-    def __init__(self, max_tokens: int, max_rows: int, fixed: Bucket | None = None) -> None:
-        """`fixed` is the only shape there is, for rounds whose results must not depend on it."""
-        self.tokens = width_buckets(TOKEN_BUCKETS, max_tokens)
-        self.rows = row_buckets(max_rows)
-        self._only = fixed is not None
-        if fixed is not None:
-            self.tokens, self.rows = [fixed.tokens], [fixed.rows]
+    def __init__(self, max_tokens: int, max_rows: int, fixed: bool = False) -> None:
+        """`fixed`: the largest shape is the only one, for rounds whose results must not depend on it."""
+        self.tokens = [max_tokens] if fixed else width_buckets(TOKEN_BUCKETS, max_tokens)
+        self.rows = [max_rows] if fixed else row_buckets(max_rows)
+        self._only = fixed
 
     def fit(self, num_tokens: int, num_rows: int) -> Bucket:
         """The smallest bucket. Raises ValueError for a round that is too large for all."""

@@ -160,7 +160,7 @@ class RoundDrafts:
             floor=_FLOOR,
             chunk_size=_CATCH_UP_TOKENS,
         )
-        rows.follow(self)
+        rows.listener = self
         self.trees = RoundTrees(limits.max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
         """Nodes that were chosen behind the last round and may be taken by the next one."""

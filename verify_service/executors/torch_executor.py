@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from outrider.models.base import LanguageModel
 from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.sampler import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
-from verify_service.engine.round import Entry, Growth, Result, varied_tokens
-from verify_service.executors.base import Executor, PromptScores, with_prompt
+from verify_service.engine.round import Entry, Growth, Pending, Result, varied_tokens
+from verify_service.executors.base import Executor, PromptScores, forward_storing, with_prompt
 from verify_service.features.staging import FeaturePlan
 
 MEASURED_CONTEXT = 192
@@ -44,12 +44,8 @@ def entry_mask(entry: Entry) -> torch.Tensor | None:
     return mask
 
 
-class TorchRound:
+class TorchRound(Pending):
     """A round that runs when it is waited for."""
-
-    gap_seconds = None
-    gpu_seconds = None
-    drafting_seconds = None
 
     def __init__(self, run: Callable[[], list[Result]]) -> None:
         self._run = run
@@ -66,8 +62,10 @@ class TorchRound:
 class _Part:
     """An entry as it was when it was launched: its request may end and lose its pages before it is run."""
 
-    def __init__(self, entry: Entry, slots: torch.Tensor) -> None:
+    def __init__(self, entry: Entry, slots: torch.Tensor, first: int) -> None:
         self.entry = entry
+        self.first = first
+        """Its first row among all rows of the round."""
         self.samples = entry.samples
         self.num_extend = entry.num_extend
         self.num_tokens = entry.num_tokens
@@ -77,17 +75,15 @@ class _Part:
         self.scored = entry.scored
 
     @property
-    def own_slots(self) -> torch.Tensor:
-        """Slots that its tokens are written to."""
-        start = self.end - self.num_extend
-        return self.slots[start : start + self.num_tokens]
+    def start(self) -> int:
+        """Position of its first token."""
+        return self.end - self.num_extend
 
     def segment(self, first: int, last: int, page_size: int) -> Segment:
         """Its rows `first` up to `last`."""
-        start = self.end - self.num_extend
         mask = entry_mask(self.entry) if last > self.num_extend else None
         mask = None if mask is None else mask[first:last, :last]
-        length = start + last
+        length = self.start + last
         return Segment(last - first, self.slots[:length], mask, num_spare=-length % page_size)
 
     def moves(self, accepted: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,19 +154,14 @@ class TorchExecutor(Executor):
         self._attention = TorchAttention()
         self._slots: dict[Request, torch.Tensor] = {}
 
-    @property
-    def launches_ahead(self) -> bool:
-        """See Executor: there is no device to keep busy, and a token behind an answer's end takes its time."""
-        return False
-
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> TorchRound:
         """A round that `wait` will run: there is no device to work on it meanwhile, and nothing to gain by starting."""
-        parts = [_Part(entry, self._slots_of(entry.request)) for entry in entries]
-        forwards = self._forwards(parts)
+        firsts = accumulate((entry.num_tokens for entry in entries), initial=0)
+        parts = [
+            _Part(entry, self._slots_of(entry.request), first) for entry, first in zip(entries, firsts, strict=False)
+        ]
+        forwards = [self._laid_out(pieces) for pieces in cut_round(parts, self._model.steady_rows)]
         return TorchRound(lambda: self._run(parts, forwards))
-
-    def dry_run(self, entries: Sequence[Entry]) -> None:
-        """See Executor; a forward on the CPU leaves no code in its caches anyway."""
 
     def forget(self, request: Request) -> None:
         """See Executor."""
@@ -187,62 +178,44 @@ class TorchExecutor(Executor):
         except MemoryError as error:
             raise ConfigError(f"the machine has no memory for the target's features ({error})") from error
 
-    def refresh_features(self) -> int:
-        """See Executor."""
-        return 0
-
     @torch.inference_mode()
     def _run(self, parts: Sequence[_Part], forwards: Sequence[_Forward]) -> list[Result]:
         """All entries' rows; accepted KV is compacted in place."""
         hidden = self._hidden(forwards)
         rows: list[int] = []
-        first = 0
         for part in parts:
             if part.samples:
-                rows.extend(range(first + part.num_extend - 1, first + part.num_tokens))
-            first += part.num_tokens
-        logits = self._model.logits(hidden if len(rows) == first else hidden[rows]) if rows else hidden
+                rows.extend(range(part.first + part.num_extend - 1, part.first + part.num_tokens))
+        logits = self._model.logits(hidden if len(rows) == len(hidden) else hidden[rows]) if rows else hidden
         results: list[Result] = []
         moves: list[tuple[torch.Tensor, torch.Tensor]] = []
         row = 0
         for part in parts:
-            if not part.samples:
-                results.append(Result())
-                continue
-            num_rows = part.num_tokens - part.num_extend + 1
-            result, accepted = self._walk(part.entry, logits[row : row + num_rows])
-            results.append(result)
-            moves.append(part.moves(accepted))
-            row += num_rows
-        self._compact(moves)
-        return self._score_prompts(parts, hidden, results)
-
-    def _score_prompts(self, parts: Sequence[_Part], hidden: torch.Tensor, results: list[Result]) -> list[Result]:
-        """Add what requests want to know of their prompts to the results."""
-        first = 0
-        for index, part in enumerate(parts):
+            result = Result()
+            if part.samples:
+                num_rows = part.num_tokens - part.num_extend + 1
+                result, accepted = self._walk(part.entry, logits[row : row + num_rows])
+                moves.append(part.moves(accepted))
+                row += num_rows
             if part.scored:
-                start = first + part.scored.start - (part.end - part.num_extend)
+                start = part.first + part.scored.start - part.start
                 scores = PromptScores(part.entry, part.scored)
                 scores.compute(self._model.logits, hidden[start : start + len(part.scored)])
-                results[index] = with_prompt(results[index], scores)
-            first += part.num_tokens
+                result = with_prompt(result, scores)
+            results.append(result)
+        self._compact(moves)
         return results
 
     def _hidden(self, forwards: Sequence[_Forward]) -> torch.Tensor:
         """Hidden states of all rows of the round, in their order."""
-        found = [self._forward(one) for one in forwards]
+        found = [
+            forward_storing(self._features, one.slots, self._model, one.batch, self._kv, self._attention)
+            for one in forwards
+        ]
         if len(found) == 1:
             return found[0]
         order = torch.tensor([row for one in forwards for row in one.rows])
         return torch.cat(found)[order.argsort()]
-
-    def _forward(self, one: _Forward) -> torch.Tensor:
-        if (store := self._features) is None:
-            return self._model.forward(one.batch, self._kv, self._attention)
-        hidden, features = self._model.forward_with_features(one.batch, self._kv, self._attention, store.inputs)
-        store.write(one.slots, features)
-        return hidden
 
     @torch.inference_mode()
     def measure(self, width: int, context: int = MEASURED_CONTEXT, repeats: int = 3) -> float:
@@ -275,23 +248,18 @@ class TorchExecutor(Executor):
             self._kv.clear(known[num_filled:])
         return known
 
-    def _forwards(self, parts: Sequence[_Part]) -> list[_Forward]:
-        firsts = dict(zip(parts, accumulate((part.num_tokens for part in parts), initial=0), strict=False))
-        return [self._laid_out(pieces, firsts) for pieces in cut_round(parts, self._model.steady_rows)]
-
-    def _laid_out(self, pieces: Sequence[_PartRows], firsts: Mapping[_Part, int]) -> _Forward:
-        """`firsts`: each part's first row in the round."""
+    def _laid_out(self, pieces: Sequence[_PartRows]) -> _Forward:
         token_ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
         for part, first, last in pieces:
-            nodes, start, end = part.entry.nodes, part.end - part.num_extend, part.end
+            nodes, start, end = part.entry.nodes, part.start, part.end
             token_ids += [*part.entry.request.tokens[start:end], *nodes.token_ids][first:last]
             positions += [*range(start, end), *(end - 1 + depth for depth in nodes.depths)][first:last]
-            rows += range(firsts[part] + first, firsts[part] + last)
+            rows += range(part.first + first, part.first + last)
         segments = [part.segment(first, last, self._page_size) for part, first, last in pieces]
         batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), segments)
-        slots = torch.cat([part.own_slots[first:last] for part, first, last in pieces])
+        slots = torch.cat([part.slots[part.start + first : part.start + last] for part, first, last in pieces])
         return _Forward(batch, rows, slots)
 
     def _walk(self, entry: Entry, logits: torch.Tensor) -> tuple[Result, list[int]]:
