@@ -50,7 +50,7 @@ from verify_service.executors.ranks import Followers, LeadingModel, RankLink
 from verify_service.executors.round_buffers import MAX_DEPTH
 from verify_service.executors.torch_executor import MEASURED_CONTEXT, TorchExecutor
 from verify_service.frames import TargetProfile
-from verify_service.speculation.budget import ContextCost, CostModel, unpadded
+from verify_service.speculation.budget import WIDTHS, ContextCost, CostModel, unpadded
 from verify_service.speculation.colocated_draft import ColocatedDraft
 
 log = get_logger(__name__)
@@ -213,45 +213,37 @@ def build(
     )
     tokens = tokens if link is None else link.least(tokens)
     num_pages = tokens // options.page_size
+    num_tokens = num_pages * options.page_size
     limits = _limits(options, path, model, num_pages)
     keep = not options.disable_radix_cache
     memory = Memory(num_pages, options.page_size, keep_prefixes=keep, share_generated=not options.deterministic)
     fix = "lower --max-total-tokens, --mem-fraction-static, --max-running-requests or --context-length"
     with out_of_memory("KV cache and rounds", fix):
         executor: CudaExecutor | TorchExecutor
-        growth: RoundGrowth | None = None
+        is_chain = draft is not None and draft.is_chain
         if on_gpu:
             executor = gpu = _cuda_executor(options, model, num_pages, limits, draft, link)
-            is_chain = draft is not None and draft.is_chain
             with ConsoleProgress() as progress, compile_aside():
                 gpu.capture(lambda done, total: progress("capturing CUDA graphs", done, total))
                 gpu.capture_drafting(lambda rows: node_counts(gpu, rows, is_chain))
+            near, widths = CUDA_CONTEXT, gpu.buckets.widths
             # A round that is padded takes the time of its bucket, unless the padding leaves most weights unread.
-            width_of = unpadded if model.has_experts and not options.deterministic else executor.buckets.width
-            context_cost = _context_cost(executor, limits, num_pages * options.page_size, CUDA_CONTEXT)
-            cost = CostModel.measured(executor.measure, executor.buckets.widths, width_of, context_cost)
-            fixed = Growth(draft.options.max_steps, limits.max_nodes) if draft and options.lockstep else None
-            growth = round_growth(executor, memory, cost, fixed, is_chain)
+            width_of = unpadded if model.has_experts and not options.deterministic else gpu.buckets.width
         else:
-            executor = TorchExecutor(
-                model,
-                num_pages,
-                options.page_size,
-                AcceptRule(options.accept_threshold_single, options.accept_threshold_acc),
-            )
-            context_cost = _context_cost(executor, limits, num_pages * options.page_size, MEASURED_CONTEXT)
-            cost = CostModel.measured(executor.measure, context_cost=context_cost)
+            executor = TorchExecutor(model, num_pages, options.page_size, _accept_rule(options))
+            near, widths, width_of = MEASURED_CONTEXT, WIDTHS, unpadded
+        far = min(_FAR_CONTEXT * near, min(num_tokens, limits.context_length) - 1)
+        context_cost = ContextCost.measured(executor.measure, near, far)
+        cost = CostModel.measured(executor.measure, widths, width_of, context_cost)
+    fixed = Growth(draft.options.max_steps, limits.max_nodes) if draft and options.lockstep else None
+    growth = round_growth(executor, memory, cost, fixed, is_chain) if isinstance(executor, CudaExecutor) else None
     rows = ", ".join(f"{width}: {seconds * 1e3:.1f}" for width, seconds in cost.table().items())
-    log.info("KV cache of %d tokens; ms of a round by tokens: %s", num_pages * options.page_size, rows)
+    log.info("KV cache of %d tokens; ms of a round by tokens: %s", num_tokens, rows)
     return EngineParts(memory, executor, cost, limits, growth)
 
 
-def _context_cost(
-    executor: CudaExecutor | TorchExecutor, limits: EngineLimits, num_tokens: int, near: int
-) -> ContextCost:
-    """What cached tokens cost, by rounds behind `near` of them and many more; `num_tokens` has the KV cache."""
-    far = min(_FAR_CONTEXT * near, min(num_tokens, limits.context_length) - 1)
-    return ContextCost.measured(executor.measure, near, far)
+def _accept_rule(options: VerifyOptions) -> AcceptRule:
+    return AcceptRule(options.accept_threshold_single, options.accept_threshold_acc)
 
 
 def _cuda_executor(
@@ -271,14 +263,14 @@ def _cuda_executor(
         link,
         max_graph_rows=options.cuda_graph_max_bs,
         use_graphs=not options.disable_cuda_graph,
-        rule=AcceptRule(options.accept_threshold_single, options.accept_threshold_acc),
+        rule=_accept_rule(options),
     )
     if draft is not None:
         executor.draft_inside(draft.model, draft.options)
     return executor
 
 
-def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool = False) -> Sequence[int]:
+def node_counts(executor: CudaExecutor, num_rows: int, is_chain: bool) -> Sequence[int]:
     """Numbers of nodes that fill rounds of so many requests up to a bucket, ascending."""
     most = min(executor.limits.max_nodes, MAX_CHOSEN)
     if is_chain:
@@ -326,12 +318,6 @@ def gpu_tokens(options: VerifyOptions, model: LanguageModel, draft: RoundDraft |
     return kv_tokens(model, options.mem_fraction_static, reserve, draft.token_bytes)
 
 
-def _chunk_size(options: VerifyOptions, on_gpu: bool) -> int:
-    if not on_gpu:
-        return CPU_CHUNK
-    return DETERMINISTIC_CHUNK if options.deterministic else GPU_CHUNK
-
-
 def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages: int) -> EngineLimits:
     """A lone request must always fit, tree included, or preemption could not make room for it."""
     on_gpu = model.device.type == "cuda"
@@ -350,7 +336,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages:
         context_length=options.context_length or most,
         max_running=options.max_running_requests,
         max_waiting=options.max_queued_requests,
-        chunk_size=options.chunked_prefill_size or _chunk_size(options, on_gpu),
+        chunk_size=options.chunked_prefill_size or CPU_CHUNK,
         max_nodes=options.max_draft_tokens,
         max_hold_seconds=max(options.max_hold_ms, LOCKSTEP_HOLD_MS if options.lockstep else 0.0) / 1e3,
         lockstep=options.lockstep,
@@ -361,6 +347,7 @@ def _limits(options: VerifyOptions, path: Path, model: LanguageModel, num_pages:
         return limits
     return replace(
         limits,
+        chunk_size=options.chunked_prefill_size or (DETERMINISTIC_CHUNK if options.deterministic else GPU_CHUNK),
         max_round_tokens=options.max_round_tokens,
         max_depth=MAX_DEPTH,
         root_apart=True,
