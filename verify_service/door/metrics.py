@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -152,31 +152,7 @@ class VerifyMetrics:
     def watch(self, engine: RemoteVerifyEngine, dialers: Iterable[DraftDialer], num_ranks: int = 1) -> None:
         """Report this engine and its drafts too."""
         self._has_drafts = bool(dialers)
-
-        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
-            Gauge(f"outrider_verify_{name}", text, registry=self.registry).set_function(value)
-
-        gauge("running_requests", "Requests in rounds.", lambda: engine.num_running)
-        gauge("waiting_requests", "Requests that wait for a place.", lambda: engine.num_waiting)
-        gauge("waiting_tokens", "Prompt tokens of requests without a token.", lambda: engine.backlog.num_tokens)
-        gauge("kv_pages", "KV pages in all.", lambda: engine.snapshot.num_pages)
-        gauge(
-            "kv_pages_used", "KV pages that requests or the radix cache hold.", lambda: engine.snapshot.num_pages_used
-        )
-        gauge("tokens_per_second", "Committed tokens per second, lately.", lambda: self.tokens_per_second)
-        gauge("ranks", "Processes that share each layer of the target.", lambda: num_ranks)
-        gauge("healthy_drafts", "Draft services connected and answering.", lambda: engine.num_healthy)
-        gauge(
-            "drafts_waiting_for_features",
-            "Draft services connected that will get features and cannot yet.",
-            lambda: engine.snapshot.drafts_waiting,
-        )
-        gauge(
-            "graphs_pending",
-            "CUDA graphs to capture anew before a draft gets features.",
-            lambda: engine.snapshot.graphs_pending,
-        )
-        self.registry.register(_EngineState(engine, dialers, self))
+        self.registry.register(_EngineState(engine, dialers, self, num_ranks))
 
     def _observe_drafts(self, report: RoundReport) -> None:
         """How far the drafts were ahead of the round."""
@@ -215,10 +191,28 @@ class _EngineState(Collector):
     engine: RemoteVerifyEngine
     dialers: Iterable[DraftDialer]
     metrics: VerifyMetrics
+    num_ranks: int
 
     def collect(self) -> Iterator[Metric]:
         """One family each."""
-        snapshot, backlog = self.engine.snapshot, self.engine.backlog
+        engine, snapshot, backlog = self.engine, self.engine.snapshot, self.engine.backlog
+        for name, text, value in (
+            ("running_requests", "Requests in rounds.", engine.num_running),
+            ("waiting_requests", "Requests that wait for a place.", engine.num_waiting),
+            ("waiting_tokens", "Prompt tokens of requests without a token.", backlog.num_tokens),
+            ("kv_pages", "KV pages in all.", snapshot.num_pages),
+            ("kv_pages_used", "KV pages that requests or the radix cache hold.", snapshot.num_pages_used),
+            ("tokens_per_second", "Committed tokens per second, lately.", self.metrics.tokens_per_second),
+            ("ranks", "Processes that share each layer of the target.", self.num_ranks),
+            ("healthy_drafts", "Draft services connected and answering.", engine.num_healthy),
+            (
+                "drafts_waiting_for_features",
+                "Draft services connected that will get features and cannot yet.",
+                snapshot.drafts_waiting,
+            ),
+            ("graphs_pending", "CUDA graphs to capture anew before a draft gets features.", snapshot.graphs_pending),
+        ):
+            yield _family(name, text, "", {"": value}, gauge=True)
         wasted = {"rejected": self.metrics.num_rejected, **snapshot.dropped}
         yield _family("wasted_draft_tokens", "Draft tokens that brought nothing, by reason.", "reason", wasted)
         yield _family("declines", "Requests that drafts declined.", "reason", snapshot.declined)
