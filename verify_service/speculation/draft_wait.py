@@ -108,8 +108,10 @@ class DraftWaitState:
     mode: DraftWaitMode
     backoff: DraftBackoff
     """Record of the draft's guesses for the request: a draft in doubt is not waited for."""
-    health: ReplicaHealth | None = None
-    """Health of the replica that grows the tree; None while there is none."""
+    health: ReplicaHealth = field(init=False)
+    """Health of the replica that grows the tree, or did last."""
+    is_served: bool = False
+    """Whether a replica grows the tree."""
     paused: bool = False
     """Whether the request is preempted."""
     opened_at: float = -math.inf
@@ -171,7 +173,7 @@ class DraftWaitState:
 
     def on_open(self, health: ReplicaHealth, at: float) -> None:
         """A replica with this health was told of the request."""
-        self.health = health
+        self.health, self.is_served = health, True
         self.opened_at = self.sent_at = at
         self.awaits_answer = True
         self.after_hit = self.round_waited = False
@@ -184,8 +186,8 @@ class DraftWaitState:
 
     def on_close(self) -> None:
         """No replica grows the tree any more."""
-        self.health = self.answered_at = None
-        self.awaits_answer = self.is_miss = False
+        self.answered_at = None
+        self.is_served = self.awaits_answer = self.is_miss = False
 
     def on_pause(self) -> None:
         """The request was preempted; what comes until it runs again says nothing of how long parts take."""
@@ -197,25 +199,25 @@ class DraftWaitState:
 
     def on_commit(self) -> None:
         """The mirror was re-rooted: what followed the commit before is over, and the draft is not told yet."""
-        mode, health, has_nodes = self.mode, self.health, self.mirror.has_nodes
+        mode, has_nodes = self.mode, self.mirror.has_nodes
         mode.launched_at = math.inf
         self.num_skipped += self.skips_wait
-        if health is not None:
+        if self.is_served:
             if self.is_miss:
-                health.misses.note_found(self.round_waited, has_nodes)
+                self.health.misses.note_found(self.round_waited, has_nodes)
             if mode.shares_cores and not self.backoff.in_doubt and (self.num_late or not self.num_messages):
-                self._stats(health).note_unmeasured()
+                self._stats.note_unmeasured()
             elif self.answered_at is not None:
                 # The round was over before a further part came.
                 if not self.num_parts:
-                    self._stats(health).note_more_gain(0.0)
-                self._stats(health).note_part_gain(self.num_parts, 0.0, self.deep_end_chance)
+                    self._stats.note_more_gain(0.0)
+                self._stats.note_part_gain(self.num_parts, 0.0, self.deep_end_chance)
         self.round_waited = False
         self.keeps_up = self.num_messages > self.num_late
         self.num_messages = self.num_late = 0
         self.sent_at = None
         self._forget_answer()
-        self.awaits_answer = health is not None and not mode.resting and (mode.every_answer or not has_nodes)
+        self.awaits_answer = self.is_served and not mode.resting and (mode.every_answer or not has_nodes)
         self.is_miss = self.awaits_answer and self.has_answered and not mode.every_answer
         self.after_hit = mode.shares_cores and has_nodes
         self.promised = sum(self._best_chances(PROMISE_NODES)[0]) if self.after_hit else 0.0
@@ -230,13 +232,12 @@ class DraftWaitState:
 
     def on_launch(self, at: float) -> None:
         """A round was launched, where drafts share cores with rounds: a wait before it is over."""
-        if self.health is None or not self.round_waited or not self.expects or self.sent_at is None:
+        if not self.round_waited or not self.expects or self.sent_at is None:
             return
-        stats = self._stats(self.health)
         if self.answered_at is not None:
-            stats.more.note_timeout(at - self.answered_at)
+            self._stats.more.note_timeout(at - self.answered_at)
         else:
-            stats.answer.note_timeout(at - self.sent_at)
+            self._stats.answer.note_timeout(at - self.sent_at)
             self.num_vain_waits, self.num_skipped = self.num_vain_waits + 1, 0
 
     def on_answer(self, at: float, num_nodes: int, num_requests: int) -> None:
@@ -244,9 +245,6 @@ class DraftWaitState:
 
         `num_requests`: that the replica serves.
         """
-        health = self.health
-        if health is None:
-            return
         # A draft that shares cores with rounds has said all with its answer.
         by_parts = num_requests <= _MAX_PART_REQUESTS and not self.mode.every_answer
         self.num_messages += 1
@@ -255,37 +253,37 @@ class DraftWaitState:
             self.num_late += 1
             self.awaits_answer, self.answered_at = False, None
         elif self.awaits_answer:
-            self._on_first_message(health, at, by_parts)
+            self._on_first_message(at, by_parts)
         elif self.answered_at is not None and (num_nodes or not self.num_parts):
             if at > self.answered_at:
-                self._on_part(health, at, at - self.answered_at, by_parts)
+                self._on_part(at, at - self.answered_at, by_parts)
             else:
                 # One answer in several messages, or one part.
-                gain = self._update_promise(health, by_parts)
+                gain = self._update_promise(by_parts)
                 if not self.num_parts:
                     self._learn_gain(gain)
         self.has_answered = True
 
-    def _on_first_message(self, health: ReplicaHealth, at: float, by_parts: bool) -> None:
+    def _on_first_message(self, at: float, by_parts: bool) -> None:
         self.awaits_answer = False
         self.num_vain_waits = self.num_skipped = 0
-        gain = self._update_promise(health, by_parts)
+        gain = self._update_promise(by_parts)
         catches_up = self.mode.shares_cores and not self.keeps_up
         # A first answer without nodes comes of a prompt that is being computed.
         if gain > 0.0 or not (catches_up and self.is_new):
             self._learn_gain(max(gain, 0.0) - self._first_gain)
         if self.sent_at is not None:
-            times, seconds = self._first_times(health), max(at - self.sent_at, 0.0)
+            times, seconds = self._first_times, max(at - self.sent_at, 0.0)
             if not catches_up or seconds < times.typical:
                 times.note(seconds)
         self.is_new = False
         # In lockstep a tree is one message, and the answer to a hit says nothing of one to a miss.
         self.answered_at = None if self.mode.lockstep else at
 
-    def _on_part(self, health: ReplicaHealth, at: float, seconds: float, by_parts: bool) -> None:
-        stats, part = self._stats(health), self.num_parts
+    def _on_part(self, at: float, seconds: float, by_parts: bool) -> None:
+        stats, part = self._stats, self.num_parts
         deep_promised, end_chance = self.deep_promised, self.deep_end_chance
-        gain = self._update_promise(health, by_parts)
+        gain = self._update_promise(by_parts)
         if not part:
             stats.note_more_gain(max(gain, 0.0))
         stats.note_part_gain(part, max(self.deep_promised - deep_promised, 0.0), end_chance)
@@ -293,11 +291,11 @@ class DraftWaitState:
         self.num_parts += 1
         self.answered_at = at if self.num_parts < MAX_PARTS and by_parts else None
 
-    def _update_promise(self, health: ReplicaHealth, by_parts: bool) -> float:
+    def _update_promise(self, by_parts: bool) -> float:
         """Gain that the best nodes promise more than before the message; how they share it is learned."""
         chances, self.deep_end_chance = self._best_chances(_MAX_PART_NODES if by_parts else PROMISE_NODES)
         promise = np.array(chances[:PROMISE_NODES] + [0.0] * (PROMISE_NODES - len(chances))).cumsum()
-        self._stats(health).note_shares(promise)
+        self._stats.note_shares(promise)
         before, self.promised, self.deep_promised = self.promised, float(promise[-1]), sum(chances)
         return self.promised - before
 
@@ -323,55 +321,52 @@ class DraftWaitState:
         """Gain that the next answer to a commit like the last one is likely to bring."""
         return self.hit_gain if self.after_hit else self.miss_gain
 
-    def _stats(self, health: ReplicaHealth) -> AnswerStats:
+    @property
+    def _stats(self) -> AnswerStats:
         """What the draft sent lately after commits like the last one."""
-        return health.hits if self.after_hit else health.misses
+        return self.health.hits if self.after_hit else self.health.misses
 
-    def _first_times(self, health: ReplicaHealth) -> AnswerTimes:
+    @property
+    def _first_times(self) -> AnswerTimes:
         """How long the answer takes that is awaited first."""
-        return self._stats(health).answer if self.has_answered else health.opens
+        return self._stats.answer if self.has_answered else self.health.opens
 
-    def _more_gain(self, health: ReplicaHealth) -> float:
+    @property
+    def _more_gain(self) -> float:
         """Gain that the next part behind the answer is likely to bring.
 
         Of the first part it is what such parts brought lately. Later ones bring little to most trees, and much where
         all that is there is likely to be accepted.
         """
-        stats = self._stats(health)
         if self.awaits_answer or not self.num_parts:
-            return stats.more_gain
-        return stats.part_gains[self.num_parts] * self.end_chance
+            return self._stats.more_gain
+        return self._stats.part_gains[self.num_parts] * self.end_chance
 
     @property
     def max_gain(self) -> float:
         """Gain that no wait for the draft is likely to exceed."""
-        if self.health is None:
-            return 0.0
         first = self._first_gain if self.awaits_answer else 0.0
-        return max(first, 0.0) + max(self._more_gain(self.health), 0.0)
+        return max(first, 0.0) + max(self._more_gain, 0.0)
 
     def min_seconds(self, now: float) -> float:
         """Seconds left of the shortest wait for the draft that is likely to bring anything."""
-        if self.health is None:
-            return 0.0
-        times, since = self._first_times(self.health), self.sent_at
+        times, since = self._first_times, self.sent_at
         if not self.awaits_answer:
-            times, since = self._stats(self.health).part_times(self.num_parts), self.answered_at
+            times, since = self._stats.part_times(self.num_parts), self.answered_at
         return times.left(0.0 if since is None else now - since)[0]
 
     def first_wait(self, now: float) -> Wait | None:
         """The wait for the answer to the last commit; None if none is due."""
-        if not self.awaits_answer or self.health is None:
+        if not self.awaits_answer:
             return None
-        stats = self._stats(self.health)
         waited = 0.0 if self.sent_at is None else now - self.sent_at
-        return Wait(self._first_gain, *self._first_times(self.health).left(waited), stats.shares, stats.found)
+        return Wait(self._first_gain, *self._first_times.left(waited), self._stats.shares, self._stats.found)
 
     def whole_wait(self, now: float) -> Wait | None:
         """The wait for the next part, and for the answer if it has not come; None if little is likely to follow."""
-        if self.health is None or (more_gain := self._more_gain(self.health)) < _MIN_PART_GAIN:
+        stats, more_gain = self._stats, self._more_gain
+        if more_gain < _MIN_PART_GAIN:
             return None
-        stats = self._stats(self.health)
         if self.answered_at is not None:
             waited, times = now - self.answered_at, stats.part_times(self.num_parts)
             typical, late = times.left(waited)
@@ -413,8 +408,9 @@ class DraftWaitPolicy:
         """
         if not awaited or not self._max_seconds or not self._budget.max_nodes:
             return 0.0
-        good = {health for health in {state.health for state in awaited} if health is not None and health.good}
-        awaited = [state for state in awaited if state.health in good]
+        served = [state for state in awaited if state.is_served]
+        good = {health for health in {state.health for state in served} if health.good}
+        awaited = [state for state in served if state.health in good]
         if self._mode.lockstep:
             return self._max_seconds if any(state.awaits_answer for state in awaited) else 0.0
         if not awaited or self._is_hopeless(awaited, choice, now):

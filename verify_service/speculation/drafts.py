@@ -147,10 +147,10 @@ class Drafts:
         """Have drafts rest: they are told of commits seldom, and grow little. Or end that: they are told of all."""
         ends = self.mode.resting and not resting
         self.mode.resting = resting
-        for spec in self._requests.values() if ends else ():
-            if spec.replica is not None and spec.num_unsent_tokens and not spec.backoff.in_doubt:
-                self._tell(spec)
         if ends:
+            for spec in self._requests.values():
+                if spec.replica is not None and spec.num_unsent_tokens and not spec.backoff.in_doubt:
+                    self._tell(spec)
             self.flush()
 
     def spec(self, request: Request) -> SpeculativeRequest | None:
