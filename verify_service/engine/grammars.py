@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 from queue import SimpleQueue
@@ -57,13 +57,11 @@ class Grammars:
     no draft had foreseen, and a few others.
     """
 
-    def __init__(self, vocabulary: GrammarVocabulary | None, drafts: Drafts, patient: bool = True) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary | None, drafts: Drafts, patient: bool) -> None:
         """Without a vocabulary requests with a grammar are refused.
 
         `patient`: no device waits between rounds, so that all nodes may be waited for there.
         """
-        self.dropped: Counter[str] = drafts.dropped
-        """Counts nodes that a grammar forbids."""
         self._vocabulary = vocabulary
         self._drafts = drafts
         self._patient = patient
@@ -98,7 +96,11 @@ class Grammars:
             waiting = self._waiting.setdefault(grammar.digest, [])
             waiting.append((request, begin, fail))
             if len(waiting) == 1:
-                self._compile_later(_CompileJob(grammar))
+                if self._thread is None:
+                    told = (self._vocabulary,)
+                    self._thread = threading.Thread(target=self._compile, args=told, name="grammars", daemon=True)
+                    self._thread.start()
+                self._jobs.put(_CompileJob(grammar))
 
     def poll(self) -> None:
         """Begin the requests whose grammars were compiled."""
@@ -227,7 +229,7 @@ class Grammars:
                 continue
             node = state.child(above, token)
             if node is None:
-                self.dropped["grammar"] += 1
+                self._drafts.dropped["grammar"] += 1
             elif node.mask is None:
                 late = deadline is not None and perf_counter() > deadline
                 node = None if late or state.mask(node, path) is None else node
@@ -239,7 +241,7 @@ class Grammars:
         waiting = self._renewing.setdefault(state.compiled, [])
         waiting.append(state)
         if len(waiting) == 1:
-            self._compile_later(_CompileJob(state.compiled.grammar, state.compiled))
+            self._jobs.put(_CompileJob(state.compiled.grammar, state.compiled))
 
     def _renewed(self, worn: CompiledGrammar, outcome: CompiledGrammar | OutriderError) -> None:
         if isinstance(outcome, CompiledGrammar):
@@ -247,26 +249,17 @@ class Grammars:
         for state in self._renewing.pop(worn, ()):
             state.renewed(outcome if isinstance(outcome, OutriderError) else None)
 
-    def _compile_later(self, job: _CompileJob) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._compile, name="grammars", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def _compile(self) -> None:
+    def _compile(self, vocabulary: GrammarVocabulary) -> None:
         while (job := self._jobs.get()) is not None:
-            self._done.put((job, self._outcome(job.grammar)))
-
-    def _outcome(self, grammar: Grammar) -> CompiledGrammar | OutriderError:
-        try:
-            if self._vocabulary is None:
-                raise InternalError("there is no vocabulary to compile grammars for")
-            return compile_grammar(grammar, self._vocabulary)
-        except OutriderError as error:
-            return error
-        except Exception:
-            log.exception("a grammar could not be compiled")
-            return InternalError("the grammar could not be compiled")
+            outcome: CompiledGrammar | OutriderError
+            try:
+                outcome = compile_grammar(job.grammar, vocabulary)
+            except OutriderError as error:
+                outcome = error
+            except Exception:
+                log.exception("a grammar could not be compiled")
+                outcome = InternalError("the grammar could not be compiled")
+            self._done.put((job, outcome))
 
 
 def follow(state: GrammarState, request: Request) -> None:
