@@ -47,6 +47,7 @@ class _Sending(NamedTuple):
     """Pieces for one draft whose rows are on their way from the store."""
 
     replica: DraftReplica
+    channel: FeatureChannel
     rows: StagedRows
     messages: list[Features]
     """Without their bytes, which lie in `rows` one after the other."""
@@ -59,7 +60,7 @@ class FeatureSender:
     computed since the store is filled (`Memory.feature_epoch`). The engine thread alone uses it.
     """
 
-    def __init__(self, drafts: Drafts, memory: Memory, executor: Executor, piecewise: bool = False) -> None:
+    def __init__(self, drafts: Drafts, memory: Memory, executor: Executor, piecewise: bool) -> None:
         """`piecewise`: `work` is called again and again while a round runs, and each time does little."""
         self._piecewise = piecewise
         self._drafts = drafts
@@ -102,9 +103,9 @@ class FeatureSender:
 
     def connected(self, connection: DraftConnection) -> None:
         """A session began that `Drafts.connected` knows of."""
-        replica = self._drafts.replicas.get(connection)
-        layers = replica.terms.feature_layers if replica is not None else ()
-        if replica is None or not layers:
+        replica = self._drafts.replicas[connection]
+        layers = replica.terms.feature_layers
+        if not layers:
             return
         if not self._executor.lends_features:
             log.warning(
@@ -273,8 +274,6 @@ class FeatureSender:
             replica.channel.open = True
 
     def _dial(self, replica: DraftReplica, wants_projection: bool) -> None:
-        if replica.channel is not None:
-            return
         layers, projected = replica.terms.feature_layers, PROJECTED in replica.feature_parts
         width, dtype = self._row_format(replica, projected)
         ring = self._executor.lend_ring()
@@ -290,24 +289,18 @@ class FeatureSender:
         return terms.projection_columns if projected else len(terms.feature_layers) * hidden_size, dtype
 
     def _collect(self) -> None:
+        page_size = self._memory.page_size
         for replica in self._drafts.replicas.values():
-            while (
-                replica.channel is not None
-                and replica.channel.open
-                and (pieces := self._pieces(replica, replica.channel))
-            ):
-                page_size = self._memory.page_size
+            channel = replica.channel
+            while channel is not None and channel.open and (pieces := self._pieces(replica, channel)):
                 slots = np.concatenate(
                     [page_slots(spec.request.pages, page_size, at, at + size) for spec, at, size in pieces]
                 )
-                rows = self._executor.read_features(
-                    slots, replica.feature_parts, self._last_round, replica.channel.ring
-                )
+                rows = self._executor.read_features(slots, replica.feature_parts, self._last_round, channel.ring)
                 if rows is None:
                     break
-                self._sending.append(
-                    _Sending(replica, rows, [self._message(replica.channel, piece) for piece in pieces])
-                )
+                messages = [self._message(channel, piece) for piece in pieces]
+                self._sending.append(_Sending(replica, channel, rows, messages))
 
     def _pieces(self, replica: DraftReplica, channel: FeatureChannel) -> list[_Piece]:
         """What to copy next for a draft: those that miss least come first, so that no prompt holds up a decoder.
@@ -346,18 +339,18 @@ class FeatureSender:
     def _ship(self) -> bool:
         """Send one batch of rows, if it is here and the connection has room; whether it was."""
         sending = self._sending[0]
-        connection, channel = sending.replica.connection, sending.replica.channel
-        if not sending.rows.done() or channel is None:
+        connection = sending.replica.connection
+        if not sending.rows.done():
             return False
         alive = self._drafts.replicas.get(connection) is sending.replica
         if alive and not connection.has_room:
             return False
         self._sending.popleft()
         if alive:
-            connection.send_features(_filled(sending.messages, sending.rows, channel.row_bytes))
+            connection.send_features(_filled(sending.messages, sending.rows, sending.channel.row_bytes))
         if alive and sending.rows.offset is not None:
             # The draft reads them where they are.
-            channel.lent.append((sending.messages[-1].sequence, sending.rows))
+            sending.channel.lent.append((sending.messages[-1].sequence, sending.rows))
         else:
             sending.rows.free()
         return True
