@@ -29,9 +29,6 @@ class Grown:
     def __init__(self, num_grown: int) -> None:
         self.num_grown = num_grown
 
-    def limit(self, num_nodes: int) -> None:
-        self.num_grown = min(self.num_grown, num_nodes)
-
     def has_tree(self, request: Request) -> bool:
         return request.committed_len == request.cached_len + 1
 

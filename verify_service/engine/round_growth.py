@@ -297,7 +297,7 @@ class RoundGrowth:
         decoded = [entry for entry in entries if entry.samples]
         if not self.num_grown or not all(entry.request.is_masked for entry in decoded):
             return
-        takers = [entry for entry in decoded if self._has_tree(entry)]
+        takers = [entry for entry in decoded if self.trees.has_tree(entry.request)]
         room = min(_MASKED_NODES, self.room(entries)) - sum(len(entry.nodes) for entry in entries)
         share = max(room, 0) // max(len(takers), 1)
         joined = [self.trees.take_in(entry, share) for entry in takers]
@@ -319,15 +319,15 @@ class RoundGrowth:
         with masks have theirs by now.
         """
         grown, num_given = self._grown, sum(len(entry.nodes) for entry in entries)
-        num_nodes = max(min(self.trees.num_grown, self.room(entries) - num_given), 0)
         if grown is None or not self.trees.num_grown:
             return None
-        self.trees.limit(num_nodes)
+        num_nodes = max(min(self.trees.num_grown, self.room(entries) - num_given), 0)
+        self.trees.num_grown = num_nodes
         decoded = [entry for entry in entries if entry.samples]
         share = min(num_nodes, max(_SHARE_FACTOR * num_nodes // max(len(decoded), 1), _LEAST_SHARE))
         num_taken = 0
         for entry in decoded:
-            if entry.masks or not share or not self._has_tree(entry):
+            if entry.masks or not share or not self.trees.has_tree(entry.request):
                 continue
             # Nodes are worth no preemption: without pages the round goes without them.
             if self.memory.reserve(entry.request, entry.request.cached_len + entry.num_tokens + share):
@@ -335,9 +335,6 @@ class RoundGrowth:
                 num_taken += share
         has_fetched = any(entry.nodes.scores for entry in decoded)
         return TakenTrees(*grown, min(num_nodes, num_taken)) if num_taken or has_fetched else None
-
-    def _has_tree(self, entry: Entry) -> bool:
-        return self.trees.has_tree(entry.request) and entry.request.draft_room > 0
 
     def room(self, entries: Sequence[Entry]) -> int:
         """Nodes that a round of these entries has room for."""

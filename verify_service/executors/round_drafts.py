@@ -103,25 +103,6 @@ def feature_store(model: DraftModel, target: LanguageModel, num_slots: int) -> F
     return FeatureStore((), hidden, num_slots, target.dtype, target.device, projection)
 
 
-def _burst_shape(
-    model: DraftModel, options: DraftingOptions, rows: RequestRows, num_pages: int, page_size: int
-) -> BurstShape:
-    return BurstShape(
-        num_rows=rows.spare,
-        region=options.region,
-        branching=options.branching,
-        lone_branching=options.lone_branching,
-        max_seeds=1,
-        max_steps=options.max_steps,
-        max_width=options.max_width,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_context=rows.page_tables.shape[1] * page_size,
-        feature_size=model.feature_size,
-        sink_pages=num_sink_pages(model.window, page_size),
-    )
-
-
 class RoundDrafts:
     """The drafter of an executor, and what it knows of each request."""
 
@@ -149,9 +130,23 @@ class RoundDrafts:
         self._rows = rows
         self._page_size = page_size
         self._max_round_tokens = limits.max_round_tokens
+        shape = BurstShape(
+            num_rows=rows.spare,
+            region=options.region,
+            branching=options.branching,
+            lone_branching=options.lone_branching,
+            max_seeds=1,
+            max_steps=options.max_steps,
+            max_width=options.max_width,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_context=rows.page_tables.shape[1] * page_size,
+            feature_size=model.feature_size,
+            sink_pages=num_sink_pages(model.window, page_size),
+        )
         self.drafter = link.new_drafter(
             model,
-            _burst_shape(model, options, rows, num_pages, page_size),
+            shape,
             attention,
             rounds,
             None if store is None else partial(stored_features, store, model),
@@ -163,7 +158,7 @@ class RoundDrafts:
         rows.listener = self
         self.trees = RoundTrees(limits.max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
-        """Nodes that were chosen behind the last round and may be taken by the next one."""
+        """The best nodes behind the last round, which the next one may take."""
         self.failed = False
         """Whether drafting is switched off, since it went wrong once."""
         self._max_positions = min(model.max_positions, limits.context_length)
@@ -198,18 +193,14 @@ class RoundDrafts:
         """Measured cost of growth behind rounds of so many requests."""
         return self._costs.get(num_rows, _FREE)
 
-    def limit(self, num_nodes: int) -> None:
-        """The next round takes the best `num_nodes` nodes at most."""
-        self.num_grown = min(self.num_grown, num_nodes)
-
     @property
     def num_behind(self) -> int:
         """Positions behind a round's last token that the drafter writes to: one, where it has KV of the new root."""
         return 0 if self.drafter.lag else 1
 
     def has_tree(self, request: Request) -> bool:
-        """Whether a tree was grown for the request's root."""
-        return request in self._growing
+        """Whether a tree was grown for the request's root, and it may take nodes of it."""
+        return request in self._growing and request.draft_room > 0
 
     def admitted(self, request: Request, row: int) -> None:
         """See RowListener. The drafter may have KV of pages from the radix cache, and has none of other pages."""
