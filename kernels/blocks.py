@@ -88,7 +88,8 @@ def keep_blocks(blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tens
     Raises:
         ValueError: shapes that do not fit.
     """
-    count = where.shape[0] * _guesses(blocks)
+    guesses = blocks.logits.shape[0] // blocks.begins.shape[0]
+    count = where.shape[0] * guesses
     for kept, new in ((blocks.rows, rows), (blocks.logits, logits)):
         if new.shape != (count, kept.shape[1]) or new.dtype != kept.dtype or not new.is_contiguous():
             raise ValueError(f"{list(new.shape)} {new.dtype} for {count} guesses of {kept.shape[1]} {kept.dtype}")
@@ -139,10 +140,6 @@ def read_inputs(
     out = torch.empty(where.shape[0], size, dtype=blocks.rows.dtype, device=where.device)
     backend(out, "blocks").read_inputs(blocks, where, positions, memory, tokens, embedding, out)
     return out
-
-
-def _guesses(blocks: BlockStore) -> int:
-    return blocks.logits.shape[0] // blocks.begins.shape[0]
 
 
 def _check_injected(injected: Tensor) -> None:

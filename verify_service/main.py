@@ -25,7 +25,6 @@ from verify_service.door.dialer import DraftDialer, DraftDialers
 from verify_service.door.metrics import VerifyMetrics
 from verify_service.door.remote import RemoteVerifyEngine
 from verify_service.door.servicer import VerifyServicer
-from verify_service.door.session import Dial
 from verify_service.frames import RoundReport, TargetProfile
 
 _logger = get_logger(__name__)
@@ -46,7 +45,8 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
     options.check()
     switch_threads_often()
     # Before the model is loaded, which may take minutes.
-    server_options, dial = door_options(options, options.read_auth_tokens()), _draft_dial(options)
+    server_options, token = door_options(options, options.read_auth_tokens()), peer_token(options, "draft")
+    dial = partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
     check_free(options.address)
     drafts = () if options.no_speculation else options.draft
     addresses = PeerAddresses(drafts, "--draft", seconds=options.dns_seconds)
@@ -121,12 +121,6 @@ async def start_engine(
     # The engine opens no door and calls nobody: it needs no tokens.
     process = await EngineProcess.start(ENGINE_MODULE, replace(options, auth_token="", draft_auth_token=""), engine)
     return process, engine
-
-
-def _draft_dial(options: VerifyOptions) -> Dial:
-    """How drafts are called. Raises ConfigError."""
-    token = peer_token(options, "draft")
-    return partial(open_channel, auth_token=token, tls=peer_source(options, "draft"), option="--draft")
 
 
 def _load_report(engine: RemoteVerifyEngine, metrics: VerifyMetrics) -> VerifyLoad:

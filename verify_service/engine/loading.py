@@ -83,7 +83,6 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
     if _needs_draft(options) and (told := named_draft(options, path)) is not None:
         check_drafter(told, path)
     dtype = choose_dtype(options.dtype, device, config.dtype)
-    fp8_kv = options.kv_cache_dtype == "fp8_e4m3"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         check_model(config, dtype, device, options.mem_fraction_static)
@@ -95,7 +94,7 @@ def load(options: VerifyOptions, memory: RankMemory | None = None) -> tuple[Path
             exchange = _exchange(options, part, dtype, device, memory)
         where = (path, dtype, device, report, options.model_impl, options.context_length)
         model = load_model(*where, exchange, own_products=options.deterministic)
-    if fp8_kv:
+    if options.kv_cache_dtype == "fp8_e4m3":
         model.kv_dtype = torch.float8_e4m3fn
     return path, model
 

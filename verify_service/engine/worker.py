@@ -82,7 +82,21 @@ class VerifyReporter:
 
     def round(self, entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> None:
         """See Observer."""
-        self._rounds.append(report_round(entries, updates, figures))
+        grown = [pair for pair in zip(entries, updates, strict=True) if pair[0].nodes.scores]
+        report = RoundReport(
+            num_nodes=sum(len(entry.nodes) for entry in entries),
+            num_prefilled=sum(entry.num_extend for entry in entries if entry.prefills),
+            committed=[len(update.token_ids) for update in updates if update.token_ids],
+            accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
+            num_failed=sum(update.error is not None for update in updates),
+            figures=figures,
+            num_grown=sum(len(entry.nodes) - len(entry.nodes.slots) for entry, _ in grown),
+            num_grown_accepted=sum(
+                max(update.num_accepted_tokens - count_given(entry.nodes, update.token_ids), 0)
+                for entry, update in grown
+            ),
+        )
+        self._rounds.append(report)
 
     def flush(self) -> None:
         """Send what has gathered, and now and then the engine's state."""
@@ -121,23 +135,6 @@ class VerifyReporter:
             drafts_waiting=engine.features.num_waiting,
         )
         return self._snapshot if self._snapshot != last else None
-
-
-def report_round(entries: Sequence[Entry], updates: Sequence[GenerationUpdate], figures: RoundFigures) -> RoundReport:
-    """A round as it travels."""
-    grown = [pair for pair in zip(entries, updates, strict=True) if pair[0].nodes.scores]
-    return RoundReport(
-        num_nodes=sum(len(entry.nodes) for entry in entries),
-        num_prefilled=sum(entry.num_extend for entry in entries if entry.prefills),
-        committed=[len(update.token_ids) for update in updates if update.token_ids],
-        accepted=[update.num_accepted_tokens for update in updates if update.num_accepted_tokens],
-        num_failed=sum(update.error is not None for update in updates),
-        figures=figures,
-        num_grown=sum(len(entry.nodes) - len(entry.nodes.slots) for entry, _ in grown),
-        num_grown_accepted=sum(
-            max(update.num_accepted_tokens - count_given(entry.nodes, update.token_ids), 0) for entry, update in grown
-        ),
-    )
 
 
 log = get_logger(__name__)
