@@ -158,10 +158,6 @@ class ExecutorLink:
     def give_up_drafting(self, error: Exception) -> None:
         """Raise RankError where drafting failed on one rank; alone it may be done without."""
 
-    def new_drafter(self, *arguments: Any, **options: Any) -> RoundDrafter:
-        """See RoundDrafter."""
-        return RoundDrafter(*arguments, **options)
-
 
 class RankLink(ExecutorLink):
     """One rank's link to the others."""
@@ -219,10 +215,6 @@ class RankLink(ExecutorLink):
     def give_up_drafting(self, error: Exception) -> None:
         """See ExecutorLink."""
         raise RankError(f"drafting on all ranks failed on rank 0: {type(error).__name__}: {error}") from error
-
-    def new_drafter(self, *arguments: Any, **options: Any) -> RoundDrafter:
-        """See ExecutorLink."""
-        return RankedDrafter(self, *arguments, **options)
 
 
 class RankedDrafter(RoundDrafter):

@@ -21,6 +21,7 @@ from outrider.drafting.model.round_drafter import (
     MAX_COMMITTED,
     ChoiceShape,
     GrownNodes,
+    RoundDrafter,
     RoundExecutor,
     RoundShape,
     RoundTrees,
@@ -35,7 +36,7 @@ from outrider.tree.handshake import PROJECTED, Projection
 from verify_service.engine.request import Request
 from verify_service.engine.round import NO_SOURCES, Entry, Growth, Nodes, NodeSources
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.executors.ranks import ExecutorLink
+from verify_service.executors.ranks import ExecutorLink, RankedDrafter
 from verify_service.executors.round_buffers import MAX_DEPTH, Bucket, RequestRows
 
 log = get_logger(__name__)
@@ -144,7 +145,8 @@ class RoundDrafts:
             feature_size=model.feature_size,
             sink_pages=num_sink_pages(model.window, page_size),
         )
-        self.drafter = link.new_drafter(
+        new_drafter: Callable[..., RoundDrafter] = partial(RankedDrafter, link) if link.is_ranked else RoundDrafter
+        self.drafter = new_drafter(
             model,
             shape,
             attention,
