@@ -108,7 +108,7 @@ class DraftWaitState:
     mode: DraftWaitMode
     backoff: DraftBackoff
     """Record of the draft's guesses for the request: a draft in doubt is not waited for."""
-    health: ReplicaHealth = field(init=False)
+    health: ReplicaHealth = field(init=False, repr=False)
     """Health of the replica that grows the tree, or did last."""
     is_served: bool = False
     """Whether a replica grows the tree."""
