@@ -133,8 +133,7 @@ class DraftDialer:
         self._told_away_at = now
 
     async def _converse(self) -> None:
-        channel = self._dial(self.address)
-        try:
+        async with self._dial(self.address) as channel:
             call: SpeculateCall = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
             terms = await asyncio.wait_for(self._shake_hands(call), HELLO_SECONDS)
             session = DraftSession(self.address, call, terms, self._engine, self._malformed, self._dial)
@@ -153,8 +152,6 @@ class DraftDialer:
                 self._engine.draft_disconnected(session)
                 log.info("the session with draft %s is over", self.address)
                 await end_writer(writer)
-        finally:
-            await channel.close()
 
     async def _shake_hands(self, call: SpeculateCall) -> Terms:
         await call.write(encode_verify([self._hello]))

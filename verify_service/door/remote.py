@@ -68,9 +68,8 @@ class Backlog:
         self._clock = clock
         self._max_unfinished = 0
         self._max_waiting = 0
-        self._unfinished: set[int] = set()
-        self._waiting: dict[int, int] = {}
-        """Prompt tokens of each request without a token, by its number."""
+        self._unfinished: dict[int, int] = {}
+        """Prompt tokens of each request that has no token, 0 for others, by its number."""
         self.num_tokens = 0
         """Sum of these."""
         self._ended_at: float | None = None
@@ -88,26 +87,26 @@ class Backlog:
                 "requests", f"{self._max_waiting} requests are waiting already, the most allowed; try again later"
             )
         # Alone it may be as long as the context allows: otherwise it could never be served.
-        if self._waiting and self.num_tokens + num_tokens > self.max_tokens:
+        if self.num_tokens and self.num_tokens + num_tokens > self.max_tokens:
             raise self._refusal(
                 "tokens",
                 f"{self.num_tokens} prompt tokens are waiting already, {num_tokens} more would exceed the limit of "
                 f"{self.max_tokens}; try again later",
             )
-        self._unfinished.add(number)
-        self._waiting[number] = num_tokens
+        self._unfinished[number] = num_tokens
         self.num_tokens += num_tokens
 
     def began(self, number: int) -> None:
         """A request has its first token."""
-        self.num_tokens -= self._waiting.pop(number, 0)
+        if num_tokens := self._unfinished.get(number):
+            self.num_tokens -= num_tokens
+            self._unfinished[number] = 0
 
     def ended(self, number: int) -> None:
         """A request is over, however it ended."""
         if number not in self._unfinished:
             return
-        self.began(number)
-        self._unfinished.discard(number)
+        self.num_tokens -= self._unfinished.pop(number)
         now = self._clock()
         if self._ended_at is not None:
             self._seconds_between_ends += _END_INTERVAL_LEARN * (now - self._ended_at - self._seconds_between_ends)

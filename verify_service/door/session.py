@@ -68,8 +68,6 @@ class FeatureUpload:
     begin: FeaturesBegin
     reader: ProjectionReader | None
     """Checks the parts of the projection, if `begin` wants it."""
-    engine: RemoteVerifyEngine
-    dial: Dial
     _written: int = 0
     """Number of the last features that the draft may have seen."""
     _max_pieces: int = 1
@@ -84,7 +82,7 @@ class FeatureUpload:
 
     async def run(self) -> None:
         """Open the stream and serve it until either side ends it. Returns with a word in the log if the draft does."""
-        channel = self.dial(self.session.address)
+        engine, channel = self.session.engine, self.session.dial(self.session.address)
         try:
             call: FeaturesCall = draft_pb2_grpc.DraftServiceStub(channel).Features()
             await call.write(encode_begin(self.begin))
@@ -94,7 +92,7 @@ class FeatureUpload:
             if self.reader is not None:
                 await self._read_projection(call, self.reader)
             self._max_pieces = MAX_FEATURE_PIECES if accept.takes_batches else 1
-            self.engine.features_opened(self.session, accept.window, accept.uses_ring)
+            engine.features_opened(self.session, accept.window, accept.uses_ring)
             writer = asyncio.create_task(self._write(call))
             writer.add_done_callback(lambda _: call.cancel())
             try:
@@ -104,7 +102,7 @@ class FeatureUpload:
                     if response.through > self._written:
                         problem = f"{response.through} was not sent yet, {self._written} is the last that was"
                         raise InvalidRequestError("released.through", problem)
-                    self.engine.features_released(self.session, response.through)
+                    engine.features_released(self.session, response.through)
             finally:
                 await end_writer(writer)
         except (grpc.aio.AioRpcError, InvalidRequestError) as error:
@@ -126,7 +124,7 @@ class FeatureUpload:
             if not isinstance(part, ProjectionPart):
                 raise InvalidRequestError("event", "is no part of the projection that is missing")
             whole = reader.take(part)
-            await self.engine.features_projection(self.session, part)
+            await self.session.engine.features_projection(self.session, part)
 
     async def _write(self, call: FeaturesCall) -> None:
         while True:
@@ -211,7 +209,7 @@ class DraftSession:
             terms = self.terms
             columns, name = terms.projection_columns, terms.projection_hash
             reader = ProjectionReader(begin.layers, terms.hidden_size, columns, name)
-        self._features = FeatureUpload(self, begin, reader, self.engine, self.dial)
+        self._features = FeatureUpload(self, begin, reader)
         self._features_task = asyncio.create_task(self._features.run())
         self._features_task.add_done_callback(self._features_ended)
 

@@ -8,7 +8,7 @@ engine tells the door. Signals are the door's business: it starts this process w
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -208,7 +208,7 @@ class SocketInbox:
         self.stopped = False
         """Whether the door asked for the end."""
         self._pipe = pipe
-        self._actions: deque[Action] = deque()
+        self._actions: list[Action] = []
         self._requests: dict[int, Request] = {}
         self._sessions: dict[int, DraftServiceConnection] = {}
         self._lines: dict[int, tuple[DraftServiceConnection, Line[DraftBatch]]] = {}
@@ -234,8 +234,7 @@ class SocketInbox:
         if timeout is not None and not received and not self._actions:
             wait_for_any([self._pipe, *(line for _, line in self._lines.values())], timeout)
             self._receive()
-        actions = list(self._actions)
-        self._actions.clear()
+        actions, self._actions = self._actions, []
         return actions
 
     def _receive(self) -> bool:

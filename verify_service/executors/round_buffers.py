@@ -88,15 +88,13 @@ class RoundInput:
     may not have read what was written last.
     """
 
-    _NAMES = ("token_ids", "positions", "parents", "rows", "first", "cached_len", "root", "table_rows", "updates")
-
     def __init__(self, max_tokens: int, max_rows: int, spare_row: int, device: torch.device) -> None:
         self._spare_row = spare_row
-        sizes = (max_tokens,) * 4 + (max_rows + 1,) + (max_rows,) * 3 + (3 * (max_rows + max_tokens),)
-        bounds = np.cumsum([0, *sizes]).tolist()
+        sizes = RoundTokens.sizes(max_tokens, max_rows) | {"updates": 3 * (max_rows + max_tokens)}
+        bounds = np.cumsum([0, *sizes.values()]).tolist()
         self._device = torch.zeros(bounds[-1], dtype=torch.int32, device=device)
-        self._starts = dict(zip(self._NAMES, bounds, strict=False))
-        spans = {name: slice(*bounds[i : i + 2]) for i, name in enumerate(self._NAMES)}
+        self._starts = dict(zip(sizes, bounds, strict=False))
+        spans = {name: slice(start, start + sizes[name]) for name, start in self._starts.items()}
         fields = {name: self._device[span] for name, span in spans.items()}
         self.updates = fields.pop("updates").view(-1, 3)
         """On the device, [U, 3] of table row, place and page; a negative row means nothing."""
