@@ -21,9 +21,6 @@ log = get_logger(__name__)
 
 LONG_GAP_SECONDS = 5e-3
 
-Phases = tuple[tuple[str, float], ...]
-"""Names and seconds."""
-
 
 class GapWatch:
     """Notes the phases between the end of a round and the launch of the next. Does nothing unless DEBUG is logged."""
@@ -44,22 +41,21 @@ class GapWatch:
         if self._on:
             self._marks.append((name, time.monotonic()))
 
-    def end(self) -> Phases:
+    def end(self) -> str:
         """The next round is launched; returns what lay between, if anybody wants to know."""
         if not self._on or not self._marks:
-            return ()
+            return ""
         self.mark("launch")
         marks, self._marks = self._marks, []
-        phases = [(name, at - before) for (_, before), (name, at) in pairwise(marks)]
+        phases = [f"{name} {(at - before) * 1e3:.2f} ms" for (_, before), (name, at) in pairwise(marks)]
         cpu, switches = (now - then for now, then in zip(_usage(), self._before, strict=True))
-        return (*phases, ("CPU time", cpu), ("taken off the CPU", float(switches)))
+        return ", ".join([*phases, f"CPU time {cpu * 1e3:.2f} ms", f"taken off the CPU {switches} times"])
 
 
-def log_long_gap(gap: float | None, phases: Phases) -> None:
+def log_long_gap(gap: float | None, phases: str) -> None:
     """Log a long gap. One with little CPU time was not the engine's own work: it was not let run."""
     if phases and gap is not None and gap > LONG_GAP_SECONDS:
-        parts = ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in phases[:-1])
-        log.debug("the device was idle for %.1f ms: %s, %s %d times", gap * 1e3, parts, phases[-1][0], phases[-1][1])
+        log.debug("the device was idle for %.1f ms: %s", gap * 1e3, phases)
 
 
 def _usage() -> tuple[float, int]:

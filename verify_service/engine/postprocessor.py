@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from outrider.protocol.generation import FinishReason, GenerationUpdate, RoundCounts, RoundTree, TokenOrigin
-from verify_service.engine.host_gap import Phases, log_long_gap
+from verify_service.engine.host_gap import log_long_gap
 from verify_service.engine.request import Request
 from verify_service.engine.round import Batch, Entry, Pending, Result, follow
 from verify_service.engine.round_growth import RoundGrowth
@@ -196,7 +196,7 @@ class RoundDone(NamedTuple):
     seconds: float
     host_gap: float | None
     """From the end of the round before to this one's launch, in seconds, waits for drafts aside; None after a pause."""
-    phases: Phases = ()
+    phases: str = ""
     """Phases of the host's time between the round before and this one."""
 
     @property
