@@ -233,9 +233,8 @@ class FeatureSender:
             log.info("the target's features are stored %.1f s after they were asked for", waited)
         self._plan, self._begun = self._wanted, None
         # What was stored until now is of no use for layers that are missing in it.
-        self._drafts.suspend_features()
         self._memory.new_feature_epoch()
-        self._drafts.feature_epoch = self._memory.feature_epoch
+        self._drafts.renew_features(self._memory.feature_epoch)
         for replica in self._drafts.replicas.values():
             self._begin(replica)
 

@@ -395,13 +395,13 @@ class Drafts:
         """Whether the features of all of the request's positions are stored."""
         return bool(self.feature_epoch) and request.feature_epoch == self.feature_epoch
 
-    def suspend_features(self) -> None:
-        """Features are not stored any more, or other ones: drafts that need them serve nobody for now.
+    def renew_features(self, epoch: int) -> None:
+        """Features are stored, or other ones, of requests of this epoch: drafts that need them serve nobody for now.
 
         Those that can do without keep the requests of which they have none, and are told anew of the others: new ones
         come from the first position on.
         """
-        self.feature_epoch = 0
+        self.feature_epoch = epoch
         for replica in self.replicas.values():
             terms = replica.terms
             for spec in list(replica.requests.values()) if terms.feature_layers else []:
