@@ -75,7 +75,7 @@ def test_a_store_that_does_not_fit_leaves_the_engine_as_it_was(
     model = small_models(dtype=torch.float32)
     engine, _ = start(model)
     truth = run_all(engine, jobs(), speculate=False)
-    monkeypatch.setattr("verify_service.executors.cuda.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.base.FeatureStore", fail)
     draft = guessing(engine, truth)
     draft.connect()
     assert tokens(run_all(engine, jobs())) == tokens(truth)

@@ -56,7 +56,7 @@ def test_they_store_bit_by_bit_what_their_kernels_store(
     for name in ("k", "v"):
         graphs, kernels = (getattr(pair.executor._kv, name) for pair in pairs)
         assert torch.equal(graphs, kernels), name
-    features = [pair.prefill.features for pair in pairs]
+    features = [pair.executor._features for pair in pairs]
     assert torch.equal(*(store._halves[:, :-1] for store in features if store is not None))
 
 

@@ -17,6 +17,7 @@ from outrider.models.decoder import CausalLM
 from outrider.sampling.params import SamplingParams
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry
+from verify_service.executors.base import Executor
 from verify_service.executors.cuda import CudaRound
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.ranks import ExecutorLink
@@ -32,9 +33,16 @@ class PrefillPair:
         self.prefill, rows = self.executor.prefill, self.executor.rows
         self._model = model
         self._source = random.Random(1)
-        self._kv = model.new_kv(num_pages * self.executor.page_size)
+        self._other = other = Executor(model, num_pages * self.executor.page_size, TritonAttention())
         exact = PrefillShapes(1 << 20, 1 << 10, padded=False)
-        self._exact = Prefill(model, self._kv, TritonAttention(), rows, self.executor.page_size, exact, ExecutorLink())
+        self._exact = Prefill(
+            model,
+            lambda batch: other._forward(batch, batch.slots, other._features),
+            rows,
+            self.executor.page_size,
+            exact,
+            ExecutorLink(),
+        )
         for cache in (self.executor._kv.k, self.executor._kv.v):
             cache.zero_()
 
@@ -70,15 +78,15 @@ class PrefillPair:
         while self.executor.refresh_features():
             pass
         model = self._model
-        hidden, num_slots = model.config.hidden_size, self._kv.num_slots
-        self._exact.features = FeatureStore(layers, hidden, num_slots, model.dtype, model.device)
+        hidden, num_slots = model.config.hidden_size, self._other._kv.num_slots
+        self._other._features = FeatureStore(layers, hidden, num_slots, model.dtype, model.device)
 
     def check(self, tolerance: float) -> int:
         """Compare all that is stored, and where nothing is; returns how many slots are written."""
-        kv = self.executor._kv
-        for name, ours, exact in (("k", kv.k, self._kv.k), ("v", kv.v, self._kv.v)):
+        kv, exact_kv = self.executor._kv, self._other._kv
+        for name, ours, exact in (("k", kv.k, exact_kv.k), ("v", kv.v, exact_kv.v)):
             written = _compare(name, ours.transpose(0, 1), exact.transpose(0, 1), tolerance)
-        stored, expected = self.prefill.features, self._exact.features
+        stored, expected = self.executor._features, self._other._features
         if stored is not None and expected is not None:
             # The last slot is for what belongs to no token.
             places = (stored._halves[:, :-1].transpose(0, 1), expected._halves[:, :-1].transpose(0, 1))

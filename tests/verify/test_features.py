@@ -263,7 +263,7 @@ def test_a_store_that_cannot_be_had_leaves_the_engine_as_it_was(
         raise error
 
     engine = start("torch")
-    monkeypatch.setattr("verify_service.executors.torch_executor.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.base.FeatureStore", fail)
     draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
     draft.connect()
     engine.start()
@@ -288,7 +288,7 @@ def test_layers_that_cannot_be_had_beside_the_others_do_not_harm_those(
     def fail(*arguments: object) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr("verify_service.executors.cuda.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.base.FeatureStore", fail)
     second.connect()
     run_all(engine, jobs()[:1], speculate=False)
     first.texts.clear()
@@ -310,7 +310,7 @@ def test_a_draft_for_which_there_is_no_memory_takes_nothing_from_the_others_howe
     def fail(*arguments: object) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr("verify_service.executors.torch_executor.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.base.FeatureStore", fail)
     for _ in range(3):
         second.connect()
         assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])

@@ -12,6 +12,7 @@ from local_draft import LocalDraft, oracle, wrong
 from page_integrity import check_memory
 from threaded_engine import ThreadedEngine
 
+from outrider.attention.triton_backend import TritonAttention
 from outrider.grammar.compiler import GrammarVocabulary
 from outrider.grammar.spec import Grammar, GrammarKind
 from outrider.models.decoder import CausalLM
@@ -107,7 +108,7 @@ def test_a_stop_token_is_found_late_and_ends_the_answer_there(truth: list[Answer
 def test_the_cache_has_what_it_has_without(truth: list[Answer], begin: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for ahead in (True, False):
-        monkeypatch.setattr(CudaExecutor, "launches_ahead", ahead)
+        monkeypatch.setattr(TritonAttention, "plans_on_host", not ahead)
         engine, rounds = begin()
         for number, (prompt, params) in enumerate(jobs()):
             stop = frozenset([truth[number].token_ids[13]])

@@ -150,7 +150,7 @@ class NotedChunks:
         self._executor.prefill._body(shape)
         if shape == self.full:
             return False
-        self._next[shape] = self._executor.prefill.features
+        self._next[shape] = self._executor._features
         return True
 
     def adopt(self) -> None:
@@ -161,7 +161,7 @@ class NotedChunks:
         self._next = {}
 
     def run(self, shape: PromptShape) -> None:
-        assert self._graphs.get(shape, self._executor.prefill.features) is self._executor.prefill.features
+        assert self._graphs.get(shape, self._executor._features) is self._executor._features
         self._executor.prefill._body(shape)
 
 
@@ -198,11 +198,11 @@ def test_graphs_of_chunks_are_captured_anew_for_features_behind_those_of_rounds(
     assert executor.refresh_features() == len(small) - 1
     # Chunks go on as before meanwhile.
     pair.run((request, 10))
-    assert pair.prefill.features is None
+    assert executor._features is None
     graphs.order.clear()
     pair.store_features(LAYERS)
     assert graphs.order == [Bucket(1, 1), *small[::-1]] and graphs.num_discarded == 1
-    assert pair.prefill.features is executor._features is not None
+    assert executor._features is not None
     assert set(graphs._graphs) == set(small) - {graphs.full} and set(graphs._graphs.values()) == {executor._features}
     # The one without memory runs without graph.
     for count in (10, 100, 90):

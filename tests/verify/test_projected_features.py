@@ -135,7 +135,7 @@ def test_a_store_that_cannot_be_had_leaves_the_engine_as_it_was(
     first.connect()
     engine.start()
     assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
-    monkeypatch.setattr("verify_service.executors.torch_executor.FeatureStore", fail)
+    monkeypatch.setattr("verify_service.executors.base.FeatureStore", fail)
     second = projected(engine, truth)
     second.connect()
     run_all(engine, jobs()[:1], speculate=False)

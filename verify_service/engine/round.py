@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.errors import OutriderError
 from outrider.grammar.compiler import Mask
 from outrider.protocol.generation import PromptLogprobs, TokenLogprobs
 from outrider.tree.mirror import TreeMirror
 from verify_service.engine.request import Request
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(eq=False, slots=True)
@@ -166,6 +169,8 @@ class Pending:
     """How long the device worked on it."""
     drafting_seconds: float | None = None
     """How long the device drafted behind the round before; None, too, where it did not."""
+    complete: torch.cuda.Event | None = None
+    """When its features are stored; None where they are once it was waited for."""
 
     def done(self) -> bool:
         """Whether `wait` has nothing left to wait for. Never blocks."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.attention.base import AttentionBackend, TokenBatch
-from outrider.cache.kv import FeatureStore, KVCache
+from outrider.cache.kv import FeatureStore
 from outrider.device import put
 from outrider.errors import InternalError, OutriderError, OverloadedError
 from outrider.logs import get_logger
@@ -33,19 +33,24 @@ class Executor:
     What has to do with features, which all executors can store, is called between two rounds, but for `read_features`.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
+    launches_ahead: bool = False
+    """Whether a round may be launched before the one before was waited for; then there are two under way.
+
+    Such a round has roots alone, those of its entries that `is_ahead` are what the device has just sampled. Where there
+    is no device to keep busy, it would gain nothing, and a token behind an answer's end takes its time.
+    """
+    lends_features: bool = True
+    """Whether features may be stored for drafts."""
+
+    def __init__(self, model: LanguageModel, num_slots: int, attention: AttentionBackend) -> None:
+        """`num_slots`: of the KV cache."""
         self._model = model
+        self._kv = model.new_kv(num_slots)
+        self._attention = attention
+        self.feature_format = model.config.hidden_size, str(model.dtype).removeprefix("torch.")
+        """Values of a layer's hidden state, and their dtype."""
         self._features: FeatureStore | None = None
         self._staging: FeatureStaging | None = None
-
-    @property
-    def launches_ahead(self) -> bool:
-        """Whether a round may be launched before the one before was waited for; then there are two under way.
-
-        Such a round has roots alone, those of its entries that `is_ahead` are what the device has just sampled. Where
-        there is no device to keep busy, it would gain nothing, and a token behind an answer's end takes its time.
-        """
-        return False
 
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> Pending:
         """Queue a round, and the growth of trees behind it; returns before it has run.
@@ -68,16 +73,6 @@ class Executor:
         request comes back with `cached_len` at what the radix cache had.
         """
         raise NotImplementedError
-
-    @property
-    def feature_format(self) -> tuple[int, str]:
-        """Values of a layer's hidden state, and their dtype."""
-        return self._model.config.hidden_size, str(self._model.dtype).removeprefix("torch.")
-
-    @property
-    def lends_features(self) -> bool:
-        """Whether features may be stored for drafts."""
-        return True
 
     def begin_features(self, plan: FeaturePlan) -> None:
         """Prepare for rounds that store what the plan says, and nothing else, for every KV slot.
@@ -112,32 +107,26 @@ class Executor:
         """
         if self._features is None:
             raise RuntimeError("features are not stored")
-        return self._stage().read(self._features, slots, parts, self._completion(after), ring)
+        return self._stage().read(self._features, slots, parts, after.complete if after is not None else None, ring)
 
-    def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
-        """Event of a round that has stored its features; None where it has once it was waited for."""
-        return None
+    def _forward(self, batch: TokenBatch, slots: Tensor, store: FeatureStore | None) -> Tensor:
+        """A forward whose features go to `slots` [M] of a store, if there is one; returns hidden states [M, hidden]."""
+        layers = () if store is None else store.inputs
+        hidden, features = self._model.forward_with_features(batch, self._kv, self._attention, layers)
+        if store is not None:
+            store.write(slots, features)
+        return hidden
+
+    def _new_store(self, plan: FeaturePlan) -> FeatureStore:
+        model = self._model
+        hidden, num_slots = model.config.hidden_size, self._kv.num_slots
+        return FeatureStore(plan.layers, hidden, num_slots, model.dtype, model.device, plan.projection)
 
     def _stage(self) -> FeatureStaging:
         """Raises torch.OutOfMemoryError where there is no memory for it."""
         if self._staging is None:
             self._staging = FeatureStaging(self._model.device)
         return self._staging
-
-
-def forward_storing(
-    store: FeatureStore | None,
-    slots: Tensor,
-    model: LanguageModel,
-    batch: TokenBatch,
-    kv: KVCache,
-    attention: AttentionBackend,
-) -> Tensor:
-    """A forward whose features go to `slots` [M] of a store, if there is one; returns hidden states [M, hidden]."""
-    hidden, features = model.forward_with_features(batch, kv, attention, () if store is None else store.inputs)
-    if store is not None:
-        store.write(slots, features)
-    return hidden
 
 
 class PromptScores:

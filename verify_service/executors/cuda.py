@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -26,7 +27,7 @@ from outrider.sampling.sampler import EXACT, AcceptRule
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result, varied_tokens
 from verify_service.engine.scheduler import EngineLimits
-from verify_service.executors.base import Executor, PromptScores, forward_storing, with_prompt
+from verify_service.executors.base import Executor, PromptScores, with_prompt
 from verify_service.executors.prefill import Prefill, PrefillShapes
 from verify_service.executors.ranks import CAPTURE, ROUND, ExecutorLink
 from verify_service.executors.round_buffers import (
@@ -75,16 +76,16 @@ class CudaExecutor(Executor):
     ) -> None:
         """`link`: to the other ranks of the model. Rounds with more than `max_graph_rows` requests run kernel by
         kernel, and without `use_graphs` all do."""
-        super().__init__(model)
+        super().__init__(model, num_pages * page_size, attention)
         self._max_graph_rows = max_graph_rows
         self._use_graphs = use_graphs
         self.link = link or ExecutorLink()
         device = model.device
         self.limits = limits
         self.page_size = page_size
-        self._attention = attention
         self._on_gpu = device.type == "cuda"
-        self._kv = model.new_kv(num_pages * page_size)
+        # A plan of the host's would be made anew while it is in use.
+        self.launches_ahead = not attention.plans_on_host
         tokens, rows = limits.max_round_tokens, limits.max_running
         self.buckets = Buckets(tokens, rows, fixed=limits.deterministic)
         self._sampler = DeviceSampler(rows + 1, tokens, NUM_COMMITTED, limits.vocab_size, device, rule)
@@ -99,7 +100,14 @@ class CudaExecutor(Executor):
         # Other backends plan prompts on the host, by their lengths: nothing to capture, and nothing gained by padding.
         padded = isinstance(attention, TritonAttention)
         shapes = PrefillShapes(limits.chunk_size, rows, limits.deterministic, padded)
-        self.prefill = Prefill(model, self._kv, attention, self.rows, page_size, shapes, self.link)
+        self.prefill = Prefill(
+            model,
+            lambda batch: self._forward(batch, batch.slots, self._features),
+            self.rows,
+            page_size,
+            shapes,
+            self.link,
+        )
         self._num_processors = num_processors(device)
         self.graphs = GraphPool[Bucket]("rounds", self._body, self._prepare, self.link.compiling)
         self._last_end: int | None = None
@@ -109,7 +117,9 @@ class CudaExecutor(Executor):
 
     def draft_inside(self, model: DraftModel, options: DraftingOptions) -> None:
         """From now on trees may grow behind rounds, on the same device; before anything is captured."""
-        self._features = self.prefill.features = feature_store(model, self._model, self._kv.num_slots)
+        # What rounds store for a drafter of their own they store for no other.
+        self.lends_features = False
+        self._features = feature_store(model, self._model, self._kv.num_slots)
         self.drafts = RoundDrafts(
             model,
             options,
@@ -207,7 +217,7 @@ class CudaExecutor(Executor):
             # With decoding going on, nobody waits for a chunk but the next round's graph, and who wants its logits.
             done = self._mark() if scores or done is None else done
         complete = self._mark() if self._features is not None and decode and prefill else done
-        return CudaRound(self, entries, decode, answers, listed, done, complete, scores, clean=not prefill)
+        return CudaRound(self, entries, decode, answers, listed, done, scores, clean=not prefill, complete=complete)
 
     def dry_run(self, entries: Sequence[Entry]) -> None:
         """See Executor: all but the copies and the graph."""
@@ -216,30 +226,18 @@ class CudaExecutor(Executor):
             self._dry_run_answers.read()
             self._dry_run_input.fill(decode, None, self._bucket(decode))
 
-    @property
-    def launches_ahead(self) -> bool:
-        """See Executor. A plan of the host's would be made anew while it is in use."""
-        return not self._attention.plans_on_host
-
     def forget(self, request: Request) -> None:
         """The request ended or gave up its pages: its row is free, for work queued from now on."""
         self.rows.forget(request)
         if self.drafts is not None:
             self.drafts.forget(request)
 
-    @property
-    def lends_features(self) -> bool:
-        """See Executor. What rounds store for a drafter of their own they store for no other."""
-        return self.drafts is None
-
     @torch.inference_mode()
     def begin_features(self, plan: FeaturePlan) -> None:
         """See Executor."""
-        model = self._model
-        hidden = model.config.hidden_size
         with out_of_memory("the target's features", "lower --mem-fraction-static or --max-total-tokens"):
             self._stage()
-            store = FeatureStore(plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection)
+            store = self._new_store(plan)
         self.graphs.discard_next()
         self.prefill.graphs.discard_next()
         # Chunks behind rounds, the large ones first: what they need serves the others, too.
@@ -250,15 +248,17 @@ class CudaExecutor(Executor):
 
     def refresh_features(self) -> int:
         """See Executor. One graph at a time, the most used first."""
-        if self._renewal is None:
+        renewal = self._renewal
+        if renewal is None:
             return 0
-        if self._renewal.stale:
-            self._renew(self._renewal.stale.pop(), self._renewal.store)
-        if not self._renewal.stale:
-            self._adopt(self._renewal.store)
-            self._renewal = None
-            return 0
-        return len(self._renewal.stale)
+        if renewal.stale:
+            self._renew(renewal.stale.pop(), renewal.store)
+        if not renewal.stale:
+            self._stage().join()
+            self.graphs.adopt()
+            self.prefill.graphs.adopt()
+            self._features, self._renewal = renewal.store, None
+        return len(renewal.stale)
 
     @torch.inference_mode()
     def _renew(self, shape: Bucket | PromptShape, store: FeatureStore) -> None:
@@ -267,35 +267,22 @@ class CudaExecutor(Executor):
         Raises RankError where memory ends amid a run, which the other ranks have run to its end.
         """
         self._last_end = None
+        captured = False
+        used, self._features = self._features, store
         try:
-            with self.link.in_step("a round with features"):
-                captured = self._capture_next(shape, store)
-        except torch.OutOfMemoryError:
-            captured = False
+            with suppress(torch.OutOfMemoryError), self.link.in_step("a round with features"):
+                captured = self._capture_next(shape)
+        finally:
+            self._features = used
         if not captured:
             log.warning("no memory for the graph of %d tokens in %d rows with features", shape.tokens, shape.rows)
 
-    def _capture_next(self, shape: Bucket | PromptShape, store: FeatureStore) -> bool:
+    def _capture_next(self, shape: Bucket | PromptShape) -> bool:
         if isinstance(shape, PromptShape):
-            return self.prefill.capture_next(shape, store)
+            return self.prefill.capture_next(shape)
         # The last round's results were read and the next one is not laid out, so that an empty one does no harm.
         self._input.clear()
-        used, self._features = self._features, store
-        try:
-            return self.graphs.capture_next(shape, partial(self.link.tell, ROUND, shape))
-        finally:
-            self._features = used
-
-    @torch.inference_mode()
-    def _adopt(self, store: FeatureStore) -> None:
-        """Rounds store features from now on."""
-        self._stage().join()
-        self.graphs.adopt()
-        self.prefill.adopt(store)
-        self._features = store
-
-    def _completion(self, round_: Pending | None) -> torch.cuda.Event | None:
-        return round_.complete if isinstance(round_, CudaRound) else None
+        return self.graphs.capture_next(shape, partial(self.link.tell, ROUND, shape))
 
     def read(self, round_: CudaRound, answers: RoundAnswers) -> list[Result]:
         """Results of a finished round's decode entries; the round is told the device's times."""
@@ -354,7 +341,7 @@ class CudaExecutor(Executor):
         batch = self._trees.batch(
             tokens, tables, self.page_size, bucket.max_row_tokens, splits, fixed, self._sampler.int_params
         )
-        hidden = forward_storing(store, batch.slots, self._model, batch, self._kv, self._attention)
+        hidden = self._forward(batch, batch.slots, store)
         logits = self._model.logits(hidden)
         num_tokens, error, committed, accepted = self._output.fields(bucket)
         commit = partial(
@@ -418,11 +405,10 @@ class CudaRound(Pending):
     answers: RoundAnswers | None
     listed: LogprobOutputs | None
     event: torch.cuda.Event | None
-    complete: torch.cuda.Event | None
-    """When prefill is done, too; known where features are stored."""
     scores: Mapping[Entry, PromptScores]
     clean: bool
     """Whether no prefill lies between this round and the next."""
+    complete: torch.cuda.Event | None = None
 
     def done(self) -> bool:
         """See Pending."""

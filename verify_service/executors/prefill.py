@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,16 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PagedBatch, PromptChunk, PromptLayout, PromptShape
-from outrider.cache.kv import FeatureStore, KVCache
 from outrider.cache.pages import page_slots
 from outrider.device import put
 from outrider.graphs import GraphPool
 from outrider.models.base import LanguageModel
 from outrider.models.capacity import width_buckets
 from verify_service.engine.round import Entry
-from verify_service.executors.base import PromptScores, forward_storing
+from verify_service.executors.base import PromptScores
 from verify_service.executors.ranks import CAPTURE_SMALL, LOGITS, PROMPTS, ExecutorLink
 from verify_service.executors.round_buffers import RequestRows
 
@@ -35,18 +33,17 @@ class Prefill:
     def __init__(
         self,
         model: LanguageModel,
-        kv: KVCache,
-        attention: AttentionBackend,
+        compute: Callable[[PagedBatch], Tensor],
         rows: RequestRows,
         page_size: int,
         shapes: PrefillShapes,
         link: ExecutorLink,
     ) -> None:
-        """`link`: to the other ranks of the model, which compute their part of every forward."""
+        """`compute`: hidden states of a forward, [M, hidden_size]; may be captured. `link`: to the other ranks of the
+        model, which compute their part of every forward."""
         self._link = link
         self._model = model
-        self._kv = kv
-        self._attention = attention
+        self._compute = compute
         self._rows = rows
         self._page_size = page_size
         self._shapes = shapes
@@ -59,8 +56,6 @@ class Prefill:
         self._last = self._hidden
         """Hidden states of the last forward."""
         self.graphs = GraphPool[PromptShape]("forwards of prompts", self._body, compiling=link.compiling)
-        self.features: FeatureStore | None = None
-        """Where features of prompts are stored, if anywhere; what was captured stores them where it did then."""
 
     def run(self, entries: Sequence[Entry]) -> dict[Entry, PromptScores]:
         """Queue the chunks of a round. Returns what is on its way to the host of prompts that are to be described."""
@@ -88,21 +83,12 @@ class Prefill:
             for shape in small:
                 self.graphs.run(shape)
 
-    def capture_next(self, shape: PromptShape, store: FeatureStore) -> bool:
-        """Capture a forward that stores features there; see GraphPool.capture_next."""
+    def capture_next(self, shape: PromptShape) -> bool:
+        """See GraphPool."""
         # Queued behind forwards that may still read their description.
         self._clear()
-        used, self.features = self.features, store
-        try:
-            nothing = self._layout.describe((), self._rows.spare)
-            return self.graphs.capture_next(shape, partial(self._link.tell, PROMPTS, shape, nothing))
-        finally:
-            self.features = used
-
-    def adopt(self, store: FeatureStore) -> None:
-        """Features are stored in `store` from now on, by the graphs that `capture_next` captured."""
-        self.graphs.adopt()
-        self.features = store
+        nothing = self._layout.describe((), self._rows.spare)
+        return self.graphs.capture_next(shape, partial(self._link.tell, PROMPTS, shape, nothing))
 
     def _chunk(self, entry: Entry) -> PromptChunk:
         request, start = entry.request, entry.request.cached_len
@@ -160,9 +146,6 @@ class Prefill:
         """The small forward that was described last; may be captured."""
         batch = self._layout.batch(self._description, shape, self._rows.page_tables, self._page_size)
         self._hidden[: shape.tokens].copy_(self._compute(batch))
-
-    def _compute(self, batch: PagedBatch) -> Tensor:
-        return forward_storing(self.features, batch.slots, self._model, batch, self._kv, self._attention)
 
     def _score(self, group: Sequence[Entry], hidden: Tensor, scores: dict[Entry, PromptScores]) -> None:
         first = 0

@@ -157,6 +157,8 @@ class RoundDrafts:
             floor=_FLOOR,
             chunk_size=_CATCH_UP_TOKENS,
         )
+        self.num_behind = 0 if self.drafter.lag else 1
+        """Positions behind a round's last token that the drafter writes to: one, where it has KV of the new root."""
         rows.listener = self
         self.trees = RoundTrees(limits.max_round_tokens, rows.spare, model.device)
         self.num_grown = 0
@@ -194,11 +196,6 @@ class RoundDrafts:
     def cost(self, num_rows: int) -> GrowthCost:
         """Measured cost of growth behind rounds of so many requests."""
         return self._costs.get(num_rows, _FREE)
-
-    @property
-    def num_behind(self) -> int:
-        """Positions behind a round's last token that the drafter writes to: one, where it has KV of the new root."""
-        return 0 if self.drafter.lag else 1
 
     def has_tree(self, request: Request) -> bool:
         """Whether a tree was grown for the request's root, and it may take nodes of it."""

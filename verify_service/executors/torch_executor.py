@@ -11,7 +11,6 @@ import torch
 
 from outrider.attention.base import ForwardBatch, Segment
 from outrider.attention.torch_backend import TorchAttention
-from outrider.cache.kv import FeatureStore
 from outrider.errors import ConfigError, OutriderError
 from outrider.grammar.compiler import unpack
 from outrider.models.base import LanguageModel
@@ -19,7 +18,7 @@ from outrider.protocol.generation import TokenLogprobs
 from outrider.sampling.sampler import EXACT, AcceptRule, walk_tree
 from verify_service.engine.request import Request
 from verify_service.engine.round import Entry, Growth, Pending, Result, varied_tokens
-from verify_service.executors.base import Executor, PromptScores, forward_storing, with_prompt
+from verify_service.executors.base import Executor, PromptScores, with_prompt
 from verify_service.features.staging import FeaturePlan
 
 MEASURED_CONTEXT = 192
@@ -69,15 +68,12 @@ class _Part:
         self.samples = entry.samples
         self.num_extend = entry.num_extend
         self.num_tokens = entry.num_tokens
-        self.end = entry.request.cached_len + entry.num_extend
+        self.start = entry.start
+        """Position of its first token."""
+        self.end = entry.start + entry.num_extend
         """Position behind the committed tokens; nodes lie from here on."""
         self.slots = slots
         self.scored = entry.scored
-
-    @property
-    def start(self) -> int:
-        """Position of its first token."""
-        return self.end - self.num_extend
 
     def segment(self, first: int, last: int, page_size: int) -> Segment:
         """Its rows `first` up to `last`."""
@@ -147,11 +143,9 @@ class TorchExecutor(Executor):
     """
 
     def __init__(self, model: LanguageModel, num_pages: int, page_size: int, rule: AcceptRule = EXACT) -> None:
-        super().__init__(model)
+        super().__init__(model, num_pages * page_size, TorchAttention())
         self._rule = rule
         self._page_size = page_size
-        self._kv = model.new_kv(num_pages * page_size)
-        self._attention = TorchAttention()
         self._slots: dict[Request, torch.Tensor] = {}
 
     def launch(self, entries: Sequence[Entry], growth: Growth | None = None) -> TorchRound:
@@ -169,12 +163,8 @@ class TorchExecutor(Executor):
 
     def begin_features(self, plan: FeaturePlan) -> None:
         """See Executor."""
-        model = self._model
-        hidden = model.config.hidden_size
         try:
-            self._features = FeatureStore(
-                plan.layers, hidden, self._kv.num_slots, model.dtype, model.device, plan.projection
-            )
+            self._features = self._new_store(plan)
         except MemoryError as error:
             raise ConfigError(f"the machine has no memory for the target's features ({error})") from error
 
@@ -208,10 +198,7 @@ class TorchExecutor(Executor):
 
     def _hidden(self, forwards: Sequence[_Forward]) -> torch.Tensor:
         """Hidden states of all rows of the round, in their order."""
-        found = [
-            forward_storing(self._features, one.slots, self._model, one.batch, self._kv, self._attention)
-            for one in forwards
-        ]
+        found = [self._forward(one.batch, one.slots, self._features) for one in forwards]
         if len(found) == 1:
             return found[0]
         order = torch.tensor([row for one in forwards for row in one.rows])

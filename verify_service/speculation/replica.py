@@ -18,9 +18,8 @@ from outrider.tree.mirror import Observation
 class DraftConnection(Protocol):
     """A session with a draft."""
 
-    @property
-    def address(self) -> str:
-        """Where the draft is."""
+    address: str
+    """Where the draft is."""
 
     @property
     def has_room(self) -> bool:
