@@ -53,8 +53,7 @@ def sum_rows_normed(
     """
     if weight.shape != (boxes.width,):
         raise ValueError(f"rows of {boxes.width} with a norm's weight of {list(weight.shape)}")
-    stream, normed = _sum(boxes, rows, residual, weight, eps, two_shot)
-    return stream, normed
+    return _sum(boxes, rows, residual, weight, eps, two_shot)
 
 
 def join_columns(boxes: Mailboxes, rows: Tensor) -> Tensor:
