@@ -227,17 +227,14 @@ class GrowthPolicy:
         if seconds is not None:
             table.followed.observe(growth.num_steps, seconds)
         size = int(np.searchsorted(table.sizes, growth.num_nodes))
-        if size >= len(table.sizes):
-            return
         table.learn(growth.num_steps, size, nodes.accepted_within(self.max_steps, table.sizes), num_given)
         table.num_new += 1 if table.choice[0] else _LOOK_EVERY
 
     def _table(self, num_rows: int) -> _Table:
-        sizes = self.sizes(num_rows)
         found = self._tables.get(num_rows)
-        if found is None or len(found.sizes) != len(sizes):
+        if found is None:
             useless = [table for rows, table in self._tables.items() if table.is_useless(rows)]
-            cost = self.costs(num_rows)
+            sizes, cost = self.sizes(num_rows), self.costs(num_rows)
             dear = self._largest_seconds(num_rows, sizes[-1], cost) / (_DEAR_TRIAL * self.round_seconds(num_rows))
             trial_rounds = max(LEAST_TRIAL_ROUNDS, round(TRIAL_ROUNDS / max(dear, 1.0)))
             found = self._tables[num_rows] = _Table(self.max_steps, sizes, cost, trial_rounds)
