@@ -22,7 +22,7 @@ from outrider.tree.handshake import MAX_PROJECTION_BYTES, Projection, name_proje
 
 
 class DraftModel(ABC):
-    """A model that guesses the target's tokens, with or without the target's features."""
+    """A model that guesses the target's tokens, with or without its features. Callers are in inference mode."""
 
     tokenizer_hash: str = ""
     """SHA-256 of its own tokenizer.json, hexadecimal; empty for a head without one."""
@@ -165,7 +165,6 @@ class DraftHead(DraftModel):
             linear.pack()
         self.stack.finish_loading()
 
-    @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """See DraftModel."""
         logits = self.output.to_float32(rows)
@@ -173,7 +172,6 @@ class DraftHead(DraftModel):
             return logits
         return self.exchange.join(logits)
 
-    @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
         """See DraftModel."""
         features = features.to(self.dtype)
@@ -183,7 +181,6 @@ class DraftHead(DraftModel):
         """See DraftModel."""
         return self._projection
 
-    @torch.inference_mode()
     def finish_product(self, product: Tensor) -> Tensor:
         """See DraftModel."""
         product = product.to(self.dtype)

@@ -36,7 +36,6 @@ class EagleHead(DraftHead):
         for number in range(config.decoder.num_layers):
             self.layers.append(DecoderLayer(config.decoder, number, dtype, device, input_norm=number > 0))
 
-    @torch.inference_mode()
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor | None]:
@@ -98,13 +97,11 @@ class Eagle3Head(DraftHead):
         )
         self._step = HeadStep(shape, weights) if fits_head(shape, weights) else None
 
-    @torch.inference_mode()
     def step(self, batch: TokenBatch, links: Links, kv: KVCache, ranking: Ranking | None) -> Stepped | None:
         """See DraftModel."""
         plan = None if self._step is None else self.stack.plan(batch, kv)
         return None if self._step is None or plan is None else self._step(plan, batch.token_ids, links, ranking)
 
-    @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
         """See DraftModel."""
         features = features.to(self.dtype)
@@ -117,7 +114,6 @@ class Eagle3Head(DraftHead):
             features = self.joint_norm(features)
         return features if self.fc is None else self.fc(features)
 
-    @torch.inference_mode()
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor | None]:
@@ -150,7 +146,6 @@ class MtpHead(DraftHead):
         self.input = self.linear("input_proj", 2 * hidden)
         self.layers.append(DecoderLayer(config.decoder, 0, dtype, device))
 
-    @torch.inference_mode()
     def forward(
         self, batch: TokenBatch, features: Tensor | None, kv: KVCache, attention: AttentionBackend
     ) -> tuple[Tensor, Tensor | None]:
@@ -232,17 +227,14 @@ class BlockHead(DraftHead):
         if self._markov is not None:
             self._markov.finish_loading()
 
-    @torch.inference_mode()
     def project(self, features: Tensor) -> Tensor:
         """See DraftModel."""
         return self.feature_norm(super().project(features))
 
-    @torch.inference_mode()
     def finish_product(self, product: Tensor) -> Tensor:
         """See DraftModel."""
         return self.feature_norm(super().finish_product(product))
 
-    @torch.inference_mode()
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [layers, M, kv_heads, head_dim] of positions int [M] with features [M, feature_size]."""
         shape = (self.num_layers, features.shape[0], self.num_kv_heads, self.head_dim)
@@ -268,7 +260,6 @@ class BlockHead(DraftHead):
         places = positions[:, None] + torch.arange(self.block.size, device=positions.device, dtype=positions.dtype)
         return ids.flatten(), places.flatten()
 
-    @torch.inference_mode()
     def forward_blocks(self, batch: TokenBatch, kv: KVCache, attention: AttentionBackend) -> Tensor:
         """Run the blocks of R roots, as `block_tokens` lays them out: rows of their guesses [R * num_guesses, hidden].
 
@@ -281,7 +272,6 @@ class BlockHead(DraftHead):
         size, count = self.block.size, self.block.num_guesses
         return self.final_norm(stream).view(-1, size, self._hidden)[:, size - count :].flatten(0, 1)
 
-    @torch.inference_mode()
     def advance(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Of nodes' tokens [M], the rows of their places [M, hidden] and what their parents left [M, state_size].
 
@@ -294,7 +284,6 @@ class BlockHead(DraftHead):
         said, memory = self._markov(tokens, rows, memory)
         return torch.cat((rows, said), 1), memory
 
-    @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """See DraftModel. `rows` [M, hidden] are those of places alone; behind them, with DSPARK, what a token says."""
         logits = super().logits(rows[:, : self._hidden].contiguous())
@@ -311,12 +300,10 @@ class BlockHead(DraftHead):
             torch.zeros(num_places, self.vocab_size, device=self.device),
         )
 
-    @torch.inference_mode()
     def keep_blocks(self, blocks: BlockStore, where: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Keep what `forward_blocks` returned for the requests `where`, int [R], of roots at `positions`, int [R]."""
         keep_blocks(blocks, where, positions, rows, self.logits(rows))
 
-    @torch.inference_mode()
     def read_blocks(
         self, blocks: BlockStore, where: Tensor, tokens: Tensor, positions: Tensor, memory: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -428,7 +415,6 @@ class StandaloneDraft(DraftModel):
         """See DraftModel."""
         return self.model.forward(batch, kv, attention), None
 
-    @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """See DraftModel."""
         return self.model.logits(rows)
