@@ -62,16 +62,12 @@ class ModelConfig(ModelShape):
     """What our own decoder is built from.
 
     Attributes:
-        qk_norm: each query and key head is normed; `wide_qk_norm`: all query heads at once, and all key heads.
-        norms: of attention and MLP, `before` them, `after` them, or `both`.
-        norm_offset: what is added to the weight of every norm.
-        fused: q, k and v are one matrix in the checkpoint, and gate and up another.
+        qk_norm: each query and key head is normed.
         windows: of each layer how many positions it sees, 0 for all; () for all layers.
         local_rope: of the layers with a window, if it is another.
         unrotated: layers without rotary positions.
         attention_scale: factor on scores, None for head_dim ** -0.5.
         attention_softcap: see kernels.attention_tiles.ScoreRules; `logit_softcap` caps logits likewise. 0 for none.
-        sinks: every head has a score that takes part in its softmax and has no value.
         embedding_scale, residual_scale, logit_scale: factors on embeddings, on what attention and MLP add to the
             residual stream, and on logits.
         unpadded_head_dim: head_dim in the checkpoint, where zeros stand behind each half of a head; else 0.
@@ -87,10 +83,6 @@ class ModelConfig(ModelShape):
     qk_norm: bool
     experts: ExpertsConfig | None = None
     quantization: Quantization | None = None
-    wide_qk_norm: bool = False
-    norms: str = "before"
-    norm_offset: float = 0.0
-    fused: bool = False
     activation: str = "silu"
     windows: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
@@ -98,7 +90,6 @@ class ModelConfig(ModelShape):
     attention_scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
-    sinks: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -155,13 +146,8 @@ class ModelConfig(ModelShape):
             dtype=stated_dtype(fields),
             experts=ExpertsConfig.from_fields(fields, family.experts) if family.experts else None,
             quantization=read_quantization(fields),
-            wide_qk_norm=family.wide_qk_norm,
-            norms=family.norms,
-            norm_offset=family.norm_offset,
-            fused=family.fused,
             activation=_activation(fields, family),
             windows=_windows(fields, family, num_layers),
-            sinks=family.sinks,
             local_rope=local_rope,
             unrotated=_unrotated(fields, num_layers),
             attention_scale=_attention_scale(fields, head_dim),
@@ -200,6 +186,11 @@ class ModelConfig(ModelShape):
                 if scheme is not None and scheme.kind != "int8":
                     saved += num_out * size * item_bytes - scheme.num_bytes(num_out, size)
         return saved
+
+    @property
+    def family(self) -> Family:
+        """What the architecture fixes."""
+        return FAMILIES[self.architecture]
 
     def scheme_of(self, *modules: str) -> Scheme | None:
         """How matrices that are fused into one are quantized, by the names of their modules; None: they are not."""
@@ -245,16 +236,16 @@ class ModelConfig(ModelShape):
     @property
     def has_plain_attention(self) -> bool:
         """See ModelShape."""
-        plain = not (any(self.windows) or self.unrotated or self.attention_softcap or self.sinks)
+        plain = not (any(self.windows) or self.unrotated or self.attention_softcap or self.family.sinks)
         return plain and self.attention_scale is None
 
     @property
     def is_plain(self) -> bool:
         """Whether sizes, biases, norms of heads and experts are all that tells its layers from those of a Llama."""
         plain = self.has_plain_attention and self.rope.kind != "longrope" and self.rope.rotated == 1.0
-        plain = plain and not (self.wide_qk_norm or self.fused or self.norm_offset or self.logit_softcap)
-        scales = (self.embedding_scale, self.residual_scale, self.logit_scale)
-        return plain and self.norms == "before" and self.activation == "silu" and set(scales) == {1.0}
+        family, scales = self.family, (self.embedding_scale, self.residual_scale, self.logit_scale)
+        plain = plain and not (family.wide_qk_norm or family.fused or family.norm_offset or self.logit_softcap)
+        return plain and family.norms == "before" and self.activation == "silu" and set(scales) == {1.0}
 
     def _check(self) -> None:
         if self.num_heads % self.num_kv_heads:

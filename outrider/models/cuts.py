@@ -28,7 +28,7 @@ def cut(config: ModelShape, world: int) -> ModelConfig:
     """
     if not isinstance(config, ModelConfig):
         raise _not_ours(config.architecture, world)
-    if config.wide_qk_norm:
+    if config.family.wide_qk_norm:
         raise ConfigError(f"{OPTION}: {config.architecture} norms all heads together, so they cannot be divided")
     if fault := _fault(config, world):
         *others, last = ["1", *(str(number) for number in range(2, MAX_RANKS + 1) if not _fault(config, number))]
@@ -88,7 +88,7 @@ def spans(
     for dimension, (size, wanted) in enumerate(zip(shape, part, strict=True)):
         # What AWQ and GPTQ call so has rows of the matrix as its columns.
         is_upright = not name.endswith((".qweight", ".qzeros", ".scales"))
-        sections = _sections(name, size, whole) if whole.fused and dimension == 1 - is_upright else [size]
+        sections = _sections(name, size, whole) if whole.family.fused and dimension == 1 - is_upright else [size]
         if size == wanted:
             found.append([(0, size)])
             continue
@@ -130,7 +130,7 @@ def _fault(config: ModelConfig, world: int) -> str:
             return f"{field} {size} cannot be divided among {world} ranks"
     if max(kv_heads, world) % min(kv_heads, world):
         return f"num_key_value_heads {kv_heads} cannot be divided among {world} ranks, nor they among it"
-    if config.fused and kv_heads < world:
+    if config.family.fused and kv_heads < world:
         return f"{config.architecture} has {kv_heads} KV heads in one matrix with q, fewer than {world} ranks"
     return _block_fault(config, world)
 

@@ -31,7 +31,7 @@ class ResidualOutput:
 
     def __init__(self, linear: Linear, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.linear = linear
-        self.norm = layer_norm(config, dtype, device) if config.norms != "before" else None
+        self.norm = layer_norm(config, dtype, device) if config.family.norms != "before" else None
         self._scale = config.residual_scale
         self.exchange: Exchange | None = None
         """Among ranks of which each has some of the matrix's columns."""
@@ -67,7 +67,7 @@ class ResidualOutput:
 
 def layer_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm:
     """An empty norm of the residual stream's width."""
-    return RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device, config.norm_offset)
+    return RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device, config.family.norm_offset)
 
 
 class SelfAttention:
@@ -94,7 +94,7 @@ class SelfAttention:
         name, num_out = f"model.layers.{layer}.self_attn", self.q_size + 2 * self.kv_size
         self._parts = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
         """Rows of the matrices that are apart in checkpoints."""
-        if config.fused:
+        if config.family.fused:
             self._parts = {"qkv_proj": num_out}
         scheme = config.scheme_of(*(f"{name}.{part}" for part in self._parts))
         self.qkv = Linear(input_size, num_out, config.qkv_bias, dtype, device, scheme)
@@ -105,10 +105,10 @@ class SelfAttention:
         self.wide_norms: list[RMSNorm] = []
         if config.qk_norm:
             shape = (config.num_heads + config.num_kv_heads, config.head_dim)
-            self.qk_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device, config.norm_offset)
-        if config.wide_qk_norm:
+            self.qk_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device, config.family.norm_offset)
+        if config.family.wide_qk_norm:
             self.wide_norms = [
-                RMSNorm((size,), config.rms_norm_eps, dtype, device, config.norm_offset)
+                RMSNorm((size,), config.rms_norm_eps, dtype, device, config.family.norm_offset)
                 for size in (self.q_size, self.kv_size)
             ]
         self._order = pair_order(config.rope, self.head_dim)
@@ -184,7 +184,7 @@ class SelfAttention:
 
 def _layer_rules(config: ModelConfig, layer: int, device: torch.device, rotary: Rotary | None) -> LayerRules:
     """How a layer attends; its sinks, if it has any, are empty."""
-    sinks = torch.empty(config.num_heads, dtype=torch.float32, device=device) if config.sinks else None
+    sinks = torch.empty(config.num_heads, dtype=torch.float32, device=device) if config.family.sinks else None
     scores = ScoreRules(config.window_of(layer), config.attention_softcap, sinks)
     rules = LayerRules(config.attention_scale, scores, rotary)
     return PLAIN if rules.is_plain and rotary is None else rules
@@ -201,7 +201,7 @@ class GatedMlp:
         self._gelu = config.activation != "silu"
         name = f"model.layers.{layer}.mlp"
         self._parts = (
-            {"gate_up_proj": 2 * self.size} if config.fused else {"gate_proj": self.size, "up_proj": self.size}
+            {"gate_up_proj": 2 * self.size} if config.family.fused else {"gate_proj": self.size, "up_proj": self.size}
         )
         """See SelfAttention."""
         scheme = config.scheme_of(*(f"{name}.{part}" for part in self._parts))
@@ -247,7 +247,7 @@ class DecoderLayer:
         input_norm: bool = True,
         rotary: Rotary | None = None,
     ) -> None:
-        before = config.norms != "after"
+        before = config.family.norms != "after"
         self.attention_norm = layer_norm(config, dtype, device) if before and input_norm else None
         self.attention = SelfAttention(config, layer, dtype, device, input_size or config.hidden_size, rotary)
         self.mlp_norm = layer_norm(config, dtype, device) if before else None

@@ -105,8 +105,9 @@ def _layer(config: ModelConfig, input_size: int, *, input_norm: bool = True) -> 
     attention = input_size * (query + both) + query * hidden
     attention += (query + both) * config.qkv_bias + hidden * config.output_bias
     # Head norms are kept once a head; those of the whole width have as many elements.
-    attention += (config.num_heads + config.num_kv_heads) * config.head_dim * (config.qk_norm or config.wide_qk_norm)
-    behind = 2 * hidden * (config.norms == "both")
+    has_head_norms = config.qk_norm or config.family.wide_qk_norm
+    attention += (config.num_heads + config.num_kv_heads) * config.head_dim * has_head_norms
+    behind = 2 * hidden * (config.family.norms == "both")
     return attention + _mlp(config) + hidden + input_size * input_norm + behind
 
 

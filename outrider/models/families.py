@@ -16,11 +16,14 @@ class Family:
     the MLP. `head_dim`: where config.json names none; None is hidden_size / num_heads. `unread_prefix`: tensors of the
     checkpoint that are not the decoder's. `experts`: how its mixtures of experts are written (see ExpertsConfig).
 
-    `wide_qk_norm`, `norms`, `norm_offset`, `fused`, `sinks`: see ModelConfig. `windows`: config.json may ask for
-    sliding windows. `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is
-    the text part of a larger model, which text_config describes; other tensors are not read. `gelu`: what its
-    config.json means by that name. `window_pattern`: each so many-th layer has no window, the others do; 0 if that is
-    not how they are told. `defaults`: fields that its config.json may leave out.
+    `qk_norm`: each query and key head is normed; `wide_qk_norm`: all query heads at once, and all key heads.
+    `norms`: of attention and MLP, `before` them, `after` them, or `both`. `norm_offset`: what is added to the weight of
+    every norm. `fused`: q, k and v are one matrix in the checkpoint, and gate and up another. `windows`: config.json
+    may ask for sliding windows. `sinks`: every head has a score that takes part in its softmax and has no value.
+    `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `is_part`: the decoder is the text part of
+    a larger model, which text_config describes; other tensors are not read. `gelu`: what its config.json means by that
+    name. `window_pattern`: each so many-th layer has no window, the others do; 0 if that is not how they are told.
+    `defaults`: fields that its config.json may leave out.
     """
 
     qkv_bias: bool = False

@@ -14,7 +14,6 @@ from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig
 from outrider.models.cuts import cut, spans
 from outrider.models.decoder import CausalLM
-from outrider.models.families import FAMILIES
 from outrider.models.fields import read_configs
 from outrider.models.foreign import choose_impl
 from outrider.models.transformers_model import load_transformers
@@ -120,7 +119,7 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
 
     Raises ConfigError: one is missing, not called for, or of another shape.
     """
-    family = FAMILIES[config.architecture]
+    family = config.family
     unread = family.unread_prefix
     # The meta device gives names and shapes without memory.
     expected = CausalLM(config, torch.float32, torch.device("meta")).checkpoint_tensors()

@@ -31,7 +31,7 @@ def test_published_models_are_planned_with_the_parameters_that_they_have(
     # Norms of heads are kept once a head; attention sinks are not counted.
     heads = config.num_heads + config.num_kv_heads
     copies = (heads - 2) * config.head_dim * config.num_layers if config.qk_norm else 0
-    sinks = config.num_heads * config.num_layers if config.sinks else 0
+    sinks = config.num_heads * config.num_layers if config.family.sinks else 0
     assert told["parameters"] == parameters + copies - sinks
     assert bool(told["quantization"]) == ("quantization_config" in fields)
     assert told["weights"] + told["saved"] == told["parameters"] * told["item_bytes"]
