@@ -43,7 +43,7 @@ class StructCodec(Generic[StructT, MessageT]):
         that the message lacks.
         """
         packed, nested, encoders, decoders = packed or {}, nested or {}, encoders or {}, decoders or {}
-        self._struct, self._message = struct, message
+        self.struct, self._message = struct, message
         self._encoders, self._decoders = list(encoders.items()), list(decoders.items())
         known = {field.name: field for field in message.DESCRIPTOR.fields}
         names = [name for name in struct.__struct_fields__ if name not in local]
@@ -90,7 +90,7 @@ class StructCodec(Generic[StructT, MessageT]):
         """The struct of a message. Raises InvalidRequestError for an array that is no array."""
         values = self._of_message(message)
         if self._is_plain:
-            return self._struct(*values)
+            return self.struct(*values)
         fields = dict(zip(self._decoded, values, strict=True))
         for name, convert in self._convert_in:
             fields[name] = convert(fields[name])
@@ -99,7 +99,7 @@ class StructCodec(Generic[StructT, MessageT]):
                 fields[name] = default
         for name, make in self._decoders:
             fields[name] = make(message)
-        return self._struct(**fields)
+        return self.struct(**fields)
 
 
 def _reader(names: list[str]) -> Callable[[object], tuple[Any, ...]]:

@@ -61,83 +61,70 @@ def _decode_target_sampling(opened: draft_pb2.Open) -> SamplingParams:
         return decode_sampling(opened)
 
 
-_REASONS = {reason.value: reason for reason in DeclineReason}
-
-_LINE = StructCodec(LineOffer, draft_pb2.Line)
-_HELLO = StructCodec(Hello, draft_pb2.Hello, nested={"line": _LINE})
-_OPEN = StructCodec(
-    Open,
-    draft_pb2.Open,
-    packed={"token_ids": "i"},
-    encoders={
-        "sampling": lambda opened: SAMPLING.encode(opened.sampling),
-        "choice_index": lambda opened: opened.sampling.choice_index,
-        "grammar": lambda opened: encode_grammar(opened.sampling.grammar),
-    },
-    decoders={"sampling": _decode_target_sampling},
-)
-_COMMIT = StructCodec(Commit, draft_pb2.Commit, packed={"token_ids": "i"})
-_PAUSE = StructCodec(Pause, draft_pb2.Pause)
-_RESUME = StructCodec(Resume, draft_pb2.Resume)
-_CLOSE = StructCodec(Close, draft_pb2.Close)
-_GROW = StructCodec(Grow, draft_pb2.Grow, packed={"parents": "I", "token_ids": "i", "scores": "f"})
-_DECLINE = StructCodec(
-    Decline,
-    draft_pb2.Decline,
-    encoders={"reason": lambda decline: decline.reason.value},
-    decoders={"reason": lambda message: _REASONS.get(message.reason, DeclineReason.UNSPECIFIED)},
-)
-
-
-def _decode_hello(message: draft_pb2.Hello) -> Hello:
+def _check_hello(message: draft_pb2.Hello) -> None:
     for field in ("host", "path", "token"):
         if len(getattr(message.line, field)) > MAX_LINE_FIELD:
             raise InvalidRequestError(f"hello.line.{field}", f"is longer than {MAX_LINE_FIELD} characters")
-    return _HELLO.decode(message)
 
 
-def _decode_open(message: draft_pb2.Open) -> Open:
-    opened = _OPEN.decode(message)
-    if not 1 <= opened.prompt_len <= len(opened.token_ids):
-        raise InvalidRequestError(
-            "open.prompt_len", f"{opened.prompt_len} is not within 1 to {len(opened.token_ids)} tokens"
-        )
-    return opened
+def _check_open(message: draft_pb2.Open) -> None:
+    count = len(message.token_ids) // 4
+    if not 1 <= message.prompt_len <= count:
+        raise InvalidRequestError("open.prompt_len", f"{message.prompt_len} is not within 1 to {count} tokens")
 
 
-def _decode_commit(message: draft_pb2.Commit) -> Commit:
+def _check_commit(message: draft_pb2.Commit) -> None:
     if not message.token_ids:
         raise InvalidRequestError("commit.token_ids", "is empty", "commit at least one token")
-    return _COMMIT.decode(message)
 
 
-def _decode_grow(message: draft_pb2.Grow) -> Grow:
+def _check_grow(message: draft_pb2.Grow) -> None:
     count = max(len(message.token_ids), len(message.parents), len(message.scores)) // 4
     count = max(count, len(message.sources))
     if count > MAX_NODES_PER_MESSAGE:
         raise InvalidRequestError("grow.token_ids", f"{count} nodes, at most {MAX_NODES_PER_MESSAGE}")
-    return _GROW.decode(message)
 
 
-_ACCEPT = StructCodec(FeaturesAccept, draft_pb2.FeaturesAccept)
-_RELEASED = StructCodec(FeaturesReleased, draft_pb2.FeaturesReleased)
-_PROJECTION = StructCodec(ProjectionPart, draft_pb2.FeatureProjection)
-
-_EVENTS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    Hello: ("hello", _HELLO.encode, _decode_hello),
-    Open: ("open", _OPEN.encode, _decode_open),
-    Commit: ("commit", _COMMIT.encode, _decode_commit),
-    Pause: ("pause", _PAUSE.encode, _PAUSE.decode),
-    Resume: ("resume", _RESUME.encode, _RESUME.decode),
-    Close: ("close", _CLOSE.encode, _CLOSE.decode),
-    Grow: ("grow", _GROW.encode, _decode_grow),
-    Decline: ("decline", _DECLINE.encode, _DECLINE.decode),
-    FeaturesAccept: ("accept", _ACCEPT.encode, _ACCEPT.decode),
-    FeaturesReleased: ("released", _RELEASED.encode, _RELEASED.decode),
-    ProjectionPart: ("projection", _PROJECTION.encode, _PROJECTION.decode),
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "hello": _check_hello,
+    "open": _check_open,
+    "commit": _check_commit,
+    "grow": _check_grow,
 }
-"""Of each struct that is one of several in a message: the field of the message, and both ways between them."""
-_DECODERS = {field: decode for field, _, decode in _EVENTS.values()}
+"""What is looked at before a message is decoded, by the field that holds it; each raises InvalidRequestError."""
+
+_REASONS = {reason.value: reason for reason in DeclineReason}
+
+_CODECS: dict[str, StructCodec[Any, Any]] = {
+    "hello": StructCodec(Hello, draft_pb2.Hello, nested={"line": StructCodec(LineOffer, draft_pb2.Line)}),
+    "open": StructCodec(
+        Open,
+        draft_pb2.Open,
+        packed={"token_ids": "i"},
+        encoders={
+            "sampling": lambda opened: SAMPLING.encode(opened.sampling),
+            "choice_index": lambda opened: opened.sampling.choice_index,
+            "grammar": lambda opened: encode_grammar(opened.sampling.grammar),
+        },
+        decoders={"sampling": _decode_target_sampling},
+    ),
+    "commit": StructCodec(Commit, draft_pb2.Commit, packed={"token_ids": "i"}),
+    "pause": StructCodec(Pause, draft_pb2.Pause),
+    "resume": StructCodec(Resume, draft_pb2.Resume),
+    "close": StructCodec(Close, draft_pb2.Close),
+    "grow": StructCodec(Grow, draft_pb2.Grow, packed={"parents": "I", "token_ids": "i", "scores": "f"}),
+    "decline": StructCodec(
+        Decline,
+        draft_pb2.Decline,
+        encoders={"reason": lambda decline: decline.reason.value},
+        decoders={"reason": lambda message: _REASONS.get(message.reason, DeclineReason.UNSPECIFIED)},
+    ),
+    "accept": StructCodec(FeaturesAccept, draft_pb2.FeaturesAccept),
+    "released": StructCodec(FeaturesReleased, draft_pb2.FeaturesReleased),
+    "projection": StructCodec(ProjectionPart, draft_pb2.FeatureProjection),
+}
+"""Of each struct that is one of several in a message, by the field that holds it there."""
+_FIELDS = {codec.struct: field for field, codec in _CODECS.items()}
 
 
 def encode_verify(messages: Iterable[VerifyMessage]) -> draft_pb2.DraftServiceSpeculateRequest:
@@ -172,15 +159,18 @@ def in_parts(batch: Batch) -> Iterator[Batch]:
 
 
 def _encode_event(message: VerifyMessage | DraftMessage | FeaturesResponse) -> dict[str, Any]:
-    field, encode, _ = _EVENTS[type(message)]
-    return {field: encode(message)}
+    field = _FIELDS[type(message)]
+    return {field: _CODECS[field].encode(message)}
 
 
 def _decode_event(event: draft_pb2.VerifyEvent | draft_pb2.DraftEvent | draft_pb2.DraftServiceFeaturesResponse) -> Any:
     kind = event.WhichOneof("event")
     if kind is None:
         raise InvalidRequestError("event", "is empty or not known to this version")
-    return _DECODERS[kind](getattr(event, kind))
+    message = getattr(event, kind)
+    if kind in _CHECKS:
+        _CHECKS[kind](message)
+    return _CODECS[kind].decode(message)
 
 
 _RING = StructCodec(FeatureRing, draft_pb2.FeatureRing)
