@@ -206,9 +206,9 @@ class PeerServiceOptions(ServiceOptions):
         maximum=86400,
     )
 
-    def read_auth_tokens(self) -> tuple[str, ...]:
-        """The tokens that open the door, none when everybody may come in. Raises ConfigError."""
+    def read_auth_tokens(self) -> dict[str, str]:
+        """The tokens that open the door, of no tenant; none when everybody may come in. Raises ConfigError."""
         tokens = read_secrets(self.auth_token, self.auth_token_file, "--auth-token")
         for token in tokens:
             check_token(token, f"--auth-token-file: {self.auth_token_file}" if self.auth_token_file else "--auth-token")
-        return tokens
+        return dict.fromkeys(tokens, "")

@@ -9,6 +9,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import grpc
@@ -20,8 +21,8 @@ from outrider.logs import get_logger, hide_secret
 from outrider.rpc.interceptors import BoundaryInterceptor
 from outrider.rpc.tls import TlsSource, server_credentials
 from outrider.rpc.transport import (
+    DEFAULT_HANDSHAKE_SECONDS,
     DEFAULT_MAX_MESSAGE_BYTES,
-    ChannelOptions,
     check_address,
     grpc_target,
     is_local,
@@ -34,28 +35,25 @@ _logger = get_logger(__name__)
 
 _Status = health_pb2.HealthCheckResponse
 
-DEFAULT_HANDSHAKE_SECONDS = 20.0
 DEFAULT_MESSAGE_SECONDS = 30.0
-MAX_STREAMS = 4096
-"""Calls on one connection at once; a client's further ones wait there."""
 
 
 class DoorOptions(TypedDict):
     """Arguments of GrpcServer that every service takes from its options."""
 
     address: str
-    auth_token: Collection[str] | Mapping[str, str]
+    auth_tokens: Mapping[str, str]
     tls: TlsSource | None
     reflection: bool
     max_connection_age: float
 
 
-def door_options(options: ServiceOptions, auth_tokens: Collection[str] | Mapping[str, str]) -> DoorOptions:
+def door_options(options: ServiceOptions, auth_tokens: Mapping[str, str]) -> DoorOptions:
     """The arguments; `auth_tokens` open the door. Raises ConfigError, naming the file of TLS that is of no use."""
     files = door_tls(options)
     return DoorOptions(
         address=options.address,
-        auth_token=auth_tokens,
+        auth_tokens=auth_tokens,
         tls=TlsSource(files) if files is not None else None,
         reflection=options.reflection,
         max_connection_age=options.max_connection_age_seconds,
@@ -74,13 +72,14 @@ class GrpcServer:
     Made inside the event loop; add servicers to `grpc`, then `start`, warm up, `set_serving(True)`, and `stop` at last.
 
     `address` is "host:port" (port 0 takes a free one) or "unix:/path". `service_names` are the full names that health
-    answers for. `max_message_bytes` bounds a message either way. With `auth_token` every method but health needs that
-    bearer token, or one of several. With `tls` clients must speak TLS, and show a certificate if it has a `ca`.
-    Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") take messages of newer peers; elsewhere an
-    unknown field is refused. `for_peers`: callers are services of ours, and may say on whose behalf they call. A
-    connection older than `max_connection_age` seconds takes no new calls; 0 for any age. Over `max_connections` new
-    ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. A call whose
-    one message is not there after `message_seconds` is refused. `on_refused` hears of calls that no servicer sees.
+    answers for. `max_message_bytes` bounds a message either way. With `auth_tokens`, each with its tenant's name, every
+    method but health needs one of these bearer tokens. With `tls` clients must speak TLS, and show a certificate if it
+    has a `ca`. Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") take messages of newer peers;
+    elsewhere an unknown field is refused. `for_peers`: callers are services of ours, and may say on whose behalf they
+    call. A connection older than `max_connection_age` seconds takes no new calls; 0 for any age. Over `max_connections`
+    new ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. A call
+    whose one message is not there after `message_seconds` is refused. `on_refused` hears of calls that no servicer
+    sees.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class GrpcServer:
         address: str,
         service_names: Sequence[str],
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        auth_token: str | Collection[str] | Mapping[str, str] = "",
+        auth_tokens: Mapping[str, str] = MappingProxyType({}),
         tls: TlsSource | None = None,
         allow_unknown_fields: Collection[str] = (),
         reflection: bool = False,
@@ -101,19 +100,15 @@ class GrpcServer:
         on_refused: Callable[[OutriderError], None] | None = None,
     ) -> None:
         check_address(address, "--address")
-        if not isinstance(auth_token, Mapping):
-            several = (auth_token,) if isinstance(auth_token, str) else auth_token
-            auth_token = dict.fromkeys(filter(None, several), "")
-        tokens = auth_token
-        for token in tokens:
+        for token in auth_tokens:
             check_token(token, "--auth-token")
             hide_secret(token)
         self.address = address
         self._tls = tls
-        self._guarded = bool(tokens) or (tls is not None and bool(tls.files.ca))
+        self._guarded = bool(auth_tokens) or (tls is not None and bool(tls.files.ca))
         self._health = HealthServicer(service_names)
         boundary = BoundaryInterceptor(
-            auth_tokens=tokens,
+            auth_tokens=auth_tokens,
             allow_unknown_fields=allow_unknown_fields,
             for_peers=for_peers,
             message_seconds=message_seconds,
@@ -122,10 +117,7 @@ class GrpcServer:
         )
         self.grpc: grpc.aio.Server = grpc.aio.server(
             interceptors=[boundary],
-            options=[
-                *server_options(max_message_bytes, max_connection_age),
-                *_connection_options(max_connections, handshake_seconds),
-            ],
+            options=server_options(max_message_bytes, max_connection_age, max_connections, handshake_seconds),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if reflection:
@@ -138,10 +130,10 @@ class GrpcServer:
 
         ConfigError when the address cannot be bound.
         """
-        path = unix_path(self.address)
-        if path is not None and _is_stale_socket(path, "--address"):
-            path.unlink(missing_ok=True)
         check_free(self.address)
+        path = unix_path(self.address)
+        if path is not None:  # what is there is the socket of a process that is gone
+            path.unlink(missing_ok=True)
         try:
             if self._tls is None:
                 port = self.grpc.add_insecure_port(grpc_target(self.address))
@@ -225,19 +217,8 @@ class HealthServicer:
             await changed.wait()
 
 
-def _connection_options(max_connections: int, handshake_seconds: float) -> ChannelOptions:
-    milliseconds = max(1, round(handshake_seconds * 1000))
-    return [
-        # TLS and, behind it, HTTP/2's first frames.
-        ("grpc.server_handshake_timeout_ms", milliseconds),
-        ("grpc.http2.settings_timeout", milliseconds),
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
-        *([("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []),
-    ]
-
-
-def _is_stale_socket(path: Path, option: str) -> bool:
-    """Whether the socket file of a process that is gone is there; ConfigError if the path cannot be used.
+def _check_socket(path: Path, option: str) -> None:
+    """ConfigError unless nothing is there that could be a socket, or that of a process that is gone.
 
     gRPC would unlink whatever is there, a living server's socket included.
     """
@@ -246,7 +227,7 @@ def _is_stale_socket(path: Path, option: str) -> bool:
     except FileNotFoundError:
         if not path.parent.is_dir():
             raise ConfigError(f"{option}: the folder {path.parent} does not exist; create it first") from None
-        return False
+        return
     except OSError as error:
         raise ConfigError(f"{option}: {path}: {error.strerror}; use a path that can be reached") from error
     if not stat.S_ISSOCK(mode):
@@ -256,7 +237,7 @@ def _is_stale_socket(path: Path, option: str) -> bool:
         try:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:
-            return True
+            return
         except OSError as error:
             raise ConfigError(f"{option}: {path}: {error.strerror or error}; use another path") from error
     raise ConfigError(f"{option}: {path} is in use by a running process; stop it or use another path")
@@ -267,7 +248,7 @@ def check_free(address: str, option: str = "--address") -> None:
     check_address(address, option)
     path = unix_path(address)
     if path is not None:
-        _is_stale_socket(path, option)
+        _check_socket(path, option)
         return
     host, port = split_host_port(address, option)
     try:

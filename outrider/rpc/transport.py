@@ -20,6 +20,9 @@ from outrider.logs import get_logger
 _logger = get_logger(__name__)
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+DEFAULT_HANDSHAKE_SECONDS = 20.0
+MAX_STREAMS = 4096
+"""Calls on one connection at once; a client's further ones wait there."""
 
 MAX_UNIX_PATH_BYTES = 107
 """The kernel's limit of a socket's path."""
@@ -51,12 +54,23 @@ def _common_options(max_message_bytes: int) -> ChannelOptions:
     ]
 
 
-def server_options(max_message_bytes: int, max_connection_age: float = 0.0) -> ChannelOptions:
-    """Options of a server; a connection older than `max_connection_age` seconds takes no new calls, 0 for any age."""
+def server_options(
+    max_message_bytes: int,
+    max_connection_age: float = 0.0,
+    max_connections: int = 0,
+    handshake_seconds: float = DEFAULT_HANDSHAKE_SECONDS,
+) -> ChannelOptions:
+    """Options of a server. Ages are in seconds; 0 is no bound of a connection's age, or of how many there are."""
     age = [("grpc.max_connection_age_ms", max(1, round(max_connection_age * 1000)))] if max_connection_age else []
+    handshake_ms = max(1, round(handshake_seconds * 1000))
     return [
         *age,
+        *([("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []),
         *_common_options(max_message_bytes),
+        # TLS and, behind it, HTTP/2's first frames.
+        ("grpc.server_handshake_timeout_ms", handshake_ms),
+        ("grpc.http2.settings_timeout", handshake_ms),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
         # Half of what clients are set to: jitter never makes an honest client look like a flood (too_many_pings).
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
         # A second server on the same port must fail, not take every other connection.

@@ -37,7 +37,7 @@ async def health(*arguments: str, **env: str) -> tuple[int | None, str]:
 @pytest.fixture
 async def server() -> AsyncIterator[GrpcServer]:
     """Not serving yet, and closed to whoever has no token."""
-    running = GrpcServer(address="127.0.0.1:0", service_names=[NAME], auth_token="secret")
+    running = GrpcServer(address="127.0.0.1:0", service_names=[NAME], auth_tokens={"secret": ""})
     await running.start()
     yield running
     await running.stop(0)

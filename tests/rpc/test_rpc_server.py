@@ -148,7 +148,7 @@ async def test_a_server_that_could_not_start_can_still_be_stopped(tmp_path: Path
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "é"])
 async def test_a_token_that_no_header_can_carry_is_refused_unseen(token: str) -> None:
     with pytest.raises(ConfigError, match="token") as caught:
-        GrpcServer(address="127.0.0.1:0", service_names=[], auth_token=token)
+        GrpcServer(address="127.0.0.1:0", service_names=[], auth_tokens={token: ""})
     assert token not in caught.value.message
     with pytest.raises(ConfigError):
         open_channel("127.0.0.1:1", auth_token=token)
