@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -68,9 +68,8 @@ class _TaggedChannel(grpc.aio.Channel):
         self._auth_token = auth_token
         self._channel = dial()
         self._calls: WeakSet[grpc.aio.Call] = WeakSet()
-        self._former: dict[grpc.aio.Channel, set[grpc.aio.Call]] = {}
-        """Channels that were in use before, with the calls that are left on each."""
         self._closing: set[asyncio.Task[None]] = set()
+        """Of each channel that was in use before and has calls left."""
 
     async def __aenter__(self) -> _TaggedChannel:
         return self
@@ -82,11 +81,9 @@ class _TaggedChannel(grpc.aio.Channel):
         # grpc.aio forgets streams that nobody is reading from at the moment; their servers would go on for nothing.
         if not grace:
             self._cancel_calls()
-        for channel in (self._channel, *self._former):
-            await channel.close(grace)
-        self._former.clear()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._channel.close(grace)
         self._cancel_calls()
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _cancel_calls(self) -> None:
         for call in tuple(self._calls):
@@ -147,20 +144,13 @@ class _TaggedChannel(grpc.aio.Channel):
         """Make another channel if the files have changed; the present one is closed when its last call ends."""
         if self._tls is None or (version := self._tls.current()[0]) == self._tls_version:
             return
-        former, self._tls_version, self._channel = self._channel, version, self._dial()
-        self._former[former] = left = {call for call in self._calls if not call.done()}
-        for call in tuple(left):
-            call.add_done_callback(lambda done: self._ended(former, done))
-        self._close_if_idle(former)
+        task = asyncio.create_task(_close_behind(tuple(self._calls), self._channel))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        self._tls_version, self._channel = version, self._dial()
 
-    def _ended(self, former: grpc.aio.Channel, call: Any) -> None:
-        if former in self._former:
-            self._former[former].discard(call)
-            self._close_if_idle(former)
 
-    def _close_if_idle(self, former: grpc.aio.Channel) -> None:
-        if not self._former[former]:
-            del self._former[former]
-            task = asyncio.get_running_loop().create_task(former.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+async def _close_behind(calls: Sequence[grpc.aio.Call], channel: grpc.aio.Channel) -> None:
+    """Close a channel when these calls have ended, however they do."""
+    await asyncio.gather(*(call.code() for call in calls), return_exceptions=True)
+    await channel.close()

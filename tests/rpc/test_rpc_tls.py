@@ -110,13 +110,13 @@ async def test_a_channel_takes_up_replaced_files_and_lets_its_streams_finish(tmp
             for path, data in zip((files.key, files.cert, files.ca), read(new.files(name)), strict=True):
                 replace(path, data)
         assert (await stub.GetLoad(Load())).num_running == 7, "the same channel and stub, with the new files"
-        former = set(channel._former)  # type: ignore[attr-defined]
-        assert len(former) == 1, "the stream is on a connection of its own now"
+        (former,) = channel._closing  # type: ignore[attr-defined]
+        assert not former.done(), "the stream is on a connection of its own now"
         running.verify.release.set()
         assert (await call.read()).token_ids == [2]
         assert await call.read() is grpc.aio.EOF
         assert (await stub.GetLoad(Load())).num_running == 7
-        assert not channel._former  # type: ignore[attr-defined]
+        await former
 
 
 async def test_files_that_became_useless_change_nothing_and_are_told_of_once(
