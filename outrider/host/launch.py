@@ -36,17 +36,13 @@ def main(arguments: list[str]) -> None:
 def tie_to_parent(parent_pid: int) -> None:
     """Make sure that this process is killed when its parent dies; exit at once if it is dead already."""
     if sys.platform == "linux":
-        _ask_kernel()
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     else:
         threading.Thread(target=_die_at_end_of_input, name="parent-watch", daemon=True).start()
     if os.getppid() != parent_pid:
         os._exit(1)
-
-
-def _ask_kernel() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _die_at_end_of_input() -> None:

@@ -128,7 +128,9 @@ async def _with_signals(
         nonlocal interrupts
         interrupts += number == signal.SIGINT
         if interrupts > 1:
-            _exit_now()
+            for handler in logging.getLogger().handlers:
+                handler.flush()
+            os._exit(EXIT_INTERRUPTED)
         loop.call_soon_threadsafe(request_stop, number)
 
     def request_stop(number: int) -> None:
@@ -144,12 +146,6 @@ async def _with_signals(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _exit_now() -> None:
-    for handler in logging.getLogger().handlers:
-        handler.flush()
-    os._exit(EXIT_INTERRUPTED)
 
 
 def _only_config_error(error: BaseException) -> ConfigError | None:
