@@ -26,7 +26,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,30 +80,21 @@ _POLL_SECONDS = 0.2
 """Between looks at how much pip has fetched."""
 
 
-def resolve_model(
-    name: str,
-    *,
-    cache_dir: Path | None = None,
-    progress: Progress | None = None,
-    needs_tokenizer: bool = True,
-    impl: str = "auto",
-) -> Path:
+def resolve_model(name: str, *, needs_tokenizer: bool = True, impl: str = "auto") -> Path:
     """The local folder of the model called `name`, fetched and converted first where that is needed.
 
     The folder holds config.json, tokenizer.json and weights as safetensors; without `needs_tokenizer` the tokenizer may
-    be missing, as in a head that has its target's. `cache_dir` replaces the default place. Without `progress`, work
-    that takes time is shown on stderr. `impl`: who is to run a model, see --model-impl. Safe to call from several
-    processes at once.
+    be missing, as in a head that has its target's. Work that takes time is shown on stderr. `impl`: who is to run a
+    model, see --model-impl. Safe to call from several processes at once.
     Raises ConfigError when there is no such model or it cannot be fetched, stored or used.
     """
     folder = given_folder(name, needs_tokenizer)
     if folder is not None:
         return folder
-    with ConsoleProgress() if progress is None else nullcontext(progress) as told:
+    with ConsoleProgress() as progress:
         if name.lower() in DEFAULT_ALIASES:
-            return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, cache_dir or default_cache_dir(), told)
-        hub = hub_cache_dir() if cache_dir is None else cache_dir / "hub"
-        return fetch_from_hub(name, hub, told, needs_tokenizer, impl)
+            return embedded_model(DEFAULT_MODEL, DEFAULT_WHEEL, default_cache_dir(), progress)
+        return fetch_from_hub(name, progress, needs_tokenizer, impl)
 
 
 def given_folder(name: str, needs_tokenizer: bool = True) -> Path | None:
@@ -240,23 +231,21 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None
 
 
-def fetch_from_hub(
-    name: str, cache_dir: Path | None, progress: Progress, needs_tokenizer: bool = True, impl: str = "auto"
-) -> Path:
+def fetch_from_hub(name: str, progress: Progress, needs_tokenizer: bool, impl: str) -> Path:
     """The folder of a hub model's snapshot, downloaded as far as it is not there yet.
 
-    `name` is owner/name, with @revision at will. Files go to `cache_dir`, or to the hub library's own cache, which
-    other programs share. Raises ConfigError when the hub cannot be reached, refuses, or the model is unusable.
+    `name` is owner/name, with @revision at will. Raises ConfigError when the hub cannot be reached, refuses, or the
+    model is unusable.
     """
     # Imported here: it takes a while, and most starts need no hub.
     from huggingface_hub import snapshot_download
 
     if needs_tokenizer:
         # A language model: one that cannot be served is refused before gigabytes come.
-        check_config(_config_from_hub(name, cache_dir), impl)
+        check_config(_config_from_hub(name), impl)
     progress(f"fetching {name} from the Hugging Face hub", 0, 0)
     try:
-        folder = snapshot_download(**_hub_names(name), cache_dir=cache_dir, allow_patterns=list(FILES))
+        folder = snapshot_download(**_hub_names(name), cache_dir=hub_cache_dir(), allow_patterns=list(FILES))
     except Exception as error:  # The HTTP library underneath, and with it the errors, differs between versions.
         raise _not_fetched(name, error) from error
     check_model_folder(Path(folder), needs_tokenizer)
@@ -290,18 +279,18 @@ def config_folder(name: str) -> Path:
     elif folder.is_file() and folder.name == CONFIG_FILE:
         folder = folder.parent
     elif not folder.is_dir() and is_hub_id(name):
-        return _config_from_hub(name, hub_cache_dir())
+        return _config_from_hub(name)
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{name}: no {CONFIG_FILE} there; give {DEFAULT_MODEL}, a folder, or a hub id as owner/name")
     return folder
 
 
-def _config_from_hub(name: str, cache_dir: Path | None) -> Path:
+def _config_from_hub(name: str) -> Path:
     """The folder of a hub model's config.json, which alone is fetched. Raises ConfigError."""
     # Imported here: it takes a second.
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    file = {**_hub_names(name), "filename": CONFIG_FILE}
+    file, cache_dir = {**_hub_names(name), "filename": CONFIG_FILE}, hub_cache_dir()
     try:
         if not isinstance(try_to_load_from_cache(**file, cache_dir=cache_dir), str):
             _check_connection(file)

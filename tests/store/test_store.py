@@ -184,8 +184,6 @@ def test_the_default_has_its_names_and_obeys_outrider_home(
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     assert resolve_model(name) == tmp_path
     assert asked[:3] == [store.DEFAULT_MODEL, store.DEFAULT_WHEEL, tmp_path / "home"]
-    resolve_model(name, cache_dir=tmp_path / "other")
-    assert asked[6] == tmp_path / "other"
     assert served_name(name) == "SmolLM2-135M-Instruct"
 
 
@@ -206,9 +204,9 @@ def test_a_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["", "gpt-17", "/no/such/folder", "./nowhere", "a/b/c", "~/none", "owner/na me"])
-def test_an_unknown_name_is_answered_with_the_choices(tmp_path: Path, name: str) -> None:
+def test_an_unknown_name_is_answered_with_the_choices(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_model(name, cache_dir=tmp_path, progress=silent)
+        resolve_model(name)
     assert "SmolLM2-135M-Instruct" in caught.value.message
 
 
@@ -255,7 +253,8 @@ def test_the_hub_gives_data_files_alone(tmp_path: Path, monkeypatch: pytest.Monk
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_model("owner/name@v1.0", cache_dir=tmp_path / "cache", progress=silent) == tmp_path
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "cache"))
+    assert resolve_model("owner/name@v1.0") == tmp_path
     assert (asked["repo_id"], asked["revision"]) == ("owner/name", "v1.0")
     assert asked["cache_dir"] == tmp_path / "cache" / "hub"
     patterns = asked["allow_patterns"]
@@ -267,20 +266,17 @@ def test_the_hub_gives_data_files_alone(tmp_path: Path, monkeypatch: pytest.Monk
 def test_who_runs_a_model_decides_whether_it_is_refused_before_it_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def resolve(impl: str) -> Path:
-        return resolve_model("owner/name", cache_dir=tmp_path / "cache", progress=silent, impl=impl)
-
     def snapshot_download(repo_id: str, **options: object) -> str:
         return str(model_folder(tmp_path / "snapshot"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     hub_config(tmp_path, monkeypatch, "StableLmForCausalLM")
     with pytest.raises(ConfigError, match="'StableLmForCausalLM' is not supported"):
-        resolve("outrider")
+        resolve_model("owner/name", impl="outrider")
     hub_config(tmp_path, monkeypatch, "LlamaForCausalLM", hidden_act="relu")
     with pytest.raises(ConfigError, match="hidden_act 'relu'"):
-        resolve("auto")
-    assert resolve("transformers") == tmp_path / "snapshot"
+        resolve_model("owner/name")
+    assert resolve_model("owner/name", impl="transformers") == tmp_path / "snapshot"
 
 
 def test_an_architecture_that_cannot_be_served_is_refused_before_it_is_fetched(
@@ -288,7 +284,7 @@ def test_an_architecture_that_cannot_be_served_is_refused_before_it_is_fetched(
 ) -> None:
     asked = hub_config(tmp_path, monkeypatch, "MambaForCausalLM")
     with pytest.raises(ConfigError, match="MambaForCausalLM is a state-space or recurrent model"):
-        resolve_model("owner/name@v1.0", cache_dir=tmp_path / "cache", progress=silent)
+        resolve_model("owner/name@v1.0")
     (one,) = asked
     assert (one["repo_id"], one["filename"], one["revision"]) == ("owner/name", "config.json", "v1.0")
 
@@ -297,7 +293,7 @@ def test_outrider_home_means_the_hub_s_files_too(tmp_path: Path, monkeypatch: py
     asked = hub_config(tmp_path, monkeypatch, "MambaForCausalLM")
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
     with pytest.raises(ConfigError):
-        resolve_model("owner/name", progress=silent)
+        resolve_model("owner/name")
     store.config_folder("owner/name")
     monkeypatch.delenv("OUTRIDER_HOME")
     store.config_folder("owner/name")
@@ -351,8 +347,9 @@ def test_a_hub_out_of_reach_is_a_clear_error(tmp_path: Path, monkeypatch: pytest
         pattern = hub + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", pattern)
         monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it was tried again"))
+        monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
         with pytest.raises(ConfigError) as caught:
-            resolve_model("owner/name", cache_dir=tmp_path, progress=silent)
+            resolve_model("owner/name")
     reason = f"[Errno {errno.ECONNREFUSED}] Connection refused"
     assert caught.value.message == (
         f"owner/name could not be fetched from the Hugging Face hub ({hub}): {reason}. Check the id, the network and, "
@@ -371,5 +368,6 @@ def test_what_can_pass_is_tried_again_and_what_the_library_advises_is_not_said_t
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", slow)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"hub \(https://.*\): no answer\. Check the id"):
-        resolve_model("owner/name", cache_dir=tmp_path, progress=silent)
+        resolve_model("owner/name")
