@@ -28,7 +28,7 @@ import psutil
 
 from outrider.cli.child import Child, LineSink, ServiceFailedError
 from outrider.config.base import Option, describe_options, options_to_argv, options_to_env
-from outrider.config.draft import AUTO, DraftOptions
+from outrider.config.draft import AUTO, DRAFTING, DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
 from outrider.config.verify import VerifyOptions
@@ -52,9 +52,8 @@ SHARED = ("log_level", "drain_seconds", "lockstep", "watchdog_timeout")
 """Options that every service that has them gets alike; they take no service's name."""
 TARGETS = ("device", "dtype", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
 """Options of a model that verify and draft have; without a service's name they are verify's."""
-DRAFTING = tuple(field.name for field in fields(VerifyOptions) if field.name.startswith("speculative_"))
-"""Options of a draft model that verify and draft have; without a service's name they say what drafts, wherever."""
-# What the cluster decides: where services report, who talks to whom, and where a draft model runs.
+# What the cluster decides: where services report, who talks to whom, and where a draft model runs: without a service's
+# name options of a draft model say what drafts, wherever.
 HIDDEN = (
     {(name, "ready_file") for name in SERVICES}
     | {(name, field) for name, field, _ in LINKS}

@@ -10,8 +10,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from outrider.cli.cluster import DRAFTING, SHARED, flag_names, is_default, num_cores
-from outrider.config.draft import ALGORITHMS, AUTO, BLOCK_ALGORITHMS, NAIVE_EAGLE, DraftOptions, check_drafters
+from outrider.cli.cluster import SHARED, flag_names, is_default, num_cores
+from outrider.config.draft import (
+    ALGORITHMS,
+    AUTO,
+    BLOCK_ALGORITHMS,
+    DRAFTING,
+    NAIVE_EAGLE,
+    DraftOptions,
+    check_drafters,
+)
 from outrider.config.verify import VerifyOptions
 from outrider.errors import ConfigError
 from outrider.models.drafters.kinds import choose_drafters, shipped_head

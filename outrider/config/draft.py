@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from outrider.config.base import option
 from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device
@@ -44,29 +44,16 @@ _OF_NGRAMS = (
 
 
 @dataclass(frozen=True)
-class DraftOptions(PeerServiceOptions):
-    """Guesses ahead of a verify service."""
+class SpeculativeOptions(PeerServiceOptions):
+    """What drafts, in a draft service or with verify."""
 
-    address: str = option("127.0.0.1:50053", GRPC_DOOR)
-    metrics_address: str = option("127.0.0.1:9103", "Address of the Prometheus page, host:port; empty turns it off.")
-    speculative_algorithm: tuple[str, ...] = option(
-        AUTO,
-        "Which drafters guess, comma separated: EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN or STANDALONE, or NGRAM, or both "
-        "together; AUTO takes EAGLE3,NGRAM with the head that ships for the default target, else NGRAM.",
-    )
+    speculative_algorithm: tuple[str, ...] = option((), "Which drafters guess.")
     speculative_draft_model_path: str = option(
         "", "Draft model or head: a local folder or a hub id; for NEXTN empty takes the target's own."
     )
     speculative_draft_model_revision: str = option("", "Revision of the draft model on the hub.")
-    speculative_num_steps: int = option(
-        0, "Most draft tokens from the root to a leaf; 0 chooses.", minimum=0, maximum=1024
-    )
+    speculative_num_steps: int = option(0, "Most draft tokens from the root to a leaf; 0 chooses.")
     speculative_eagle_topk: int = option(0, "Most children of a node; 0 chooses.", minimum=0, maximum=16)
-    speculative_num_draft_tokens: int = option(
-        0,
-        "Most live nodes of a request's tree, within verify's credit; 0 takes that for a model, 64 for n-grams.",
-        minimum=0,
-    )
     speculative_token_map: str = option(
         "", "File with the token ids that a draft model may guess (JSON or .safetensors); empty allows all."
     )
@@ -78,6 +65,36 @@ class DraftOptions(PeerServiceOptions):
     )
     speculative_draft_sink_size: int = option(
         0, "Draft models: first tokens of such contexts that are seen, right before those; at least 16.", minimum=0
+    )
+
+    def check_window(self) -> None:
+        """Raise ConfigError for first tokens of contexts without last ones."""
+        if self.speculative_draft_sink_size and not self.speculative_draft_window_size:
+            raise ConfigError("--speculative-draft-sink-size: is beside --speculative-draft-window-size; give both")
+
+
+DRAFTING = tuple(field.name for field in fields(SpeculativeOptions) if field.name.startswith("speculative_"))
+"""Options of what drafts, wherever it does."""
+
+
+@dataclass(frozen=True)
+class DraftOptions(SpeculativeOptions):
+    """Guesses ahead of a verify service."""
+
+    address: str = option("127.0.0.1:50053", GRPC_DOOR)
+    metrics_address: str = option("127.0.0.1:9103", "Address of the Prometheus page, host:port; empty turns it off.")
+    speculative_algorithm: tuple[str, ...] = option(
+        AUTO,
+        "Which drafters guess, comma separated: EAGLE, EAGLE3, DFLASH, DSPARK, NEXTN or STANDALONE, or NGRAM, or both "
+        "together; AUTO takes EAGLE3,NGRAM with the head that ships for the default target, else NGRAM.",
+    )
+    speculative_num_steps: int = option(
+        0, "Most draft tokens from the root to a leaf; 0 chooses.", minimum=0, maximum=1024
+    )
+    speculative_num_draft_tokens: int = option(
+        0,
+        "Most live nodes of a request's tree, within verify's credit; 0 takes that for a model, 64 for n-grams.",
+        minimum=0,
     )
     target_model_path: str = option(
         "",
@@ -165,7 +182,7 @@ class DraftOptions(PeerServiceOptions):
             "min_match_window_size", self.min_match_window_size, "max_match_window_size", self.max_match_window_size
         )
         _ordered("min_bfs_breadth", self.min_bfs_breadth, "max_bfs_breadth", self.max_bfs_breadth)
-        check_window(self.speculative_draft_window_size, self.speculative_draft_sink_size)
+        self.check_window()
         if self.branch_length <= self.max_match_window_size:
             raise ConfigError(
                 f"--branch-length: {self.branch_length} leaves no room behind a match of --max-match-window-size "
@@ -211,12 +228,6 @@ def check_drafters(names: tuple[str, ...], lockstep: bool = False, *others: str,
             f"--speculative-draft-model-path: {','.join(names)} has no model; leave the path out, or name in "
             f"--speculative-algorithm what it holds, one of {', '.join(known)}"
         )
-
-
-def check_window(size: int, sinks: int) -> None:
-    """Raise ConfigError for first tokens of contexts without last ones."""
-    if sinks and not size:
-        raise ConfigError("--speculative-draft-sink-size: is beside --speculative-draft-window-size; give both")
 
 
 def _ordered(low_name: str, low: int, high_name: str, high: int) -> None:

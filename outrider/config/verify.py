@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.config.base import option
-from outrider.config.draft import AUTO, NAIVE_EAGLE, DraftOptions, check_drafters, check_window
-from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device, check_named_once
+from outrider.config.draft import AUTO, DRAFTING, NAIVE_EAGLE, DraftOptions, SpeculativeOptions, check_drafters
+from outrider.config.service import GRPC_DOOR, check_device, check_named_once
 from outrider.errors import ConfigError
 
 MAX_RANKS = 16
@@ -18,7 +18,7 @@ _DETERMINISTIC_ROUND_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class VerifyOptions(PeerServiceOptions):
+class VerifyOptions(SpeculativeOptions):
     """Holds the target model and its KV cache, and owns the truth."""
 
     address: str = option("127.0.0.1:50052", GRPC_DOOR)
@@ -109,25 +109,8 @@ class VerifyOptions(PeerServiceOptions):
         "verify's own process. AUTO takes the head that ships for the target, if one does, and NGRAM on a CPU; empty "
         "leaves drafting to draft services.",
     )
-    speculative_draft_model_path: str = option(
-        "", "That draft model: a local folder or a hub id; for NEXTN empty takes the target's own."
-    )
-    speculative_draft_model_revision: str = option("", "Its revision on the hub.")
     speculative_num_steps: int = option(
         0, "Most draft tokens from the root to a leaf of its trees; 0 chooses.", minimum=0, maximum=16
-    )
-    speculative_eagle_topk: int = option(0, "Most children of a node of its trees; 0 chooses.", minimum=0, maximum=16)
-    speculative_draft_window_size: int = option(
-        0,
-        "Draft models: last tokens that are seen of contexts more than half as long again; 0 takes what a head's "
-        "checkpoint says, or all.",
-        minimum=0,
-    )
-    speculative_draft_sink_size: int = option(
-        0, "Draft models: first tokens of such contexts that are seen, right before those; at least 16.", minimum=0
-    )
-    speculative_token_map: str = option(
-        "", "File with the token ids that it may guess (JSON or .safetensors); empty allows all."
     )
     no_speculation: bool = option(False, "Plain decoding whatever requests say.")
     max_draft_tokens: int = option(
@@ -186,7 +169,7 @@ class VerifyOptions(PeerServiceOptions):
             check_drafters(names, self.lockstep and self.device == "cpu", NAIVE_EAGLE, model_path=path)
         if NAIVE_EAGLE in names and self.device == "cpu":
             raise ConfigError("--speculative-algorithm: NAIVE_EAGLE drafts inside rounds on a GPU; use EAGLE3 or EAGLE")
-        check_window(self.speculative_draft_window_size, self.speculative_draft_sink_size)
+        self.check_window()
         if self.deterministic and min(self.accept_threshold_single, self.accept_threshold_acc) < 1.0:
             raise ConfigError(
                 "--deterministic: lossy acceptance depends on what is drafted; leave --accept-threshold-single and "
@@ -276,12 +259,5 @@ class VerifyOptions(PeerServiceOptions):
 
     def draft_model(self, target: str) -> DraftOptions:
         """What drafts with verify, as a draft service would be told of it; none if none is named."""
-        return DraftOptions(
-            speculative_algorithm=self.speculative_algorithm or ("NGRAM",),
-            speculative_draft_model_path=self.speculative_draft_model_path,
-            speculative_draft_model_revision=self.speculative_draft_model_revision,
-            speculative_token_map=self.speculative_token_map,
-            speculative_draft_window_size=self.speculative_draft_window_size,
-            speculative_draft_sink_size=self.speculative_draft_sink_size,
-            target_model_path=target,
-        )
+        named = {name: getattr(self, name) for name in DRAFTING} | {"target_model_path": target}
+        return replace(DraftOptions(**named), speculative_algorithm=self.speculative_algorithm or ("NGRAM",))
