@@ -136,13 +136,10 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
         """Whether the engine went while it served."""
         self.num_signs = 0
         """How often the engine has shown that it works."""
-        self._ready: asyncio.Future[ServedT] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[ServedT] = asyncio.get_running_loop().create_future()
+        """What the engine serves, once it does. ConfigError when it cannot, InternalError when it died."""
         # An error that nobody waits for is no fault of asyncio's to log.
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
-
-    async def ready(self) -> ServedT:
-        """What the engine serves, once it does. Raises ConfigError when it cannot, InternalError when it died."""
-        return await asyncio.shield(self._ready)
+        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
 
     def on_ready(self, served: ServedT) -> None:
         """The engine serves."""
@@ -178,17 +175,17 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
         if isinstance(frame, Ready):
             self.alive = True
             self.on_ready(frame.served)
-            self._ready.set_result(frame.served)
+            self.ready.set_result(frame.served)
         elif isinstance(frame, Refused):
-            self._ready.set_exception(ConfigError(frame.message))
+            self.ready.set_exception(ConfigError(frame.message))
         else:
             self.receive(frame)
 
     def connection_lost(self, error: Exception | None) -> None:
         """See asyncio.Protocol: the engine is gone."""
         self.failed, self.alive = self.alive, False
-        if not self._ready.done():
-            self._ready.set_exception(InternalError("the engine process ended before it was ready"))
+        if not self.ready.done():
+            self.ready.set_exception(InternalError("the engine process ended before it was ready"))
         super().connection_lost(error)
 
 
@@ -237,12 +234,11 @@ class EngineProcess(Generic[ServedT]):
 
         Raises ConfigError when the engine cannot serve with these options, InternalError when it died.
         """
-        stopped = asyncio.ensure_future(stop.wait())
-        ready = asyncio.ensure_future(self._engine.ready())
-        await asyncio.wait([stopped, ready], return_when=asyncio.FIRST_COMPLETED)
+        ready, stopped = self._engine.ready, asyncio.create_task(stop.wait())
+        ends: list[asyncio.Future[Any]] = [ready, stopped]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if not ready.done():
-            ready.cancel()
             return None
         try:
             return ready.result()

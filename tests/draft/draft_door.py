@@ -93,7 +93,7 @@ async def serve_door(
     mapper: MemoryMapper | None = None,
 ) -> AsyncIterator[Door]:
     async with engine_thread(drafter, options, mapper) as thread:
-        profile = await thread.remote.ready()
+        profile = await thread.remote.ready
         metrics = DraftMetrics(profile.hello.sources)
         thread.remote.on_state = metrics.take
         server = GrpcServer(

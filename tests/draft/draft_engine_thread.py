@@ -46,7 +46,7 @@ async def engine_thread(
     _, remote = await loop.create_unix_connection(RemoteDraftEngine, sock=ours)
     _, features = await loop.create_unix_connection(RemoteFeatures, sock=our_features)
     try:
-        await asyncio.wait_for(remote.ready(), 20)
+        await asyncio.wait_for(remote.ready, 20)
         yield EngineThread(remote, features, codes)
     finally:
         remote.stop()

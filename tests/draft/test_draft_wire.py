@@ -208,7 +208,7 @@ async def test_an_engine_that_says_nonsense_is_as_good_as_gone() -> None:
     with theirs:
         _, remote = await loop.create_unix_connection(RemoteDraftEngine, sock=ours)
         theirs.sendall(pack(Ready(DrafterProfile(Hello(1, 2, "ngram")))))
-        await remote.ready()
+        await remote.ready
         drained = asyncio.create_task(remote.drain())
         await asyncio.sleep(0)
         theirs.sendall(b"\x01\x00\x00\x00\xc1")

@@ -80,7 +80,7 @@ async def engine_thread(engine: ThreadedEngine) -> AsyncIterator[EngineThread]:
     thread.start()
     _, remote = await asyncio.get_running_loop().create_unix_connection(WatchedEngine, sock=ours)
     try:
-        await asyncio.wait_for(remote.ready(), 20)
+        await asyncio.wait_for(remote.ready, 20)
         yield EngineThread(remote, engine, codes)
     finally:
         remote.stop()
