@@ -126,6 +126,7 @@ def eagle3_config(
         raise ConfigError(
             f"config.json: a head without fc needs hidden_size {decoder.hidden_size} to be the target's {hidden}"
         )
+    flags = {**flat, **{name: value for name, value in eagle.items() if value is not None}}
     # Speculators' checkpoints start the residual stream at the normed feature unless they say otherwise.
     before_residual = "speculators_model_type" in fields
     config = HeadConfig(
@@ -135,12 +136,10 @@ def eagle3_config(
         feature_layers=layers,
         fc_bias="fc.bias" in names,
         projects=projects,
-        norm_each=get_bool(eagle, "fc_norm", get_bool(flat, "fc_norm", False)),
-        norm_all=get_bool(eagle, "norm_before_fc", get_bool(flat, "norm_before_fc", False)),
-        norm_before_residual=get_bool(
-            eagle, "norm_before_residual", get_bool(flat, "norm_before_residual", before_residual)
-        ),
-        norm_output=get_bool(eagle, "norm_output", get_bool(flat, "norm_output", False)),
+        norm_each=get_bool(flags, "fc_norm", False),
+        norm_all=get_bool(flags, "norm_before_fc", False),
+        norm_before_residual=get_bool(flags, "norm_before_residual", before_residual),
+        norm_output=get_bool(flags, "norm_output", False),
     )
     if config.norm_each and config.norm_all:
         raise ConfigError("config.json: fc_norm and norm_before_fc exclude each other")

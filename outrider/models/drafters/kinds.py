@@ -219,27 +219,20 @@ def head_config(algorithm: str, folder: Path, names: Collection[str], target: Pa
             vocab_size = get_int(of_target, "vocab_size", 0) or None
     with _naming("draft model", folder):
         check_unquantized(names)
-        config = _head_config(algorithm, folder, names, layers, hidden)
+        fields = read_json(folder / "config.json")
+        if algorithm == "NEXTN":
+            config = mtp_config(ModelConfig.from_folder(folder), names, layers, hidden)
+        elif algorithm == "EAGLE3":
+            config = eagle3_config(fields, names, layers, hidden)
+        elif algorithm in BLOCK_ALGORITHMS:
+            config = block_config(fields, names, layers, hidden)
+        elif layers is None or hidden is None:
+            raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
+        else:
+            config = eagle_config(fields, names, layers, hidden)
+        size = get_int(fields, "draft_window_size", config.window.size, minimum=0)
+        sinks = get_int(fields, "draft_sink_size", MIN_SINKS, minimum=MIN_SINKS)
         check_vocabulary(config, vocab_size)
-    return config
-
-
-def _head_config(
-    algorithm: str, folder: Path, names: Collection[str], layers: int | None, hidden: int | None
-) -> HeadConfig:
-    fields = read_json(folder / "config.json")
-    if algorithm == "NEXTN":
-        config = mtp_config(ModelConfig.from_folder(folder), names, layers, hidden)
-    elif algorithm == "EAGLE3":
-        config = eagle3_config(fields, names, layers, hidden)
-    elif algorithm in BLOCK_ALGORITHMS:
-        config = block_config(fields, names, layers, hidden)
-    elif layers is None or hidden is None:
-        raise ConfigError("--target-model-path: an EAGLE head shares its target's output matrix; give its folder")
-    else:
-        config = eagle_config(fields, names, layers, hidden)
-    size = get_int(fields, "draft_window_size", config.window.size, minimum=0)
-    sinks = get_int(fields, "draft_sink_size", MIN_SINKS, minimum=MIN_SINKS)
     return replace(config, window=ContextWindow(size, sinks))
 
 
