@@ -196,9 +196,7 @@ def _empty(folder: Path, name: str, is_part: bool) -> Any:
             )
     except Exception as error:  # as above
         if isinstance(error, KeyError) and error.args == (ATTENTION,):
-            raise ConfigError(
-                f"config.json: {name} is not supported: transformers makes it with attention of its own alone"
-            ) from error
+            raise _unsupported(name, "transformers makes it with attention of its own alone") from error
         raise ConfigError(f"config.json: transformers cannot make {name} of it: {first_line(error)}") from error
     hold_rotary(model)
     return model.eval()
@@ -226,15 +224,11 @@ def _check_modules(name: str, base: nn.Module) -> None:
     """Raise ConfigError for what a forward would not show: a state beside the KV cache, and positions of its own."""
     # They may stand beside attention in the same layer.
     if any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in base.modules()):
-        raise ConfigError(
-            f"config.json: {name} is not supported: it has convolutions over tokens; state-space, recurrent and hybrid "
-            "models are not run"
-        )
+        why = "it has convolutions over tokens; state-space, recurrent and hybrid models are not run"
+        raise _unsupported(name, why)
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
-        raise ConfigError(
-            f"config.json: {name} is not supported: it counts positions from behind its padding token; only models "
-            "that count from 0 are run"
-        )
+        why = "it counts positions from behind its padding token; only models that count from 0 are run"
+        raise _unsupported(name, why)
 
 
 def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool = False) -> Tensor:
@@ -259,23 +253,23 @@ def _look(name: str, base: nn.Module, model: Any, notes: _Notes, is_masked: bool
 def _check_layers(name: str, base: nn.Module, notes: _Notes, num_layers: int) -> None:
     """Raise ConfigError for layers that attend otherwise than here, and for a model that is told no positions."""
     if notes.count != num_layers or set(notes.calls) != set(range(num_layers)):
-        raise ConfigError(
-            f"config.json: {name} is not supported: of its {num_layers} layers {notes.count} attend through the "
-            "attention interface of transformers; state-space, recurrent and hybrid models are not run"
+        raise _unsupported(
+            name,
+            f"of its {num_layers} layers {notes.count} attend through the attention interface of transformers; "
+            "state-space, recurrent and hybrid models are not run",
         )
     if not notes.is_causal:
-        raise ConfigError(f"config.json: {name} is not supported: its layers attend both ways")
+        raise _unsupported(name, "its layers attend both ways")
     query_heads, kv_heads = (set(numbers) for numbers in list(zip(*notes.sizes.values(), strict=True))[:2])
     if len(query_heads) > 1 or any(max(kv_heads) % number for number in kv_heads):
-        raise ConfigError(
-            f"config.json: {name} is not supported: its layers have {_in_words(query_heads)} query and "
-            f"{_in_words(kv_heads)} kv heads; those of all must be as many, or kv heads a whole part of the most"
+        query, kv = (" or ".join(map(str, sorted(numbers))) for numbers in (query_heads, kv_heads))
+        raise _unsupported(
+            name,
+            f"its layers have {query} query and {kv} kv heads; those of all must be as many, or kv heads a whole part "
+            "of the most",
         )
     if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise ConfigError(
-            f"config.json: {name} is not supported: it takes no positions, and counts what transformers' "
-            "own cache holds"
-        )
+        raise _unsupported(name, "it takes no positions, and counts what transformers' own cache holds")
 
 
 def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -> _Notes:
@@ -285,10 +279,8 @@ def _look_at_masks(name: str, base: nn.Module, model: Any, max_positions: int) -
     _look(name, base, model, notes, is_masked=True)
     model.set_attn_implementation(ATTENTION)
     if notes.has_own_mask:
-        raise ConfigError(
-            f"config.json: {name} is not supported: its layers mask scores by a rule of their own; only causal "
-            "attention and sliding windows are run"
-        )
+        why = "its layers mask scores by a rule of their own; only causal attention and sliding windows are run"
+        raise _unsupported(name, why)
     return notes
 
 
@@ -357,8 +349,8 @@ def _noted_mask(*, mask_function: Callable[..., Tensor], q_length: int, kv_lengt
     return notes.mask(mask_function, q_length, kv_length)
 
 
-def _in_words(numbers: set[int]) -> str:
-    return " or ".join(map(str, sorted(numbers)))
+def _unsupported(name: str, why: str) -> ConfigError:
+    return ConfigError(f"config.json: {name} is not supported: {why}")
 
 
 def first_line(error: Exception) -> str:
