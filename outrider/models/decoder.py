@@ -112,7 +112,11 @@ class SelfAttention:
                 for size in (self.q_size, self.kv_size)
             ]
         self._order = pair_order(config.rope, self.head_dim)
-        self.rules = _layer_rules(config, layer, device, rotary)
+        sinks = torch.empty(config.num_heads, dtype=torch.float32, device=device) if config.family.sinks else None
+        scores = ScoreRules(config.window_of(layer), config.attention_softcap, sinks)
+        rules = LayerRules(config.attention_scale, scores, rotary)
+        self.rules = PLAIN if rules.is_plain and rotary is None else rules
+        """How it attends; sinks, if there are any, are empty."""
 
     @property
     def is_plain(self) -> bool:
@@ -180,14 +184,6 @@ class SelfAttention:
         turned = self.num_heads + self.num_kv_heads
         rows[:turned] = rows[:turned, self._order]
         return rows.view(-1).to(self.qkv.weight.device)
-
-
-def _layer_rules(config: ModelConfig, layer: int, device: torch.device, rotary: Rotary | None) -> LayerRules:
-    """How a layer attends; its sinks, if it has any, are empty."""
-    sinks = torch.empty(config.num_heads, dtype=torch.float32, device=device) if config.family.sinks else None
-    scores = ScoreRules(config.window_of(layer), config.attention_softcap, sinks)
-    rules = LayerRules(config.attention_scale, scores, rotary)
-    return PLAIN if rules.is_plain and rotary is None else rules
 
 
 class GatedMlp:
@@ -260,15 +256,12 @@ class DecoderLayer:
         self.ends = self.attention.output, self.mlp.down if isinstance(self.mlp, GatedMlp) else self.mlp
         """What adds to the residual stream."""
 
-    def __call__(self, stream: Tensor, plan: AttentionPlan) -> Tensor:
-        """The residual stream [M, hidden] after the layer."""
-        if self.attention_norm is None:
-            return self.run(stream, stream, plan)
-        return self.mlp(self.attention.of_stream(stream, self.attention_norm, plan), self.mlp_norm, plan)
-
-    def run(self, rows: Tensor, stream: Tensor, plan: AttentionPlan) -> Tensor:
-        """The same where attention takes `rows` [M, input_size], which the caller has normed."""
-        stream = self.attention(rows, stream, plan)
+    def __call__(self, stream: Tensor, plan: AttentionPlan, given: Tensor | None = None) -> Tensor:
+        """The residual stream [M, hidden] after the layer; `given` [M, input_size]: what attention takes instead."""
+        if given is None and self.attention_norm is not None:
+            stream = self.attention.of_stream(stream, self.attention_norm, plan)
+        else:
+            stream = self.attention(stream if given is None else given, stream, plan)
         return self.mlp(stream, self.mlp_norm, plan)
 
     def few_rows(self, config: ModelConfig) -> tuple[StackShape, LayerWeights] | None:
@@ -338,7 +331,8 @@ class LayerStack:
     def __init__(self, layers: Sequence[DecoderLayer], config: ModelConfig, rotary: Rotary) -> None:
         """`layers` may be filled later, before `finish_loading`."""
         self.layers, self._config, self._rotary = layers, config, rotary
-        self._few: DecoderStack | None = None
+        self.few: DecoderStack | None = None
+        """The function; None where there is none."""
 
     def finish_loading(self) -> None:
         """Called once when all weights are filled."""
@@ -347,12 +341,7 @@ class LayerStack:
         few = [found for layer in self.layers if (found := layer.few_rows(self._config)) is not None]
         shapes = {shape for shape, _ in few}
         if len(few) == len(self.layers) and len(shapes) == 1 and (shape := shapes.pop()).fits:
-            self._few = DecoderStack(shape, [weights for _, weights in few])
-
-    @property
-    def steady_rows(self) -> int:
-        """See LanguageModel."""
-        return 0 if self._few is None else MAX_ROWS
+            self.few = DecoderStack(shape, [weights for _, weights in few])
 
     def __call__(
         self,
@@ -378,17 +367,12 @@ class LayerStack:
         for number, layer in enumerate(self.layers):
             if number in wanted:
                 found[number] = stream
-            stream = layer(stream, plan) if number or given is None else layer.run(given, stream, plan)
+            stream = layer(stream, plan, None if number else given)
         return stream, found
-
-    @property
-    def few_shape(self) -> StackShape | None:
-        """Of the function; None where there is none."""
-        return None if self._few is None else self._few.shape
 
     def plan(self, batch: TokenBatch, kv: KVCache) -> StackPlan | None:
         """The batch as the function takes it; None where it does not."""
-        if self._few is None or batch.token_ids.numel() > MAX_ROWS or kv.k.dtype != torch.bfloat16:
+        if self.few is None or batch.token_ids.numel() > MAX_ROWS or kv.k.dtype != torch.bfloat16:
             return None
         found = batch.queries()
         if found is None:
@@ -396,7 +380,7 @@ class LayerStack:
         positions = batch.positions.long()
         # In bfloat16, as rotations of many rows have them.
         angles = self._rotary.tables(positions, torch.bfloat16)
-        return self._few.plan(*found, positions, angles, (kv.k_layers, kv.v_layers))
+        return self.few.plan(*found, positions, angles, (kv.k_layers, kv.v_layers))
 
 
 class CausalLM(LanguageModel):
@@ -460,7 +444,7 @@ class CausalLM(LanguageModel):
         self.head.pack()
         self.norm.finish_loading()
         self._stack.finish_loading()
-        self.steady_rows = self._stack.steady_rows
+        self.steady_rows = 0 if self._stack.few is None else MAX_ROWS
 
     @torch.inference_mode()
     def forward_with_features(

@@ -144,11 +144,6 @@ def decoder_tensors(folder: Path, config: ModelConfig) -> dict[str, StoredTensor
     return stored
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit by bit: rows that nobody uses may hold anything."""
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
 _COMPARED_ROWS = 8192
 """At once, of matrices that may take a gigabyte each."""
 
@@ -157,9 +152,14 @@ def _check_tied(head: StoredTensor, embedding: StoredTensor, folder: Path) -> No
     """Raise ConfigError for an output matrix that is said to be the embedding, and is another."""
     if head is embedding:
         return
-    starts = range(0, head.shape[0], _COMPARED_ROWS)
-    parts = ([[(start, min(head.shape[0], start + _COMPARED_ROWS))], [(0, head.shape[-1])]] for start in starts)
-    if head.shape != embedding.shape or not all(_same(head.read(part), embedding.read(part)) for part in parts):
+
+    def differ(start: int) -> bool:
+        part = [[(start, min(head.shape[0], start + _COMPARED_ROWS))], [(0, head.shape[-1])]]
+        one, other = head.read(part), embedding.read(part)
+        # Bit by bit: rows that nobody uses may hold anything.
+        return one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+    if head.shape != embedding.shape or any(map(differ, range(0, head.shape[0], _COMPARED_ROWS))):
         raise ConfigError(
             f"{folder}: tie_word_embeddings is true in config.json, and {head.name} is another matrix than "
             f"{embedding.name}; set it to false, or leave {head.name} out"

@@ -67,7 +67,7 @@ def both(
     found = []
     for few in (True, False):
         if not few:
-            monkeypatch.setattr(model._stack, "_few", None)
+            monkeypatch.setattr(model._stack, "few", None)
         kv = model.new_kv(64)
         for cache in (kv.k, kv.v):
             values = torch.randn(cache[:, context].shape, generator=torch.Generator().manual_seed(5))
@@ -89,7 +89,7 @@ def test_a_family_s_layers_give_the_same(
     if family == "Qwen2":
         changes = {"hidden_size": 128}
     model = loaded(tmp_path, family, **changes)
-    assert model._stack._few is not None
+    assert model._stack.few is not None
     batch, context = a_tree()
     (rows, caches), (expected, kept) = both(model, batch, context, (0, 2, 1, 3, 4), monkeypatch)
     for found, wanted in zip([*rows, *caches], [*expected, *kept], strict=True):
@@ -110,7 +110,7 @@ def test_what_the_function_does_not_do_runs_layer_by_layer(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = loaded(tmp_path, family, **changes)
-    assert model._stack._few is None
+    assert model._stack.few is None
     batch, _ = a_tree()
     assert model.forward(batch, model.new_kv(64), TorchAttention()).isfinite().all()
 
@@ -123,7 +123,7 @@ def test_many_rows_and_float32_run_layer_by_layer(tmp_path: Path) -> None:
         assert (model._stack.plan(batch, kv) is not None) is is_few
     assert model._stack.plan(TokenBatch(torch.arange(3), torch.arange(3)), kv) is None, "keys that no host knows"
     exact = load_model(tmp_path, torch.float32)
-    assert isinstance(exact, CausalLM) and exact._stack._few is None
+    assert isinstance(exact, CausalLM) and exact._stack.few is None
 
 
 def shipped_head(model_path: Path) -> Eagle3Head:
@@ -139,7 +139,7 @@ def shipped_head(model_path: Path) -> Eagle3Head:
 
 def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = shipped_head(model_path)
-    assert head.stack._few is not None
+    assert head.stack.few is not None
     generator = torch.Generator().manual_seed(1)
     region, context = 8, torch.randperm(30, generator=generator)
     places = torch.cat((context, torch.arange(40, 40 + region)))
@@ -152,7 +152,7 @@ def test_a_step_of_the_shipped_head_gives_the_same(model_path: Path, monkeypatch
     results = []
     for few in (True, False):
         if not few:
-            monkeypatch.setattr(head.stack, "_few", None)
+            monkeypatch.setattr(head.stack, "few", None)
         kv = head.new_kv(64)
         for cache in (kv.k, kv.v):
             cache[:] = torch.randn(cache.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -203,7 +203,7 @@ def test_layers_of_two_kinds_run_layer_by_layer(tmp_path: Path) -> None:
     for layer in mixed.layers:
         layer.finish_loading = lambda: None  # type: ignore[method-assign]
     mixed.finish_loading()
-    assert mixed._few is None, "one normed stream, and one that is given"
+    assert mixed.few is None, "one normed stream, and one that is given"
 
 
 @pytest.mark.parametrize(("gating", "interleaved"), [(None, False), (SWIGLU, False), (SWIGLU, True)])

@@ -83,8 +83,8 @@ class Eagle3Head(DraftHead):
     def finish_loading(self) -> None:
         """See DraftHead."""
         super().finish_loading()
-        shape, output = self.stack.few_shape, self.output.on_cpu and self.output.on_cpu.of_few
-        if shape is None or not output or self.output.bias is not None or self.exchange is not None:
+        few, output = self.stack.few, self.output.on_cpu and self.output.on_cpu.of_few
+        if few is None or not output or self.output.bias is not None or self.exchange is not None:
             return
         weights = HeadWeights(
             self.embedding,
@@ -95,7 +95,7 @@ class Eagle3Head(DraftHead):
             starts_normed=self.config.norm_before_residual,
             leaves_normed=self.config.norm_output,
         )
-        self._step = HeadStep(shape, weights) if fits_head(shape, weights) else None
+        self._step = HeadStep(few.shape, weights) if fits_head(few.shape, weights) else None
 
     def step(self, batch: TokenBatch, links: Links, kv: KVCache, ranking: Ranking | None) -> Stepped | None:
         """See DraftModel."""
