@@ -109,18 +109,17 @@ def _scaled(plain: Tensor, rope: RopeConfig, size: int) -> tuple[Tensor, float]:
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":
         return _llama3(plain, rope), 1.0
+    given = rope.attention_factor
     if rope.kind == "yarn":
-        return _yarn(plain, rope, size), _yarn_scale(rope)
+        return _yarn(plain, rope, size), _yarn_scale(rope) if given is None else given
     if rope.kind == "longrope":
         factors = torch.tensor(rope.long_factors if rope.is_long else rope.short_factors, dtype=torch.float32)
-        return plain / factors, _longrope_scale(rope)
+        return plain / factors, _longrope_scale(rope) if given is None else given
     return plain, 1.0
 
 
 def _longrope_scale(rope: RopeConfig) -> float:
     """LongRoPE, arXiv 2402.13753."""
-    if rope.attention_factor is not None:
-        return rope.attention_factor
     if rope.factor <= 1.0:
         return 1.0
     return math.sqrt(1.0 + math.log(rope.factor) / math.log(rope.original_max_positions))
@@ -150,9 +149,6 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_scale(rope: RopeConfig) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1.0 else 1.0
 

@@ -11,6 +11,10 @@ from outrider.errors import ConfigError
 from outrider.models.fields import MAX_INT, MAX_LAYERS, get_bool, get_float, get_int
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_NUMBERS = (
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
+)  # fmt: skip
+"""Parameters of RopeConfig that go by the same names there, and need not be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +80,13 @@ class RopeConfig:
         original = get_int(fields, "original_max_position_embeddings", original)
         if kind == "llama3" and not original:
             raise ConfigError("config.json: llama3 rope scaling needs original_max_position_embeddings")
+        numbers: dict[str, Any] = {name: get_float(merged, name) for name in _NUMBERS if merged.get(name) is not None}
         rope = cls(
             kind=kind,
             theta=get_float(merged, "rope_theta", 10000.0),
             factor=1.0 if kind == "default" else _factor(kind, merged, original, max_positions),
-            low_freq_factor=get_float(merged, "low_freq_factor", 1.0),
-            high_freq_factor=get_float(merged, "high_freq_factor", 4.0),
             original_max_positions=original or max_positions,
-            beta_fast=get_float(merged, "beta_fast", 32.0),
-            beta_slow=get_float(merged, "beta_slow", 1.0),
-            attention_factor=_optional_float(merged, "attention_factor"),
-            mscale=_optional_float(merged, "mscale"),
-            mscale_all_dim=_optional_float(merged, "mscale_all_dim"),
+            **numbers,
             truncate=bool(merged.get("truncate", True)),
             rotated=rotated,
             short_factors=_factors(merged, "short_factor") if kind == "longrope" else (),
@@ -154,10 +153,6 @@ def _factor(kind: str, merged: Mapping[str, Any], original: int, max_positions: 
     if factor < 1.0:
         raise ConfigError(f"config.json: the rope factor must be at least 1, got {factor}")
     return factor
-
-
-def _optional_float(merged: Mapping[str, Any], name: str) -> float | None:
-    return None if merged.get(name) is None else get_float(merged, name)
 
 
 MAX_EXPERTS = 1024
