@@ -114,7 +114,7 @@ def humming_experts(weight: QuantWeight, bias: Tensor | None, dtype: torch.dtype
         return None
     with _explained():
         config = _layer_config(weight, bias is not None, dtype)
-        cuts = _expert_cuts(config.to_str(), device.index or 0)
+        cuts = _cuts(config.to_str(), device.index or 0, True)
         kernels = _compiled(config.to_str(), device.index or 0, indexed=True)
         tiles = tuple((last, cut["block_shape"][0]) for _, last, cut in cuts)
         return HummingExperts(_transformed(config, weight, bias, dtype), kernels, _new_locks(device), tiles)
@@ -207,14 +207,11 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @cache
-def _expert_cuts(config: str, device: int) -> list[list[Any]]:
-    return _cuts(config, device, PAIR_LIMITS, "indexed")
-
-
-def _cuts(config: str, device: int, limits: tuple[int, ...], gemm_type: str) -> list[list[Any]]:
+def _cuts(config: str, device: int, indexed: bool) -> list[list[Any]]:
     """Rows behind which a cut is used, rows up to which it is, and the cut that the library takes for these."""
     from humming.tune import get_heuristics_config
 
+    limits, gemm_type = (PAIR_LIMITS, "indexed") if indexed else (ROW_LIMITS, "dense")
     cuts, first = [], 0
     for limit in limits:
         chosen = get_heuristics_config(json.loads(config), shape_m=limit, gemm_type=gemm_type, device=device)
@@ -227,7 +224,7 @@ def _compile(config: str, device: int, indexed: bool) -> Tensor:
     from humming.kernel import HummingKernel
 
     with _explained():
-        cuts = _expert_cuts(config, device) if indexed else _cuts(config, device, ROW_LIMITS, "dense")
+        cuts = _cuts(config, device, indexed)
         kind = json.dumps({"gemm_type": "indexed"}) if indexed else None
         found: Tensor = HummingKernel.prepare_kernels(config, kind, json.dumps(cuts), device)
     return found
