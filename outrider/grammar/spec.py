@@ -78,10 +78,8 @@ _MAX_REFERENCES = 8
 _WHOLE_NUMBERS = range(-(10**18), 2**64)
 """What a schema may hold: of others the grammar library says that they are no JSON, and near -2^63 it crashes."""
 _MANY_DIGITS = re.compile(r"-?(?<![\d.])\d{19,4000}(?![\d.eE])")
-_OWN_KEYS = ("x-guidance",)
-"""Keys by which a schema would give orders to the grammar library."""
 EXACT_ONE_OF: dict[str, Any] = {"x-guidance": {"coerce_one_of": False}}
-"""The one order that a schema may hold: that its `oneOf` is not read as `anyOf` where its cases overlap."""
+"""The one order to the grammar library that a schema may hold: `oneOf` is not read as `anyOf` where cases overlap."""
 _UNSUPPORTED = {
     "not": "say what is allowed instead",
     "if": "use anyOf with both cases",
@@ -281,7 +279,7 @@ def _check_numbers(schema: Any, field: str) -> None:
 def _check_keywords(value: Any, path: str, *, strict: bool) -> None:
     """Raise InvalidGrammarError for an unsupported keyword of a schema; lists have none."""
     for key, child in value.items() if isinstance(value, dict) else ():
-        if key in _OWN_KEYS:
+        if key in EXACT_ONE_OF:
             raise InvalidGrammarError(f"{path}.{key}", "is not a keyword of JSON Schema", "remove it")
         if key in _UNSUPPORTED:
             raise InvalidGrammarError(f"{path}.{key}", "is not supported", _UNSUPPORTED[key])

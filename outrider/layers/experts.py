@@ -106,12 +106,12 @@ class ExpertLinear:
         """See kernels.experts.expert_linear."""
         if self.library is not None:
             pairs = self.library(rows, routes)
-            return pairs if gating is None else gate(pairs, gating, interleaved)
-        if self.on_cpu:
+        elif self.on_cpu:
             pairs = by_expert(rows, routes.experts, self.num_out, self._product_on_cpu)
-            return pairs if gating is None else gate(pairs, gating, interleaved)
-        weight = self.weight if self.quantized is None else self.quantized
-        return expert_linear(rows, weight, routes, bias=self.bias, gating=gating, interleaved=interleaved)
+        else:
+            weight = self.weight if self.quantized is None else self.quantized
+            return expert_linear(rows, weight, routes, bias=self.bias, gating=gating, interleaved=interleaved)
+        return pairs if gating is None else gate(pairs, gating, interleaved)
 
     def _product_on_cpu(self, expert: int, rows: Tensor) -> Tensor:
         return self.on_cpu[expert].product(rows, None if self.bias is None else self.bias[expert])

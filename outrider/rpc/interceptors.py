@@ -203,11 +203,10 @@ def _wrap(handler: Any, call: _BoundaryCall, lenient: bool) -> grpc.RpcMethodHan
 
     On the wire one message is a stream of one, either way: only a stream can be read with a time limit.
     """
-    if not call.authorized:
-        # `enter` refuses it before anything that it sends is read.
-        return grpc.stream_stream_rpc_method_handler(_responder(handler, call))
     decode = handler.request_deserializer
-    if decode is not None:
+    if not call.authorized:
+        decode = None  # `enter` refuses it before anything that it sends is read
+    elif decode is not None:
         decode = strict(decode, allow_unknown=lenient)
     return grpc.stream_stream_rpc_method_handler(
         _responder(handler, call), request_deserializer=decode, response_serializer=handler.response_serializer
