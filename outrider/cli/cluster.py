@@ -220,8 +220,9 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        given = {"gateway": gateway, "verify": verify, "draft": draft}
-        self._given = {name: given[name] or OPTION_TYPES[name]() for name in SERVICES if name in services}
+        self._gateway, self._verify = gateway or GatewayOptions(), verify or VerifyOptions()
+        given = {"draft": draft or DraftOptions(), "verify": self._verify, "gateway": self._gateway}
+        self._given = {name: given[name] for name in SERVICES if name in services}
         self._fixed_ports = fixed_ports
         self._supervise = supervise
         self._on_line = on_line or (lambda name, line: None)
@@ -291,8 +292,7 @@ class Cluster:
     def drafters(self) -> dict[str, tuple[str, ...]]:
         """By service the drafters that guess there, as it said when it was ready: n-grams alone where a draft model
         cannot draft, whatever it was told."""
-        verify = self._given.get("verify")
-        if isinstance(verify, VerifyOptions) and verify.no_speculation:
+        if self._verify.no_speculation:
             return {}
         told = {name: self.children[name].told.get("drafters") for name in ("verify", "draft") if name in self.children}
         return {name: tuple(names.split("+")) for name, names in told.items() if names}
@@ -306,14 +306,12 @@ class Cluster:
     @property
     def page_url(self) -> str:
         """Where people can try the model; empty where the page is left out."""
-        options = self._given["gateway"]
-        return "" if isinstance(options, GatewayOptions) and options.no_page else f"{self.rest_url}/"
+        return "" if self._gateway.no_page else f"{self.rest_url}/"
 
     @property
     def api_key(self) -> str:
         """Bearer token that the gateway asks of clients; empty when it asks none."""
-        options = self._given["gateway"]
-        return options.read_api_key() if isinstance(options, GatewayOptions) else ""
+        return self._gateway.read_api_key()
 
     def address(self, name: str, field: str = "address") -> str:
         """What a service has bound: its `address`, `metrics_address` or `rest_address`; empty when it has none."""
