@@ -32,7 +32,7 @@ from kernels.elementwise import rms_norm
 from kernels.exchange import join_columns, sum_rows, sum_rows_normed
 from kernels.exchange_state import Mailboxes, empty, mailbox_bytes
 from kernels.reference import elementwise as reference
-from outrider.layers.device_exchange import PeerMailboxes, Trade
+from outrider.layers.exchange import PeerMailboxes, Trade
 from outrider_tools.bench.report import Row, write_report
 
 EPS = 1e-5

@@ -1,16 +1,41 @@
-"""What the ranks of a tensor-parallel model tell each other within a forward."""
+"""What the ranks of a tensor-parallel model tell each other within a forward.
+
+On CPUs through memory that their processes share; on GPUs of one host through memory that each writes directly, or
+through NCCL.
+"""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.nn import functional
 
+from kernels.exchange import join_columns, sum_rows, sum_rows_normed
+from kernels.exchange_state import TIMEOUT_SECONDS, Mailboxes, empty, mailbox_bytes
+from outrider.cuda_ipc import ExportedMemory, ImportedMemory
+from outrider.errors import ConfigError
 from outrider.host.rank_memory import BOX_BYTES, RankMemory
 from outrider.layers.linear import RMSNorm
+from outrider.logs import get_logger
+
+log = get_logger(__name__)
+
+_MAX_ROWS = 512
+"""Of the residual stream in one launch."""
+_JOINED_ROWS = 32
+"""Of logits in one launch."""
+_MAX_PIECE, _MIN_PIECE, _PADDED_PIECE = 4096, 256, 1024
+_START_SECONDS = 60.0
+_SHARED_WIDTH, _SHARED_ROWS = 256, 32
+
+Trade = Callable[[bytes], Sequence[bytes]]
+"""Gives a rank's bytes to all ranks and returns those of all, in the order of ranks; it waits for them."""
 
 
 class Exchange(ABC):
@@ -125,3 +150,145 @@ class HostExchange(OrderedExchange):
             boxes = self._memory.swap(rows.view(torch.uint8).view(-1).numpy())
             found.append(torch.from_numpy(boxes.copy()).view(part.dtype).view(self.world, *rows.shape))
         return found
+
+
+class PeerMailboxes:
+    """A rank's mailboxes, and those of the other ranks as its device reaches them.
+
+    All ranks make the same ones in the same order. What a rank has shared is never freed while it lives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        max_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trade: Trade,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        """Raises DriverError where devices cannot reach each other's memory."""
+        num_bytes = mailbox_bytes(world, max_rows, width, dtype)
+        own = ExportedMemory(num_bytes, device)
+        empty(own.rows, dtype)
+        # Others may write as soon as they have the handle.
+        torch.cuda.synchronize(device)
+        handles = trade(own.handle)
+        self._peers = {
+            other: ImportedMemory(handle, num_bytes, device) for other, handle in enumerate(handles) if other != rank
+        }
+        addresses = [own.rows.data_ptr() if other == rank else self._peers[other].address for other in range(world)]
+        self.boxes = Mailboxes(
+            rank,
+            world,
+            max_rows,
+            width,
+            dtype,
+            table=torch.tensor(addresses, dtype=torch.int64, device=device),
+            turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
+            failed=torch.zeros(1, dtype=torch.int32, device=device),
+            report=torch.zeros(1, dtype=torch.int32).pin_memory(),
+            timeout_seconds=timeout_seconds,
+        )
+        """For the functions of kernels.exchange."""
+
+
+class PeerExchange(Exchange):
+    """By our kernels (kernels.exchange); may be captured."""
+
+    def __init__(
+        self, memory: RankMemory, width: int, num_columns: int, dtype: torch.dtype, device: torch.device, seconds: float
+    ) -> None:
+        """For a residual stream of `width`, and `num_columns` of logits of each rank; all ranks at the same time.
+
+        Raises DriverError where the devices cannot reach each other's memory.
+        """
+        super().__init__(memory.rank, memory.world)
+        self._piece = next((n for n in range(_MAX_PIECE, _MIN_PIECE - 1, -1) if num_columns % n == 0), _PADDED_PIECE)
+        # Graphs keep the time that they were captured with, and one rank may compile what another one has. Whoever ends
+        # or stands still is found by its process long before.
+        seconds = max(seconds, _START_SECONDS)
+        joined_rows = _JOINED_ROWS * -(-num_columns // self._piece)
+
+        def boxes(max_rows: int, size: int, kind: torch.dtype) -> PeerMailboxes:
+            return PeerMailboxes(memory.rank, memory.world, max_rows, size, kind, device, memory.trade, seconds)
+
+        self._stream = boxes(_MAX_ROWS, width, dtype)
+        self._columns = boxes(joined_rows, self._piece, torch.float32)
+        self._numbers = boxes(_SHARED_ROWS, _SHARED_WIDTH, torch.float32)
+
+    def silent_rank(self) -> int | None:
+        """See Exchange."""
+        found = [held.boxes.silent_rank() for held in (self._stream, self._columns, self._numbers)]
+        return next((rank for rank in found if rank is not None), None)
+
+    def _add(self, stream: Tensor | None, part: Tensor, norm: RMSNorm | None) -> Tensor:
+        """See Exchange. In one launch with the norm."""
+        boxes, part = self._stream.boxes, part.contiguous()
+        if stream is None or norm is None:
+            return sum_rows(boxes, part, stream)
+        stream, normed = sum_rows_normed(boxes, part, stream, norm.weight, norm.eps)
+        norm.note(stream, normed)
+        return stream
+
+    def _join(self, part: Tensor) -> Tensor:
+        num_rows, count = part.shape
+        if not (missing := -count % self._piece):
+            return join_columns(self._columns.boxes, part.contiguous())
+        joined = join_columns(self._columns.boxes, functional.pad(part, (0, missing)))
+        return joined.view(num_rows, self.world, -1)[:, :, :count].reshape(num_rows, -1)
+
+    def _share(self, numbers: Tensor) -> Tensor:
+        padded = functional.pad(numbers, (0, -len(numbers) % _SHARED_WIDTH)).view(-1, _SHARED_WIDTH)
+        return sum_rows(self._numbers.boxes, padded).view(-1)[: len(numbers)]
+
+
+class NcclExchange(OrderedExchange):
+    """By NCCL, which brings every rank all parts: summed here, they have an order. May be captured."""
+
+    def __init__(self, memory: RankMemory, device: torch.device) -> None:
+        """All ranks at the same time."""
+        super().__init__(memory.rank, memory.world)
+        # Ranks are processes of one host: nothing is to listen on its other interfaces.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # Where NCCL's ranks meet is read for as long as they run. Memory of rank 0 goes with it, however it ends.
+        place = f"/proc/{os.getpid()}/fd/{os.memfd_create('outrider-nccl')}" if memory.rank == 0 else ""
+        store = FileStore(memory.trade(place.encode())[0].decode(), memory.world)
+        distributed.init_process_group("nccl", store=store, rank=memory.rank, world_size=memory.world, device_id=device)
+
+    def _join(self, part: Tensor) -> Tensor:
+        return self._gather(part).transpose(0, 1).reshape(part.shape[0], -1)
+
+    def _sum(self, part: Tensor) -> Tensor:
+        return add_up([*self._gather(part)], torch.empty_like(part, dtype=torch.float32))
+
+    def _gather(self, part: Tensor) -> Tensor:
+        part = part.contiguous()
+        found = part.new_empty(self.world, *part.shape)
+        distributed.all_gather_into_tensor(found.view(-1), part.view(-1))
+        return found
+
+
+def device_exchange(
+    name: str,
+    memory: RankMemory,
+    width: int,
+    num_columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float,
+) -> Exchange:
+    """What --rank-exchange names, the same on all ranks. See PeerExchange. Raises ConfigError."""
+    first = (device.index or 0) - memory.rank
+    devices = range(first, first + memory.world)
+    # Not what this one reaches alone: all ranks must decide alike.
+    apart = [(a, b) for a in devices for b in devices if a != b and not torch.cuda.can_device_access_peer(a, b)]
+    if name != "nccl" and not apart:
+        return PeerExchange(memory, width, num_columns, dtype, device, seconds)
+    if name == "peer":
+        raise ConfigError(f"--rank-exchange: GPU {apart[0][0]} does not reach the memory of {apart[0][1]}; choose nccl")
+    if name == "auto" and memory.rank == 0:
+        log.warning("GPU %d does not reach the memory of %d: ranks exchange through NCCL", *apart[0])
+    return NcclExchange(memory, device)

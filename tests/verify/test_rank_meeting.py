@@ -14,7 +14,7 @@ import os, sys
 import torch
 from torch import distributed
 from outrider.host.rank_memory import RankMemory
-from outrider.layers.device_exchange import NcclExchange
+from outrider.layers.exchange import NcclExchange
 
 begin = distributed.init_process_group
 distributed.init_process_group = lambda backend, *, device_id, **others: begin("gloo", **others)

@@ -23,8 +23,7 @@ from outrider.config.verify import VerifyOptions
 from outrider.drafting.model.round_drafter import ChoiceShape, RoundShape
 from outrider.errors import ConfigError, UnavailableError
 from outrider.graphs import GraphPool
-from outrider.layers.device_exchange import PeerExchange
-from outrider.layers.exchange import Exchange
+from outrider.layers.exchange import Exchange, PeerExchange
 from outrider.models.decoder import CausalLM
 from outrider.models.drafters import config as head_config
 from outrider.models.drafters.base import DraftModel

@@ -16,8 +16,7 @@ from outrider.config.verify import LEAST_SIZED_TOKENS, VerifyOptions
 from outrider.device import check_fp8, choose_device, choose_dtype, gib, out_of_memory
 from outrider.errors import ConfigError, under
 from outrider.host.rank_memory import RankMemory
-from outrider.layers.device_exchange import PeerExchange, device_exchange
-from outrider.layers.exchange import Exchange, HostExchange
+from outrider.layers.exchange import Exchange, HostExchange, PeerExchange, device_exchange
 from outrider.logs import get_logger
 from outrider.models.base import LanguageModel
 from outrider.models.config import ModelConfig, check_heads
