@@ -65,9 +65,9 @@ class ResidualOutput:
             self.norm.finish_loading()
 
 
-def layer_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RMSNorm:
-    """An empty norm of the residual stream's width."""
-    return RMSNorm((config.hidden_size,), config.rms_norm_eps, dtype, device, config.family.norm_offset)
+def layer_norm(config: ModelConfig, dtype: torch.dtype, device: torch.device, *shape: int) -> RMSNorm:
+    """An empty norm with the family's offset, of the residual stream's width if no other `shape` is given."""
+    return RMSNorm(shape or (config.hidden_size,), config.rms_norm_eps, dtype, device, config.family.norm_offset)
 
 
 class SelfAttention:
@@ -101,16 +101,10 @@ class SelfAttention:
         scheme = config.scheme_of(f"{name}.o_proj")
         output = Linear(self.q_size, config.hidden_size, config.output_bias, dtype, device, scheme)
         self.output = ResidualOutput(output, config, dtype, device)
-        self.qk_norm: RMSNorm | None = None
-        self.wide_norms: list[RMSNorm] = []
-        if config.qk_norm:
-            shape = (config.num_heads + config.num_kv_heads, config.head_dim)
-            self.qk_norm = RMSNorm(shape, config.rms_norm_eps, dtype, device, config.family.norm_offset)
-        if config.family.wide_qk_norm:
-            self.wide_norms = [
-                RMSNorm((size,), config.rms_norm_eps, dtype, device, config.family.norm_offset)
-                for size in (self.q_size, self.kv_size)
-            ]
+        count = config.num_heads + config.num_kv_heads
+        self.qk_norm = layer_norm(config, dtype, device, count, config.head_dim) if config.qk_norm else None
+        wide_sizes = (self.q_size, self.kv_size) if config.family.wide_qk_norm else ()
+        self.wide_norms = [layer_norm(config, dtype, device, size) for size in wide_sizes]
         self._order = pair_order(config.rope, self.head_dim)
         sinks = torch.empty(config.num_heads, dtype=torch.float32, device=device) if config.family.sinks else None
         scores = ScoreRules(config.window_of(layer), config.attention_softcap, sinks)

@@ -13,8 +13,9 @@ from kernels.frontier_state import BlockStore
 from outrider.attention.base import AttentionBackend, TokenBatch
 from outrider.cache.kv import KVCache
 from outrider.errors import ConfigError
-from outrider.layers.linear import Linear, RMSNorm
+from outrider.layers.linear import Linear
 from outrider.models.base import LanguageModel
+from outrider.models.config import ModelConfig
 from outrider.models.decoder import DecoderLayer
 from outrider.models.drafters.base import DraftHead, DraftModel, required
 from outrider.models.drafters.config import MARKOV_INPUT, MARKOV_OUTPUT, BlockConfig, HeadConfig
@@ -58,17 +59,11 @@ class Eagle3Head(DraftHead):
         self, config: HeadConfig, dtype: torch.dtype, device: torch.device, target_ids: Tensor | None = None
     ) -> None:
         super().__init__(config, dtype, device, target_ids)
-        hidden, num_features = config.decoder.hidden_size, len(config.feature_layers)
-        self.fc: Linear | None = None
-        if config.projects:
-            self.fc = self.linear("fc", num_features * config.target_hidden_size, config.fc_bias)
-        self.feature_norms: list[RMSNorm] = []
-        if config.norm_each:
-            size = config.target_hidden_size
-            self.feature_norms = [self.norm(f"fc_norm.{number}", size) for number in range(num_features)]
-        self.joint_norm: RMSNorm | None = None
-        if config.norm_all:
-            self.joint_norm = self.norm("input_norm", num_features * config.target_hidden_size)
+        hidden, size, count = config.decoder.hidden_size, config.target_hidden_size, len(config.feature_layers)
+        self.fc = self.linear("fc", count * size, config.fc_bias) if config.projects else None
+        num_norms = count if config.norm_each else 0
+        self.feature_norms = [self.norm(f"fc_norm.{number}", size) for number in range(num_norms)]
+        self.joint_norm = self.norm("input_norm", count * size) if config.norm_all else None
         if not self.feature_norms and self.joint_norm is None:
             self._reducer = self.fc
         self._step: HeadStep | None = None
@@ -195,9 +190,7 @@ class BlockHead(DraftHead):
             hidden, 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim, decoder.qkv_bias, dtype, device
         )
         rank = self.block.markov_rank
-        self._markov: MarkovHead | None = None
-        if rank:
-            self._markov = MarkovHead(self.block, hidden, decoder.vocab_size, self.vocab_size, dtype, device)
+        self._markov = MarkovHead(self.block, decoder, self.vocab_size, dtype, device) if rank else None
         self.state_size = rank if self.block.markov_kind == "rnn" else 0
         self.num_scratch = self.block.size
         self.block_bytes = config.block_bytes(dtype.itemsize)
@@ -338,18 +331,12 @@ class MarkovHead:
     """
 
     def __init__(
-        self,
-        block: BlockConfig,
-        hidden: int,
-        vocab_size: int,
-        num_guessed: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, block: BlockConfig, decoder: ModelConfig, num_guessed: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`vocab_size`: of the target; `num_guessed`: ids that the head guesses."""
+        """`decoder`: of the head; `num_guessed`: ids that it guesses."""
         self._rank = rank = block.markov_rank
-        self._kind = block.markov_kind
-        self._embedding = torch.empty(vocab_size, rank, dtype=dtype, device=device)
+        self._kind, hidden = block.markov_kind, decoder.hidden_size
+        self._embedding = torch.empty(decoder.vocab_size, rank, dtype=dtype, device=device)
         self._output = Linear(rank, num_guessed, False, dtype, device)
         self._gate: Linear | None = None
         if self._kind == "gated":
