@@ -385,51 +385,43 @@ class RegionAttention(AttentionBackend):
 
     def __init__(self, kv: KVCache, places: Sequence[Tensor], region: int) -> None:
         """For each request of the burst: KV slots of its context and of its tree region, int64 [L + region]."""
-        self._kv, self._places = kv, places
-        self._lengths = [len(found) - region for found in places]
-        self._held: list[list[tuple[Tensor, Tensor]]] = []
+        self.kv, self._places = kv, places
+        self.lengths = [len(found) - region for found in places]
+        """Of each context."""
+        self.held: list[list[tuple[Tensor, Tensor]]] = []
+        """Keys and values of each request, by layer."""
 
     def plan(self, batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> AttentionPlan:
         """See AttentionBackend. Raises TypeError for another batch than a step's."""
         if not isinstance(batch, StepBatch):
             raise TypeError(f"{type(batch).__name__} is no step of a burst")
-        if not self._held:
-            layers = range(len(self._kv.k_layers))
-            self._held = [[_gather(self._kv, layer, places) for layer in layers] for places in self._places]
-        split = HeadSplit(batch, kv, num_heads, rotary)
-        return _RegionPlan(batch, kv, split, num_heads // kv.k.shape[2], self._held, self._lengths)
+        if not self.held:
+            layers = range(len(self.kv.k_layers))
+            self.held = [[_gather(self.kv, layer, places) for layer in layers] for places in self._places]
+        return _RegionPlan(self, batch, num_heads, rotary)
 
 
 class _RegionPlan(AttentionPlan):
-    def __init__(
-        self,
-        batch: StepBatch,
-        kv: KVCache,
-        split: HeadSplit,
-        per_kv_head: int,
-        held: Sequence[Sequence[tuple[Tensor, Tensor]]],
-        lengths: Sequence[int],
-    ) -> None:
-        self._batch = batch
-        self._kv = kv
-        self._split = split
-        self._held = held
-        self._lengths = lengths
-        self._places = [part.slots + lengths[part.row] for part in batch.rows]
-        self._masks = [_mask(part, kv.k.dtype).repeat(per_kv_head, 1) for part in batch.rows]
+    def __init__(self, region: RegionAttention, batch: StepBatch, num_heads: int, rotary: Rotary) -> None:
+        self._region, self._batch = region, batch
+        self._split = HeadSplit(batch, region.kv, num_heads, rotary)
+        self._places = [part.slots + region.lengths[part.row] for part in batch.rows]
+        k = region.kv.k
+        self._masks = [_mask(part, k.dtype).repeat(num_heads // k.shape[2], 1) for part in batch.rows]
 
     def attend(self, layer: int, heads: Tensor, qk_norm: RMSNorm | None, rules: LayerRules = PLAIN) -> Tensor:
         q, k, v = self._split(heads, qk_norm, rules.rotary)
-        self._kv.write(layer, self._batch.kv_slots, k, v)
+        region = self._region
+        region.kv.write(layer, self._batch.kv_slots, k, v)
         outputs, first = [], 0
         for part, places, mask in zip(self._batch.rows, self._places, self._masks, strict=True):
             end = first + len(part.slots)
-            keys, values = self._held[part.row][layer]
+            keys, values = region.held[part.row][layer]
             keys.index_copy_(1, places, k[first:end].transpose(0, 1))
             values.index_copy_(1, places, v[first:end].transpose(0, 1))
             seen_keys, seen_values = (held[:, : mask.shape[1]].unsqueeze(0) for held in (keys, values))
             if rules.scores.window:
-                mask = _within(mask, self._batch.positions[first:end], self._lengths[part.row], rules.scores.window)
+                mask = _within(mask, self._batch.positions[first:end], region.lengths[part.row], rules.scores.window)
             outputs.append(folded_attention(q[first:end], seen_keys, seen_values, mask, rules))
             first = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
