@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -113,14 +113,11 @@ to_verify: msgspec.msgpack.Decoder[DraftBatch] = decoder(DraftBatch)
 class Line(Pipe[FrameT]):
     """One end. It never waits for the other: what does not read loses the line."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        decoder: msgspec.msgpack.Decoder[FrameT],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(sock, decoder, max_frame_bytes=MAX_LINE_FRAME_BYTES, max_reads=1)
-        self._clock = clock
+    max_frame_bytes = MAX_LINE_FRAME_BYTES
+    max_reads = 1
+
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
+        super().__init__(sock, decoder)
         self._read_at = 0.0
         """When the other end was last seen to read, or to have little to read."""
 
@@ -144,8 +141,8 @@ class Line(Pipe[FrameT]):
         super().flush()
         left = len(self._backlog)
         if left < before or left <= MAX_UNSENT_BYTES:
-            self._read_at = self._clock()
-        elif self._clock() - self._read_at > MAX_STALL_SECONDS:
+            self._read_at = time.monotonic()
+        elif time.monotonic() - self._read_at > MAX_STALL_SECONDS:
             self.close()
 
     def close(self) -> None:

@@ -82,9 +82,6 @@ MAX_BACKLOG_BYTES = 4 << 20
 
 _BUFFER_BYTES = 1 << 18
 
-_MAX_READS = 4
-"""Buffers that are read in one go: a door that goes on sending must not hold up what the engine does."""
-
 FrameT = TypeVar("FrameT")
 
 
@@ -95,22 +92,18 @@ class Pipe(Generic[FrameT]):
     the door is gone, `closed` is set and what is sent is lost.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        decoder: msgspec.msgpack.Decoder[FrameT],
-        *,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
-        max_reads: int = _MAX_READS,
-    ) -> None:
-        """`decoder`: of the frames that the other end sends. `max_reads`: buffers that are read in one go."""
+    max_frame_bytes = MAX_FRAME_BYTES
+    max_reads = 4
+    """Buffers that are read in one go: a door that goes on sending must not hold up what the engine does."""
+
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
+        """`decoder`: of the frames that the other end sends."""
         sock.setblocking(False)
         self.closed = False
         self._socket = sock
         self._descriptor = sock.fileno()
         self._decode = decoder.decode
-        self._reader = FrameReader(max_frame_bytes)
-        self._max_reads = max_reads
+        self._reader = FrameReader(self.max_frame_bytes)
         self._buffer = bytearray(_BUFFER_BYTES)
         self._backlog = bytearray()
 
@@ -154,7 +147,7 @@ class Pipe(Generic[FrameT]):
         Raises InternalError or msgspec's errors for what is none.
         """
         frames: list[FrameT] = []
-        for _ in range(self._max_reads):
+        for _ in range(self.max_reads):
             if self.closed:
                 break
             try:

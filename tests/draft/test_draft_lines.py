@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from enum import IntEnum
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import msgspec
@@ -304,10 +305,13 @@ def test_a_hello_without_its_line_is_as_before() -> None:
     assert HELLO.line is None
 
 
-def test_more_than_may_wait_is_sent_while_it_is_read_and_loses_the_line_while_it_is_not() -> None:
+def test_more_than_may_wait_is_sent_while_it_is_read_and_loses_the_line_while_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
+    monkeypatch.setattr("outrider.host.line.time", SimpleNamespace(monotonic=lambda: now))
     here, there = socket.socketpair()
-    line, reader = Line(here, to_verify, lambda: now), Line(there, to_draft)
+    line, reader = Line(here, to_verify), Line(there, to_draft)
     prompts = [open_message(list(range(100_000, 400_000)), request=number) for number in range(24)]
     line.send(VerifyBatch(list(prompts)))
     assert line.backlog > MAX_LINE_FRAME_BYTES and not line.closed
