@@ -226,14 +226,15 @@ def replace_attention(
     rotary = _rotary(embedding, head_dim) if isinstance(embedding, nn.Module) else None
     if rotary is None or not isinstance(embedding, nn.Module):
         return None
-    count = 0
+    count, positions = 0, torch.tensor([0, 3, 50], device=rotary.half_frequencies.device)
     for number, name in enumerate(names):
         module = base.get_submodule(name)
         # Rows that a clip changes may not be among those that are compared.
         if calls[number].sinks is not None or getattr(getattr(module, "config", None), "clip_qkv", None):
             continue
         better = _attention(module, number, head_dim)
-        if better is not None and _attends_alike(module, better, embedding, rotary, num_heads, calls):
+        forward = DenseForward(positions, num_heads, rotary, calls)
+        if better is not None and _attends_alike(module, better, embedding, forward):
             parent, _, child = name.rpartition(".")
             _put(base.get_submodule(parent), child, better)
             count += 1
@@ -397,18 +398,11 @@ def _has_children(module: nn.Module, names: set[str]) -> bool:
 
 
 def _attends_alike(
-    module: nn.Module,
-    other: Callable[..., tuple[Tensor, None]],
-    embedding: nn.Module,
-    rotary: Rotary,
-    num_heads: int,
-    calls: Sequence[LayerCall],
+    module: nn.Module, other: Callable[..., tuple[Tensor, None]], embedding: nn.Module, forward: DenseForward
 ) -> bool:
-    """Whether two attentions make the same of random rows."""
+    """Whether two attentions make the same of random rows at the positions of a forward, which begins here."""
     rows = _random_rows(module)
-    positions = torch.tensor([0, 3, 50], device=rows.device)
-    angles = embedding(rows, positions.unsqueeze(0))
-    forward = DenseForward(positions, num_heads, rotary, calls)
+    angles = embedding(rows, forward.positions.unsqueeze(0))
     with attending(forward):
         try:
             found = module(hidden_states=rows, position_embeddings=angles, attention_mask=None)
