@@ -32,9 +32,6 @@ KEEPALIVE_TIMEOUT_SECONDS = 5
 
 ChannelOptions = list[tuple[str, int | str]]
 
-Lookup = Callable[[str, int], Awaitable[Collection[str]]]
-"""All addresses, "host:port", of a host's name and a port. Raises OSError or UnicodeError."""
-
 _DNS_SCHEME = "dns:"
 
 
@@ -173,19 +170,11 @@ class PeerAddresses:
     after the other to the next. Who must know its peers apart needs a channel to each.
     """
 
-    def __init__(
-        self,
-        given: Sequence[str],
-        option: str,
-        *,
-        seconds: float,
-        lookup: Lookup | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, given: Sequence[str], option: str, *, seconds: float) -> None:
         """`seconds` lie between two look-ups. Raises ConfigError, naming `option`, for what is no address."""
         self._seconds = seconds
-        self._lookup = lookup or look_up
-        self._sleep = sleep
+        self.lookup: Callable[[str, int], Awaitable[Collection[str]]] = look_up
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._names: dict[str, tuple[str, int]] = {}
         self._found: dict[str, tuple[str, ...]] = {}
         """By entry of the list, what it stands for: of a name the last answer that was good."""
@@ -221,12 +210,12 @@ class PeerAddresses:
             if self.now != last:
                 last = self.now
                 yield last
-            await self._sleep(self._seconds)
+            await self.sleep(self._seconds)
 
     async def _look(self, name: str) -> None:
         found: tuple[str, ...] = ()
         try:
-            found = tuple(sorted(await self._lookup(*self._names[name])))
+            found = tuple(sorted(await self.lookup(*self._names[name])))
             problem = "" if found else "it has no address"
         except (OSError, UnicodeError) as error:
             problem = reason_of(error)
@@ -240,9 +229,10 @@ class PeerAddresses:
 
 
 async def look_up(host: str, port: int) -> Collection[str]:
-    """Ask the system's resolver, which knows /etc/hosts and search domains.
+    """All addresses, "host:port", by the system's resolver, which knows /etc/hosts and search domains.
 
-    IPv6 addresses only where there are none of IPv4: a replica with one of each must not count twice.
+    IPv6 addresses only where there are none of IPv4: a replica with one of each must not count twice. Raises OSError or
+    UnicodeError.
     """
     answer: Future[Collection[str]] = Future()
     answer.set_running_or_notify_cancel()  # so that it takes an answer also when nobody waits for it any more

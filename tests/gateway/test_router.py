@@ -101,7 +101,7 @@ async def test_replicas_follow_a_name_and_one_that_leaves_it_finishes_its_answer
     server.add_insecure_port(here)
     await server.start()
     names = Names([here, "127.0.0.1:2"], ["127.0.0.1:2", "127.0.0.1:3"])
-    addresses = PeerAddresses(["dns:///verify:1"], "--verify", seconds=1, lookup=names.lookup, sleep=names.sleep)
+    addresses = names.of(["dns:///verify:1"], "--verify")
     router = Router(addresses, connect, affinity_tokens=8, accept=accept)
     assert not router.ready
     router.start()

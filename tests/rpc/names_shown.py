@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 
+from outrider.rpc.transport import PeerAddresses
+
 
 class Names:
-    """Answers in order, the last one for ever. `lookup` and `sleep` are arguments of PeerAddresses."""
+    """Answers in order, the last one for ever."""
 
     def __init__(self, *answers: Sequence[str] | Exception) -> None:
         self._answers = answers
         self.asked: list[tuple[str, int]] = []
         self._sleeps: asyncio.Queue[None] = asyncio.Queue()
         self._woken: asyncio.Queue[None] = asyncio.Queue()
+
+    def of(self, given: Sequence[str], option: str) -> PeerAddresses:
+        """Addresses that ask here, and sleep until `next`."""
+        addresses = PeerAddresses(given, option, seconds=5)
+        addresses.lookup, addresses.sleep = self.lookup, self.sleep
+        return addresses
 
     async def lookup(self, host: str, port: int) -> Collection[str]:
         self.asked.append((host, port))

@@ -16,7 +16,7 @@ from outrider.rpc.transport import PeerAddresses, look_up
 
 
 def peers(names: Names, *given: str) -> PeerAddresses:
-    return PeerAddresses(given, "--verify", seconds=5, lookup=names.lookup, sleep=names.sleep)
+    return names.of(given, "--verify")
 
 
 async def heard(names: Names, addresses: PeerAddresses, num_looks: int) -> list[tuple[str, ...]]:

@@ -11,7 +11,6 @@ import pytest
 from dialled_draft import HELLO, Context, Events, greet, stay
 from names_shown import Names
 
-from outrider.rpc.transport import PeerAddresses
 from verify_service.door.dialer import DraftDialer, DraftDialers
 
 pytestmark = pytest.mark.usefixtures("dialled_soon")
@@ -34,7 +33,7 @@ async def test_drafts_follow_a_name_and_a_session_outlives_its_address(tmp_path:
     first, second, nobody = (f"unix:{tmp_path}/{name}" for name in "abc")
     servers = [await draft_at(first), await draft_at(second)]
     names = Names([first, nobody], [first, second], [second], [second])
-    addresses = PeerAddresses(["dns:///draft:1"], "--draft", seconds=1, lookup=names.lookup, sleep=names.sleep)
+    addresses = names.of(["dns:///draft:1"], "--draft")
     events = Events()
     dialers = DraftDialers(addresses, lambda address: DraftDialer(address, HELLO, events))  # type: ignore[arg-type]
     assert dialers and not list(dialers)
