@@ -10,6 +10,7 @@ import subprocess
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import msgspec
@@ -189,19 +190,14 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
         super().connection_lost(error)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class EngineProcess(Generic[ServedT]):
     """One engine process, tied to this one: whichever way the door ends, the kernel ends the engine, too."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        engine: EngineConnection[Any, ServedT],
-        others: Sequence[FrameConnection[Any]] = (),
-    ) -> None:
-        """`others`: further sockets to the same process, closed with it."""
-        self._process = process
-        self._engine = engine
-        self._others = others
+    _process: subprocess.Popen[bytes]
+    _engine: EngineConnection[Any, ServedT]
+    _others: Sequence[FrameConnection[Any]]
+    """Further sockets to the same process, closed with it."""
 
     @classmethod
     async def start(
