@@ -95,11 +95,6 @@ class HostLengths:
     cached_len: NDArray[np.int32]
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that are no padding."""
-        return int(self.first[-1])
-
-    @property
     def num_keys(self) -> NDArray[np.int32]:
         """[B], keys that each row's last token sees; 0 for an empty row."""
         own = np.diff(self.first)

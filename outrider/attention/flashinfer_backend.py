@@ -145,7 +145,7 @@ class PrefillCall:
         _plan(self._wrapper, self._shape, lengths.first, lengths.num_keys, pages, causal=True)
         if self._planned is not None:
             self._planned.record()
-        self._num_tokens = lengths.num_tokens
+        self._num_tokens = int(lengths.first[-1])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [M, H, D] over the pages of a layer -> [M, H * D]; zeros for padding."""

@@ -359,11 +359,6 @@ class RowSteps:
     places: Tensor
     seen: Tensor
 
-    @property
-    def context_len(self) -> int:
-        """L."""
-        return len(self.places) - self.seen.shape[1]
-
 
 @dataclass(slots=True)
 class StepBatch(TokenBatch):
@@ -430,7 +425,7 @@ class _RegionPlan(AttentionPlan):
 def _mask(part: RowSteps, dtype: torch.dtype) -> Tensor:
     """[n, L + u], 0 where a node sees, else -inf."""
     mask = torch.zeros(len(part.slots), len(part.places), dtype=dtype)
-    mask[:, part.context_len :].masked_fill_(~part.seen, -torch.inf)
+    mask[:, len(part.places) - part.seen.shape[1] :].masked_fill_(~part.seen, -torch.inf)
     return mask
 
 

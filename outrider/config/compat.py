@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from outrider.errors import ConfigError
 
@@ -28,10 +29,6 @@ class Foreign:
     refused: str = ""
     moot_values: tuple[str, ...] = ()
     takes_value: bool = True
-
-    def matches(self, flag: str) -> bool:
-        """Whether this is about the flag, which has hyphens."""
-        return flag.startswith(self.flag[:-1]) if self.flag.endswith("*") else flag == self.flag
 
 
 _DRAFT_ATTENTION = "a draft's attention is ours on a GPU and torch's on a CPU"
@@ -171,7 +168,7 @@ def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[s
         flag, equals, value = word.partition("=")
         # vLLM takes underscores as well.
         hyphened = flag.replace("_", "-") if flag.startswith("--") else flag
-        entry = None if hyphened in known else next((it for it in FOREIGN if it.matches(hyphened)), None)
+        entry = None if hyphened in known else next((it for it in FOREIGN if fnmatchcase(hyphened, it.flag)), None)
         if entry is None:
             translated.append(hyphened + equals + value if hyphened in known else word)
             continue
