@@ -127,8 +127,6 @@ def _colocated_draft(
         log.warning("%s", warning)
     told = replace(
         told,
-        speculative_num_steps=options.speculative_num_steps,
-        speculative_eagle_topk=options.speculative_eagle_topk,
         lockstep=options.lockstep,
         device="cpu",
         dtype=str(model.dtype).removeprefix("torch."),
