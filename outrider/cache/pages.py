@@ -206,12 +206,15 @@ class RadixCache:
         """
         return sum(map(self._evictable.is_blocked, self._find(token_ids, max_length, tenant)))
 
-    def insert(self, token_ids: Sequence[int], pages: Sequence[int], *, tenant: str = "") -> int:
+    def insert(self, token_ids: Sequence[int], pages: Sequence[int], *, tenant: str = "", extends: bool = False) -> int:
         """Keep the full pages of a tenant's `token_ids`, whose KV lies in `pages`, page by page.
 
         The tree takes a reference of its own on every page that is new to it. Where it already has the same tokens in
         another page it keeps that one, and the caller's copy stays the caller's alone. Either way the caller keeps its
         own references and releases them as ever.
+
+        `extends`: take nothing behind such a page of another number, which would have to stay while the caller uses
+        those behind it.
 
         Returns:
             The number of pages that the tree took.
@@ -222,7 +225,7 @@ class RadixCache:
         if len(pages) < len(chunks):
             raise ValueError(f"{len(chunks)} full pages of tokens need as many pages, got {len(pages)}")
         node, matched = self._walk(chunks)
-        if matched == len(chunks):
+        if matched == len(chunks) or (extends and matched and node.pages[-1] != pages[matched - 1]):
             return 0
         new = list(pages[matched : len(chunks)])
         self._pool.share(new)

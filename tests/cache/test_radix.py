@@ -63,14 +63,16 @@ class RadixMachine(RuleBasedStateMachine):
             self.keep(tokens, pages)
         self.pool.release(pages)
 
-    def keep(self, tokens: list[int], pages: list[int]) -> None:
+    def keep(self, tokens: list[int], pages: list[int], extends: bool = False) -> None:
         taken = 0
         for index in range(len(tokens) // PAGE_SIZE):
             prefix = tuple(tokens[: (index + 1) * PAGE_SIZE])
             if prefix not in self.model:
+                if extends and index and self.model[prefix[:-PAGE_SIZE]] != pages[index - 1]:
+                    break
                 self.model[prefix] = pages[index]
                 taken += 1
-        assert self.cache.insert(tokens, pages) == taken
+        assert self.cache.insert(tokens, pages, extends=extends) == taken
 
     def evictable(self) -> set[tuple[int, ...]]:
         """Prefixes whose pages no request uses, nor any page of a longer one."""
@@ -83,6 +85,15 @@ class RadixMachine(RuleBasedStateMachine):
         """A request that goes on with its pages; below another's copy of its prefix some may hang."""
         tokens, pages = data.draw(st.sampled_from(self.running))
         self.keep(tokens, pages)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        """Such a request takes nothing from what others could have."""
+        tokens, pages = data.draw(st.sampled_from(self.running))
+        available = self.pool.num_free + self.cache.num_evictable()
+        self.keep(tokens, pages, extends=True)
+        assert self.pool.num_free + self.cache.num_evictable() == available
 
     @rule()
     def clear(self) -> None:

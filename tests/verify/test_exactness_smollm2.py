@@ -87,3 +87,21 @@ def test_tokens_of_24_prompts_are_those_of_plain_decoding(
         assert engine.scheduler.num_preemptions > 0
     if name == "oracle":
         assert sum(answer.num_accepted for answer in answers) > 0.6 * len(jobs) * NUM_TOKENS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["none", "oracle"])
+def test_answers_that_share_a_prompt_are_those_of_plain_decoding(model_path: Path, jobs: list[Job], name: str) -> None:
+    """In float32: in bfloat16 bits follow where a prompt is cut, and so where what is shared of it ends."""
+    model = load_model(model_path, torch.float32)
+    prompt = [token for tokens, _ in jobs[:6] for token in tokens]
+    group = [(prompt, params) for params in KINDS] + [(prompt[:300] + tail, params) for tail, params in jobs[6:8]]
+    truth = run(make_engine(model, 512, chunk_size=64, keep_prefixes=False), group, width=1, speculate=False)
+    engine = make_engine(model, 512, chunk_size=64)
+    if name != "none":
+        engine.draft_connected(LocalDraft(engine, VOCAB, guesser(name, group, truth)))
+    answers = run(engine, group, width=len(group))
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in truth]
+    shared = [max(update.cached_prompt_tokens for update in answer.updates) for answer in answers]
+    assert shared[0] == 0 and min(shared[1:]) >= 300

@@ -92,17 +92,21 @@ class Load:
         self._engine = engine
         self._source = source
         self._drafts: list[LocalDraft] = []
+        self._prompt: list[int] = []
         self._beginnings = [[source.randrange(VOCAB) for _ in range(60)] for _ in range(2)]
 
     def ask(self) -> None:
         source, answer = self._source, Answer()
-        prompt = source.choice(self._beginnings)[: source.randint(0, 60)]
-        prompt += [source.randrange(VOCAB) for _ in range(source.randint(1, 40))]
+        if not self._prompt or source.random() < 0.7:  # else one more answer to the last prompt
+            self._prompt = source.choice(self._beginnings)[: source.randint(0, 60)]
+            self._prompt += [source.randrange(VOCAB) for _ in range(source.randint(1, 40))]
+        prompt = self._prompt
         max_tokens, stop = source.randint(1, 80), source.randrange(2 * VOCAB)
         fields = {
             "client": source.choice(("one/0", "one/0", "one/1", "two/0", "three/0")),
             "priority": source.choice((0, 0, 1)),
             "speculate": source.random() < 0.7,
+            "tenant": source.choice(("", "", "", "another")),
             "skip_prefix_cache": source.random() < 0.2,
             "stop_token_ids": frozenset([stop]),
         }
@@ -116,7 +120,7 @@ class Load:
         """Something, or nothing, while a round runs."""
         check_memory(self._engine.memory)
         source, chance = self._source, self._source.random()
-        if self.num_left and source.random() < 0.5:
+        while self.num_left and source.random() < 0.4:
             self.ask()
         if chance < 0.05:
             self._drafts.append(LocalDraft(self._engine, VOCAB, self._guess))

@@ -255,7 +255,7 @@ def test_a_drafter_that_rested_goes_on_where_it_is(
     # Half of the rounds did nothing for it, and the others took what grew.
     bare = sum(count for bucket, count in executor._uses.items() if bucket.is_bare)
     assert bare > 0.2 * executor._uses.total()
-    assert policy.num_learned > 10
+    assert policy.num_learned > 6
     assert sum(answer.num_accepted for answer in answers) > 13
 
 

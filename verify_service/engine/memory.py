@@ -7,7 +7,8 @@ from verify_service.engine.request import Request
 
 
 class Memory:
-    """Pages of running requests, and the radix cache that keeps those of ended ones until they are needed.
+    """Pages of running requests, and the radix cache, which has the pages of their prompts as soon as these are
+    computed, and keeps those of ended requests until they are needed.
 
     A request holds one reference to each of its pages; the radix cache holds one to each page in its tree. Tree slots
     lie behind the committed tokens, in pages that only this request holds: shared pages are full of committed tokens.
@@ -31,7 +32,8 @@ class Memory:
         self._keep_prefixes = keep_prefixes
         self._share_generated = share_generated
         self._refused: Request | None = None
-        """The request that did not fit when it was asked for last; None once pages have been given back since."""
+        """The request that did not fit when it was asked for last; None once pages have been given back since, or the
+        radix cache has got some."""
 
     @property
     def num_used(self) -> int:
@@ -44,14 +46,40 @@ class Memory:
         return self.pool.num_free + self.radix.num_evictable()
 
     def attach(self, request: Request) -> None:
-        """Give a request the cached pages of its prefix; the root is never taken from the cache.
+        """Give a request that has computed nothing the pages of its prefix that the radix cache has, or its leader.
 
-        Nor is what a request needs the logits of: one that asks for log-probabilities of its prompt computes all of it.
+        The root is never one of them, nor is what the request needs the logits of: one that asks for log-probabilities
+        of its prompt computes all of it.
         """
+        if request.pages and request.feature_epoch != self.feature_epoch:
+            return  # what there is now has features, what it was given before has none
         pages = self.radix.match(request.tokens, self._most_matched(request), tenant=request.params.tenant)
-        request.pages.extend(pages)
+        leader = request.leader
+        if leader is not None and self._is_kept(leader):
+            led = leader.pages[: min(leader.cached_len, request.shared_len) // self.page_size]
+            if len(led) > len(pages):
+                self.pool.share(led)
+                self.pool.release(pages)
+                pages = led
+        self.pool.release(request.pages)
+        request.pages = pages
         request.cached_len = len(pages) * self.page_size
         request.feature_epoch = self.feature_epoch
+
+    def num_shareable(self, request: Request, other: Request, least: int) -> int:
+        """How many of a request's first tokens could be in pages of `other`, which runs; 0 if these are not `least`
+        more than the request has."""
+        if not self._is_kept(request) or not self._is_kept(other) or request.params.tenant != other.params.tenant:
+            return 0
+        most = min(self._most_matched(request), self._shared(other, other.prompt_len))
+        ours, theirs = request.tokens, other.tokens
+        start, length, size = request.cached_len, request.cached_len + least, self.page_size
+        # What comes first differs seldom, and may be long.
+        if length > most or ours[start:length] != theirs[start:length] or ours[:start] != theirs[:start]:
+            return 0
+        while length + size <= most and ours[length : length + size] == theirs[length : length + size]:
+            length += size
+        return length
 
     def new_feature_epoch(self) -> None:
         """Features of everything computed from now on are stored; the radix cache forgets pages without any."""
@@ -95,16 +123,29 @@ class Memory:
 
     def release(self, request: Request) -> None:
         """Take a request's pages; what is full of valid KV stays in the radix cache."""
-        if request.pages:
-            keep = self._keep_prefixes and request.feature_epoch == self.feature_epoch
-            valid = self._shared(request, request.cached_len) if keep else 0
-            num_full = valid // self.page_size
-            tokens = request.tokens[: num_full * self.page_size]
-            self.radix.insert(tokens, request.pages[:num_full], tenant=request.params.tenant)
-            self.pool.release(request.pages)
+        self._keep(request, request.cached_len)
+        self.pool.release(request.pages)
         request.pages = []
         request.cached_len = 0
         self._refused = None
+
+    def keep_prompt(self, request: Request) -> None:
+        """Have the radix cache take what is full of valid KV of a prompt's pages, which stay the request's as well.
+
+        Not where it has other pages with the same tokens: as long as the request ran, they could not be evicted.
+        """
+        self._keep(request, min(request.cached_len, request.prompt_len), extends=True)
+
+    def _keep(self, request: Request, length: int, extends: bool = False) -> None:
+        if request.pages and self._is_kept(request):
+            num_full = self._shared(request, length) // self.page_size
+            tokens, pages = request.tokens[: num_full * self.page_size], request.pages[:num_full]
+            if self.radix.insert(tokens, pages, tenant=request.params.tenant, extends=extends):
+                self._refused = None
+
+    def _is_kept(self, request: Request) -> bool:
+        """Whether the radix cache takes pages of the request."""
+        return self._keep_prefixes and request.feature_epoch == self.feature_epoch
 
     def _most_matched(self, request: Request) -> int:
         """How many of a waiting request's first tokens it may have of the radix cache."""

@@ -71,6 +71,11 @@ class RoundPostprocessor:
         updates = [self._send_update(commit) for commit in done.commits]
         drafted = any(entry.samples and self.drafts.serves(entry.request) for entry in done.batch.entries)
         self.scheduler.release_ended()
+        for entry in done.batch.entries:
+            request = entry.request
+            # Twice where the prompt's last token, the first root, is computed in a round of its own.
+            if entry.start < request.prompt_len <= request.cached_len + 1:
+                self.scheduler.memory.keep_prompt(request)
         figures = RoundFigures(
             seconds=done.seconds,
             held=done.batch.wait_seconds,

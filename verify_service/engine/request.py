@@ -85,9 +85,14 @@ class Request:
     """How long it waited for its first place in a round."""
     cached_len: int = 0
     num_cached_prompt_tokens: int | None = None
-    """Prompt tokens that the radix cache had when the request was first admitted; None before that."""
+    """Prompt tokens that the radix cache had when the request was first admitted, or that a leader computed for it;
+    None before that."""
     pages: list[int] = field(default_factory=list)
     """Page table: position p lies in page `pages[p // page_size]`."""
+    leader: Request | None = None
+    """A request that computes the first tokens of this one as well. Until it has, this one computes nothing."""
+    shared_len: int = 0
+    """How many tokens that are."""
     feature_epoch: int = 0
     """`Memory.feature_epoch` when it got its pages: while that is the same, so are their features."""
     grammar: GrammarState | None = None

@@ -22,6 +22,9 @@ from verify_service.speculation.drafts import Drafts
 
 _UNLIMITED = 1 << 30
 
+_MIN_LED_PAGES = 4
+"""Pages of a prompt at least for which a request waits that another one is computing: it waits a round or more."""
+
 
 @dataclass(frozen=True)
 class EngineLimits:
@@ -179,7 +182,7 @@ class Scheduler:
 
     def _run(self, request: Request) -> None:
         """Have a request that has left the queue run."""
-        self.memory.attach(request)
+        self._attach(request)
         if request.num_cached_prompt_tokens is None:
             request.num_cached_prompt_tokens = request.cached_len
             request.queue_seconds = time.monotonic() - request.arrived_at
@@ -189,6 +192,36 @@ class Scheduler:
             self.drafts.admit(request)
         else:
             self.drafts.resume(request)
+
+    def _attach(self, request: Request) -> None:
+        """Give a request that has computed nothing what there is of its prompt. If one that runs is about to compute
+        more of it, that one is its leader from now on."""
+        self.memory.attach(request)
+        request.leader, request.shared_len = None, 0
+        least = _MIN_LED_PAGES * self.memory.page_size
+        for one in self.running:
+            # Whoever has a leader is not made one, so no two wait for each other.
+            if one is not request and one.leader is None and self._prefills(one):
+                length = self.memory.num_shareable(request, one, least)
+                if length > request.shared_len:
+                    request.leader, request.shared_len = one, length
+
+    def _prefills(self, request: Request) -> bool:
+        """Whether rounds compute more of a running request than its root."""
+        is_held = request.grammar is not None and request.grammar.waits
+        return len(request.tokens) - request.cached_len > 1 and not is_held
+
+    def _end_following(self) -> None:
+        """Have those compute for themselves whose leaders have computed all that they share, or compute no more."""
+        for request in self.running:
+            leader = request.leader
+            if leader is None or (
+                leader.cached_len < request.shared_len and leader in self.running and self._prefills(leader)
+            ):
+                continue
+            cached_len = request.cached_len
+            self._attach(request)
+            request.num_cached_prompt_tokens = (request.num_cached_prompt_tokens or 0) + request.cached_len - cached_len
 
     def _sort_running(self) -> None:
         self._has_left = False
@@ -289,6 +322,7 @@ class Scheduler:
         than its root to compute, in chunks of prefill."""
         limits, extends = self.limits, {}
         prompts: list[Request] = []
+        self._end_following()
         for request in self.running:
             if request.grammar is None or not request.grammar.waits:
                 missing = len(request.tokens) - request.cached_len
@@ -296,7 +330,10 @@ class Scheduler:
                 if missing > 1 and not limits.recomputes(request):
                     prompts.append(request)
         chunk = limits.chunk_size
-        for request in self._prompt_turns.order(prompts):
+        # A follower's turn is its leader's.
+        turns = [_first_leader(request) for request in self._prompt_turns.order(prompts)]
+        extends.update(dict.fromkeys(prompts, 0))
+        for request in dict.fromkeys(turns):
             extends[request] = extend = self._chunk(request, chunk)
             # Padded to a whole chunk, one entry is all that a round has time for.
             chunk -= chunk if extend and limits.deterministic else extend
@@ -434,3 +471,10 @@ class Scheduler:
         self._prompt_turns.leave(request)
         self.memory.release(request)
         self.forget(request)
+
+
+def _first_leader(request: Request) -> Request:
+    """The request that computes for a request; itself if it has no leader."""
+    while request.leader is not None:
+        request = request.leader
+    return request
