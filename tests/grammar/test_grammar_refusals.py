@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tiny_grammar import CHOICE, END, OBJECT, SCHEMA, VOCAB
 
-from outrider.errors import InternalError, InvalidRequestError
+from outrider.errors import InternalError, InvalidRequestError, OverloadedError
 from outrider.grammar.compiler import LENGTH, GrammarVocabulary, compile_grammar, probe
 from outrider.grammar.spec import (
     EXACT_ONE_OF,
@@ -380,5 +380,39 @@ async def test_a_tokenizer_that_the_library_cannot_read_is_told_at_the_door(tmp_
         with pytest.raises(InvalidRequestError, match="does not know the model's tokenizer") as caught:
             await checker.check(OBJECT)
         assert caught.value.fix
+    finally:
+        await checker.close()
+
+
+async def test_a_key_with_many_grammars_leaves_places_and_turns_to_others(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = GrammarChecker(str(tokenizer_folder), VOCAB, [END], seconds=60.0)
+    asked: list[bytes] = []
+    may_go = asyncio.Event()
+
+    async def ask(process: Any, body: bytes) -> bytes:
+        asked.append(body)
+        await may_go.wait()
+        return await real(process, body)
+
+    real = admission._ask
+    monkeypatch.setattr(admission, "_ask", ask)
+    flood = [asyncio.create_task(checker.check(regex(f"a{{{count}}}"), "flood/0")) for count in range(1, 61)]
+    try:
+        # All have asked: those without a place are told so at once, and the others wait.
+        refused, _ = await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+        others = [asyncio.create_task(checker.check(regex(f"a{{{count}}}"), "other/1")) for count in (40, 70)]
+        await asyncio.sleep(0)
+        assert len(refused) == 12
+        for task in refused:
+            error = task.exception()
+            assert isinstance(error, OverloadedError) and error.code == "share_used_up"
+        may_go.set()
+        await asyncio.gather(*others, *(task for task in flood if task not in refused))
+        # One of the other key's was the flood's as well; it is tried once, when the first of both has its turn.
+        assert len(asked) == 49
+        places = [next(at for at, body in enumerate(asked) if text in body) for text in (b"a{40}", b"a{70}")]
+        assert max(places) <= 6, "the flood had two processes, and then every second turn"
     finally:
         await checker.close()

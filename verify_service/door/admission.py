@@ -188,24 +188,31 @@ class GrammarChecker:
         """`folder`: of the model, which holds the tokenizer."""
         command = [sys.executable, "-m", _MODULE, folder, str(vocab_size), *map(str, end_ids)]
         self._sandboxes = [Sandbox(command, seconds) for _ in range(_NUM_PROCESSES)]
-        self._idle: asyncio.Queue[Sandbox] = asyncio.Queue()
-        for sandbox in self._sandboxes:
-            self._idle.put_nowait(sandbox)
+        self._idle = list(self._sandboxes)
+        self._turns: dict[str, dict[str, None]] = {}
+        """Digests of grammars that wait for a process, by API key; the first key has the next turn."""
+        self._places: dict[str, asyncio.Future[Sandbox]] = {}
+        """The process of each of them, by its digest."""
         self._checks: OrderedDict[str, asyncio.Task[Verdict]] = OrderedDict()
         """By the grammar's digest: those under way, and those whose verdict lasts; the oldest first."""
 
-    async def check(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar, client: str = "") -> None:
         """Raise InvalidGrammarError for a grammar that cannot be used, OverloadedError if too many wait for this.
 
-        One check serves all who ask for it; it goes on when one of them goes away.
+        One check serves all who ask for it; it goes on when one of them goes away. API keys take turns, and none takes
+        all places: `client` begins with the key.
         """
-        check = self._checks.get(grammar.digest)
+        key, digest = client.partition("/")[0], grammar.digest
+        check = self._checks.get(digest)
         if check is None:
-            if sum(not one.done() for one in self._checks.values()) >= _MAX_WAITING:
-                raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled, the most allowed; try again later")
-            check = self._checks[grammar.digest] = asyncio.create_task(self._run(grammar))
-            check.add_done_callback(partial(self._ended, grammar.digest))
-        self._checks.move_to_end(grammar.digest)
+            self._check_places(key)
+            place = self._places[digest] = asyncio.get_running_loop().create_future()
+            check = self._checks[digest] = asyncio.create_task(self._run(grammar, place))
+            check.add_done_callback(partial(self._ended, digest))
+        if digest in self._places:  # also where another key asked for it, whose turn may come later
+            self._turns.setdefault(key, {})[digest] = None
+            self._hand_out()
+        self._checks.move_to_end(digest)
         verdict = await asyncio.shield(check)
         if verdict.problem:
             raise InvalidGrammarError(grammar.field, verdict.problem, verdict.fix)
@@ -224,12 +231,39 @@ class GrammarChecker:
         while len(self._checks) > _MAX_VERDICTS:
             self._checks.popitem(last=False)
 
-    async def _run(self, grammar: Grammar) -> Verdict:
-        sandbox = await self._idle.get()
+    def _check_places(self, key: str) -> None:
+        """Raise OverloadedError if there is no place for a grammar more, or none for this key beside the others'."""
+        num_waiting = sum(not one.done() for one in self._checks.values())
+        if num_waiting >= _MAX_WAITING:
+            raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled, the most allowed; try again later")
+        # One more than there are, lest a key that is alone leave nothing for the next one.
+        share = _MAX_WAITING // max(2, len({*self._turns, key}))
+        if num_waiting >= _MAX_WAITING - _MAX_WAITING // 4 and len(self._turns.get(key, ())) >= share:
+            raise OverloadedError(
+                "this client has its share of the grammars that wait to be compiled; try again later",
+                code="share_used_up",
+            )
+
+    def _hand_out(self) -> None:
+        """Give idle processes to grammars that wait, one API key after the other."""
+        while self._idle and self._turns:
+            key = next(iter(self._turns))
+            digests = self._turns.pop(key)
+            digest = next(iter(digests))
+            del digests[digest]
+            if digests:
+                self._turns[key] = digests
+            place = self._places.pop(digest, None)
+            if place is not None and not place.done():
+                place.set_result(self._idle.pop())
+
+    async def _run(self, grammar: Grammar, place: asyncio.Future[Sandbox]) -> Verdict:
+        sandbox = await place
         try:
             return await sandbox.judge(grammar)
         finally:
-            self._idle.put_nowait(sandbox)
+            self._idle.append(sandbox)
+            self._hand_out()
 
 
 class Sandbox:

@@ -55,7 +55,7 @@ class VerifyServicer(verify_pb2_grpc.VerifyServiceServicer):
         outbox = Outbox(self.stall_seconds)
         admitted = self.admission.admit(request)
         if self.grammars is not None and admitted.sampling.grammar is not None:
-            await self.grammars.check(admitted.sampling.grammar)
+            await self.grammars.check(admitted.sampling.grammar, admitted.client)
         number = self.engine.submit(admitted, outbox.put)
         try:
             # Apart: a status cannot follow a first message that is given up on its way, if it bears the metadata.
