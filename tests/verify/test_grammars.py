@@ -38,9 +38,10 @@ def engine(model: CausalLM, vocabulary: GrammarVocabulary) -> Iterator[ThreadedE
 Ask = Callable[..., Answer]
 
 
-def ask(engine: ThreadedEngine, grammar: Grammar | None, max_tokens: int = 40) -> Answer:
+def ask(engine: ThreadedEngine, grammar: Grammar | None, max_tokens: int = 40, client: str = "") -> Answer:
     answer, params = Answer(), SamplingParams(temperature=1.0, seed=7, grammar=grammar)
-    answer.request = make_request(answer, PROMPT, params, VOCAB, max_tokens, stop_token_ids=frozenset([END]))
+    fields = {"stop_token_ids": frozenset([END]), "client": client}
+    answer.request = make_request(answer, PROMPT, params, VOCAB, max_tokens, **fields)
     engine.submit(answer.request)
     return answer
 
@@ -95,16 +96,32 @@ class Held:
         self.go = threading.Event()
         self.count = 0
         self.threads: list[str] = []
+        self.texts: list[str] = []
         real = grammars.compile_grammar
 
         def compile_held(grammar: Grammar, vocabulary: GrammarVocabulary) -> compiler.CompiledGrammar:
             self.count += 1
+            self.texts.append(grammar.source)
             self.threads.append(threading.current_thread().name)
             self.begun.set()
             assert self.go.wait(60)
             return real(grammar, vocabulary)
 
         monkeypatch.setattr(grammars, "compile_grammar", compile_held)
+
+
+def test_a_key_with_many_grammars_holds_up_another_one_s_by_one(
+    engine: ThreadedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    flood = [ask(engine, Grammar(GrammarKind.REGEX, f"a{{{count}}}"), client="flood/0") for count in range(1, 7)]
+    other = ask(engine, Grammar(GrammarKind.REGEX, "b"), client="other/0")
+    asked = threading.Event()
+    engine.ask(asked.set)
+    assert held.begun.wait(60) and asked.wait(60)
+    held.go.set()
+    assert all(finished(answer).updates[-1].error is None for answer in (*flood, other))
+    assert held.texts.index("b") <= 2, "the one that was begun, and one turn of the flood's"
 
 
 def test_others_are_answered_while_a_grammar_is_compiled_and_it_is_compiled_once(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 from queue import SimpleQueue
@@ -46,6 +46,32 @@ class _CompileJob(NamedTuple):
     """The automaton that was compiled before and is to be replaced, if there is one."""
 
 
+class _JobTurns:
+    """Jobs of several API keys, who take turns, so that many grammars of one hold up another's by one."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, deque[_CompileJob | None]] = {}
+        """Jobs by key; the first key has the next turn."""
+        self._filled = threading.Condition()
+
+    def put(self, job: _CompileJob | None, key: str = "") -> None:
+        """Leave a job."""
+        with self._filled:
+            self._turns.setdefault(key, deque()).append(job)
+            self._filled.notify()
+
+    def get(self) -> _CompileJob | None:
+        """Wait for a job, and take it."""
+        with self._filled:
+            self._filled.wait_for(lambda: self._turns)
+            key = next(iter(self._turns))
+            jobs = self._turns.pop(key)
+            job = jobs.popleft()
+            if jobs:
+                self._turns[key] = jobs
+            return job
+
+
 Begin = Callable[[Request], None]
 Fail = Callable[[Request, OutriderError], None]
 
@@ -70,7 +96,7 @@ class Grammars:
         """Requests by the digest of a grammar that is being compiled."""
         self._renewing: dict[CompiledGrammar, list[GrammarState]] = {}
         """Answers that wait for a grammar to be compiled anew."""
-        self._jobs: SimpleQueue[_CompileJob | None] = SimpleQueue()
+        self._jobs = _JobTurns()
         self._done: SimpleQueue[tuple[_CompileJob, CompiledGrammar | OutriderError]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._turn = 0
@@ -100,7 +126,7 @@ class Grammars:
                     told = (self._vocabulary,)
                     self._thread = threading.Thread(target=self._compile, args=told, name="grammars", daemon=True)
                     self._thread.start()
-                self._jobs.put(_CompileJob(grammar))
+                self._jobs.put(_CompileJob(grammar), request.key)
 
     def poll(self) -> None:
         """Begin the requests whose grammars were compiled."""
@@ -125,7 +151,7 @@ class Grammars:
                     begin(request)
 
     def stop(self) -> None:
-        """End the thread once it has nothing to compile."""
+        """End the thread soon."""
         if self._thread is not None:
             self._jobs.put(None)
 
