@@ -250,12 +250,12 @@ def test_a_drafter_that_rested_goes_on_where_it_is(
     assert engine._growth is not None
     policy = engine._growth.policy = Sleepy()  # type: ignore[assignment]
     engine.start()
-    answers = run_all(engine, jobs(), width)
-    check_same(answers, truth)
+    answers = run_all(engine, [*jobs(), *jobs()[:3]], width)
+    check_same(answers, [*truth, *truth[:3]])
     # Half of the rounds did nothing for it, and the others took what grew.
     bare = sum(count for bucket, count in executor._uses.items() if bucket.is_bare)
     assert bare > 0.2 * executor._uses.total()
-    assert policy.num_learned > 6
+    assert policy.num_learned > 10
     assert sum(answer.num_accepted for answer in answers) > 13
 
 
