@@ -10,8 +10,10 @@ Leaving the `with` ends every process; so does the death of this one, however it
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -186,6 +188,41 @@ def service_env(name: str, base: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+LOCK = "cluster.lock"
+"""A file in the folder of a cluster, locked for as long as the process that runs the cluster lives."""
+
+
+def cluster_folders() -> list[Path]:
+    """The folders with sockets and ready files of this user's clusters, newest first, those of killed ones included."""
+    found = []
+    for path in Path(tempfile.gettempdir()).glob("outrider-*"):
+        with suppress(OSError):  # just removed
+            about = path.lstat()
+            # Other users may put folders of any name there.
+            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid():
+                found.append((about.st_mtime, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def remove_dead_folders() -> None:
+    """Remove the folders of this user's clusters that were killed: the system let go of their locks."""
+    for folder in cluster_folders():
+        # Locked by one that lives, or by another that removes it; without the file it may be anybody's.
+        with suppress(OSError), (folder / LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Lock the folder for the life of this process; return what is to be closed when it is removed."""
+    early = folder / f"{LOCK}.tmp"
+    lock = os.open(early, os.O_CREAT | os.O_WRONLY, 0o600)
+    with suppress(OSError):  # a file system without locks: nobody will take the folder for a dead one's
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        early.rename(folder / LOCK)  # only now, so that nobody finds it unlocked
+    return lock
+
+
 START_SECONDS = 600.0
 # Time beyond drain_seconds until a service that was asked to end is killed.
 GRACE_SECONDS = 5.0
@@ -238,6 +275,7 @@ class Cluster:
         self._locks = {name: threading.Lock() for name in self._given}
         self._options: dict[str, ServiceOptions] = {}
         self._folder: Path | None = None
+        self._lock: int | None = None
         self._num_folders = 0
         """How often the folder was made anew, and by service how often it had been when that was started."""
         self._folders: dict[str, int] = {}
@@ -358,12 +396,16 @@ class Cluster:
             self._spawner.shutdown()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
+            if self._lock is not None:
+                os.close(self._lock)
         return endings
 
     def _start(self) -> None:
         # Short, because a socket's path may hold about 100 bytes; private, because mkdtemp makes it 0700.
         try:
+            remove_dead_folders()
             self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
+            self._lock = _lock_folder(self._folder)
         except OSError as error:
             raise ConfigError(
                 f"TMPDIR: the services' sockets have no place: {error.strerror}; set it to a folder that can be written"

@@ -193,6 +193,41 @@ def test_no_service_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_alive, children)))
 
 
+def test_the_folder_of_a_killed_cluster_is_removed_by_the_next_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+        import threading
+        from fake_cluster import FakeCluster
+        with FakeCluster() as cluster:
+            print(cluster.address("verify"), flush=True)
+            threading.Event().wait()
+    """
+    path = os.pathsep.join([str(FAKES.parent), str(FAKES.parents[2])])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "outrider-notes").mkdir()  # somebody's own
+    (tmp_path / "outrider-notes" / "gateway.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / cluster_module.LOCK).touch()
+    (tmp_path / "outrider-link").symlink_to(tmp_path / "elsewhere")
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        first = Path(parent.stdout.readline().strip().removeprefix("unix:")).parent
+        with FakeCluster():
+            lived = (first / "gateway.json").exists()
+        parent.kill()
+    assert lived and first.exists(), "while it lived nobody removed it, and then nobody was left to do so"
+    with FakeCluster() as third, FakeCluster():
+        assert not first.exists()
+        folder = Path(third.address("verify").removeprefix("unix:")).parent
+        assert (folder / "gateway.json").exists(), "its owner lives"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "outrider-link", "outrider-notes"]
+    assert (tmp_path / "outrider-notes" / "gateway.json").exists()
+    assert (tmp_path / "elsewhere" / cluster_module.LOCK).exists()
+
+
 def test_a_cluster_tells_what_drafts_in_which_service() -> None:
     inside, beside = VerifyOptions(speculative_algorithm=("EAGLE3",)), DraftOptions(speculative_algorithm=("NGRAM",))
     with FakeCluster(verify=inside, draft=beside) as cluster:
