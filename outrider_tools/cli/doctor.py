@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.text import Text
 
-from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, SERVICES, is_default, link
+from outrider.cli.cluster import ADDRESS_FIELDS, LINKS, SERVICES, cluster_folders, is_default, link
 from outrider.cli.options import (
     add_connect_tls_options,
     add_service_options,
@@ -84,14 +82,31 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _as_found(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> dict[str, ServiceOptions]:
-    """The services that `outrider up` runs here, with their addresses; empty where none runs or addresses are given."""
+def _as_found(
+    options: Mapping[str, ServiceOptions], arguments: argparse.Namespace, findings: list[Finding]
+) -> dict[str, ServiceOptions]:
+    """The services that `outrider up` runs here, with their addresses; empty where none runs or addresses are given.
+
+    Findings say which these are, since nobody has named them.
+    """
     said = arguments.verify is not None or arguments.draft is not None
     said = said or not all(
         is_default(one, field) for one in options.values() for field in ADDRESS_FIELDS if hasattr(one, field)
     )
+    clusters = {} if said else running_clusters()
+    if not clusters:
+        return {}
+    (folder, newest), *others = clusters.items()
+    where = ", ".join(f"{name} {addresses['address']}" for name, addresses in newest.items())
+    if others:
+        rest = ", ".join(f"{other} (gateway {told['gateway']['address']})" for other, told in others)
+        text = f"{len(clusters)} clusters run here; this looks at the newest, in {folder}: {where}; not at {rest}"
+        fix = "name those of another, like --gateway-address, --verify-address and --draft-address"
+        findings.append(Finding("running", Level.NOTE, text, fix))
+    else:
+        findings.append(ok("running", f"this looks at the services of the cluster in {folder}: {where}"))
     placed = {}
-    for name, addresses in ({} if said else running_cluster()).items():
+    for name, addresses in newest.items():
         changes: dict[str, Any] = {field: text for field, text in addresses.items() if hasattr(options[name], field)}
         if changes.get("metrics_address") == addresses.get("rest_address"):
             changes["metrics_address"] = ""  # the page has no door of its own
@@ -99,18 +114,16 @@ def _as_found(options: Mapping[str, ServiceOptions], arguments: argparse.Namespa
     return link(placed)
 
 
-def running_cluster() -> Addresses:
-    """Addresses of the services that this user's newest `outrider up` runs; empty where none runs."""
-    folders = [path for path in Path(tempfile.gettempdir()).glob("outrider-*") if path.is_dir()]
-    # Other users may put folders of any name there.
-    folders = [path for path in folders if not path.is_symlink() and path.stat().st_uid == os.getuid()]
-    for folder in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
+def running_clusters() -> dict[Path, Addresses]:
+    """Addresses of the services that this user's `outrider up` runs, by the folder that has them; newest first."""
+    running = {}
+    for folder in cluster_folders():
         found = {name: _read(folder / f"{name}.json") for name in SERVICES}
         found = {name: addresses for name, addresses in found.items() if addresses}
         # One that was killed leaves its files behind.
         if {"gateway", "verify"} <= found.keys() and _answers(found["gateway"]["address"]):
-            return found
-    return {}
+            running[folder] = found
+    return running
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -167,7 +180,7 @@ def _drafts(placed: Placed) -> DraftOptions:
 def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> list[Finding]:
     """All findings, in the order of the checks."""
     findings = [*check_packages(), *check_disk(), *check_shared_memory(), *check_neighbours()]
-    found = _as_found(options, arguments)
+    found = _as_found(options, arguments, findings)
     if found and arguments.running:
         # They tell of themselves. What the options given here would start is another matter, and nothing is said of it.
         planned = found

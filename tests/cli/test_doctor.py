@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import tempfile
@@ -21,7 +22,7 @@ from outrider.config.gateway import GatewayOptions
 from outrider.config.verify import VerifyOptions
 from outrider.models.drafters.kinds import shipped_head
 from outrider.v1 import gateway_pb2_grpc
-from outrider_tools.cli.doctor import _drafts, _place, running_cluster
+from outrider_tools.cli.doctor import _drafts, _place, running_clusters
 from outrider_tools.doctor import Finding, Level, machine
 from outrider_tools.doctor.doors import check_doors, check_exposure
 from outrider_tools.doctor.machine import check_devices, check_disk, check_models, run_probe
@@ -124,7 +125,7 @@ def test_what_outrider_up_runs_is_found(
     live: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert running_cluster() == {}
+    assert running_clusters() == {}
     for folder, gateway in (("outrider-lives", live.gateway_address), ("outrider-was-killed", "127.0.0.1:1")):
         (tmp_path / folder).mkdir()
         for name in ("gateway", "verify", "draft"):
@@ -136,6 +137,9 @@ def test_what_outrider_up_runs_is_found(
     assert of(found, "gateway") == [("ok", f"{live.gateway_address}: serves tiny (context 256)")]
     assert [level for name in ("verify", "draft") for level, _ in of(found, name)] == ["ok", "ok"], (code, found)
     assert "is --rest-address's too" not in str(found), "the door that has the metrics' page is no second one"
+    ((level, text),) = of(found, "running")
+    assert level == "ok" and f"in {tmp_path / 'outrider-lives'}: " in text
+    assert f"gateway {live.gateway_address}" in text and f"verify {live.address('verify')}" in text
     (tmp_path / "outrider-lives" / "draft.json").unlink()
     _, found = doctor(capsys, "--skip-models", "--running")
     assert of(found, "draft") == [] and "--draft" not in str(found)
@@ -144,6 +148,17 @@ def test_what_outrider_up_runs_is_found(
     assert of(found, "cpu"), "the machine is looked at; what these options would start does not run"
     _, found = doctor(capsys, "--skip-models")
     assert of(found, "gateway")[0][0] == "ok", "it runs, whether it must or not"
+    assert of(found, "running")[0][0] == "ok", "nobody has named it"
+    shutil.copytree(tmp_path / "outrider-lives", tmp_path / "outrider-lives-too")
+    for folder, seconds in (("outrider-lives", 2**30), ("outrider-lives-too", 2**30 + 9)):
+        os.utime(tmp_path / folder, (seconds, seconds))
+    _, found = doctor(capsys, "--skip-models", "--running")
+    ((level, text),) = of(found, "running")
+    assert level == "note"
+    assert text.startswith(f"2 clusters run here; this looks at the newest, in {tmp_path}/outrider-lives-too: ")
+    assert text.endswith(f"; not at {tmp_path}/outrider-lives (gateway {live.gateway_address})")
+    _, found = doctor(capsys, "--skip-models", *ELSEWHERE)
+    assert of(found, "running") == [], "addresses were named"
 
 
 def test_a_draft_service_that_up_would_not_run_is_not_missed(
