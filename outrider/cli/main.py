@@ -121,6 +121,9 @@ def _run(words: list[str]) -> int:
         from outrider.cli.options import in_our_words
 
         words = in_our_words(words)
+    if not words:
+        make_parser([]).print_help(sys.stderr)
+        return EXIT_CONFIG
     arguments = make_parser([wanted]).parse_args(words)
     if arguments.command == "version":
         print(f"outrider {__version__}")

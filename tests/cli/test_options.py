@@ -361,6 +361,12 @@ def test_an_unknown_option_is_one_line_with_a_suggestion(command: str, capsys: p
     assert capsys.readouterr().err == "outrider: error: nothing takes 'extra' here; see --help\n"
 
 
+def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and all(f"\n    {command}" in told.err for command in COMMANDS)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
