@@ -155,14 +155,14 @@ async def _drain(gateway: Gateway, server: GrpcServer, seconds: float) -> None:
     """
     gateway.gate.draining = True
     server.set_serving(False)
-    _logger.info("draining %d requests for at most %g s", gateway.gate.num_requests, seconds)
+    _logger.info("draining for at most %g s; requests: %d", seconds, gateway.gate.num_requests)
     leaving = asyncio.create_task(server.stop(seconds + _LAST_WORDS_SECONDS))
     # A call that was on its way when its client was told is still served. Without connections this ends at once.
     clock = asyncio.get_running_loop().time
     began = clock()
     await asyncio.wait([leaving], timeout=min(_FAREWELL_SECONDS, seconds))
     if not await gateway.gate.drain(max(0.0, began + seconds - clock())):
-        _logger.warning("%d requests were not done in time and are cancelled", gateway.gate.num_requests)
+        _logger.warning("the time to drain is over; requests cancelled: %d", gateway.gate.num_requests)
         gateway.router.end_answers()
         await gateway.gate.drain(_LAST_WORDS_SECONDS)
     leaving.cancel()

@@ -104,12 +104,12 @@ async def serve(options: VerifyOptions, stop: asyncio.Event) -> int:
 async def drain(server: GrpcServer, engine: RemoteVerifyEngine, seconds: float) -> None:
     """Stop the server; answers that are not done after so many seconds are ended, and their callers told why."""
     if seconds:
-        _logger.info("draining %d requests for at most %g s", engine.num_requests, seconds)
+        _logger.info("draining for at most %g s; requests: %d", seconds, engine.num_requests)
     leaving = asyncio.create_task(server.stop(seconds + LAST_WORDS_SECONDS))
     await asyncio.wait([leaving], timeout=seconds)
     reason = "the verify service is shutting down and its time to drain is over; try again"
     if num_ended := engine.end_answers(UnavailableError(reason, code="draining")):
-        _logger.warning("%d requests were not done in time and are cancelled", num_ended)
+        _logger.warning("the time to drain is over; requests cancelled: %d", num_ended)
     await leaving
 
 

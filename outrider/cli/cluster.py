@@ -327,6 +327,11 @@ class Cluster:
         return self.address("gateway")
 
     @property
+    def drain_seconds(self) -> float:
+        """Longest that running requests keep a service that was asked to end."""
+        return max(one.drain_seconds for one in self._given.values())
+
+    @property
     def drafters(self) -> dict[str, tuple[str, ...]]:
         """By service the drafters that guess there, as it said when it was ready: n-grams alone where a draft model
         cannot draft, whatever it was told."""

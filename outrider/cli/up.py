@@ -35,7 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
                 _print_summary(console, cluster)
                 threading.Event().wait()
             except KeyboardInterrupt:
-                print_steadily(console, "outrider: stopping; Ctrl-C again kills")
+                seconds = cluster.drain_seconds
+                words = f"requests that still run get up to {seconds:g} s to finish; " if seconds else ""
+                print_steadily(console, f"outrider: stopping; {words}Ctrl-C again kills")
             endings = cluster.close()
     except (ServiceFailedError, ConfigError) as error:
         raise type(error)(error.message + port_hint(error.message, services, arguments)) from error

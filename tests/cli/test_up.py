@@ -91,6 +91,7 @@ def test_a_signal_stops_everything_cleanly(
         up.wait_for("drafts              a trained head (EAGLE3) and n-grams", "(NGRAM), in the draft service\n")
         up.process.send_signal(number)
         assert up.process.wait(20) == 0
+        assert "outrider: stopping; requests that still run get up to 1 s to finish; Ctrl-C again kills\n" in up.text
         assert "outrider: draft ended, verify ended, gateway ended" in up.text
         assert "\x1b" not in up.text
 
