@@ -79,7 +79,7 @@ async def serve(options: GatewayOptions, stop: asyncio.Event) -> None:
             await server.start()
         rest_address, metrics_address = http_servers[0].address, http_servers[-1].address
         if not (api_keys or options.tls_ca or is_local(rest_address)):
-            _logger.warning("--rest-address: whoever reaches %s may use it; set an API key", rest_address)
+            _logger.warning("whoever reaches %s may use it; %s", rest_address, options.key_fix)
         gateway.router.start()
         scheme = "http" if door["tls"] is None else "https"
         _logger.info("REST on %s://%s, waiting for verify at %s", scheme, rest_address, ", ".join(options.verify))

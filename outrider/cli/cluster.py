@@ -356,6 +356,10 @@ class Cluster:
         """Bearer token that the gateway asks of clients; empty when it asks none."""
         return self._gateway.read_api_key()
 
+    def options(self, name: str) -> ServiceOptions:
+        """What a service was started with, with the addresses that it has bound."""
+        return self._options[name]
+
     def address(self, name: str, field: str = "address") -> str:
         """What a service has bound: its `address`, `metrics_address` or `rest_address`; empty when it has none."""
         return str(getattr(self._options[name], field))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from rich.console import Console
 
 from outrider.cli.child import ServiceFailedError
-from outrider.cli.cluster import ADDRESS_FIELDS, Cluster, service_flags
+from outrider.cli.cluster import ADDRESS_FIELDS, Cluster, flag_names, service_flags
 from outrider.cli.options import add_service_options, given_service_flags, make_cluster
 from outrider.cli.terminal import drafters_text, log_printer, make_console, print_steadily
 from outrider.errors import ConfigError
+from outrider.rpc.transport import is_local
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +61,15 @@ def port_hint(message: str, services: Collection[str], arguments: argparse.Names
     return free + (f"\nTo choose ports: {', '.join(named)}." if named else "")
 
 
+def _open_doors(cluster: Cluster) -> Iterator[str]:
+    for (service, field), flag in flag_names().items():
+        if service not in cluster.services or field not in ("address", "rest_address"):
+            continue
+        options, address = cluster.options(service), cluster.address(service, field)
+        if not options.is_guarded and not is_local(address):
+            yield f"{flag} {address}: whoever reaches it may use it; {options.key_fix}"
+
+
 def _print_summary(console: Console, cluster: Cluster) -> None:
     verify = cluster.verify.told
     rows = [
@@ -71,6 +81,7 @@ def _print_summary(console: Console, cluster: Cluster) -> None:
         ("gRPC", cluster.gateway_address),
         *((name, cluster.address(name)) for name in ("verify", "draft") if name in cluster.services),
         *((f"metrics of {name}", cluster.metrics_url(name)) for name in cluster.services),
+        *(("warning", text) for text in _open_doors(cluster)),
     ]
     lines = [f"  {name:<19} {where}" for name, where in rows if where]
     # In one piece: what services say at the same time may lie around it, never in it.

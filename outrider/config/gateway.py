@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from ipaddress import ip_network
 from pathlib import Path
+from typing import ClassVar
 
 from outrider.config.base import option
-from outrider.config.service import GRPC_DOOR, ServiceOptions, check_named_once, read_api_keys
+from outrider.config.service import GRPC_DOOR, KEY_FIX, ServiceOptions, check_named_once, read_api_keys
 from outrider.errors import ConfigError
 
 _ORIGIN = re.compile(r"https?://[^/?#\s]+")
@@ -125,6 +126,8 @@ class GatewayOptions(ServiceOptions):
     probe_seconds: float = option(
         2.0, "Seconds between looks at a verify replica that serves.", minimum=0.05, maximum=600
     )
+
+    key_fix: ClassVar[str] = KEY_FIX
 
     def check(self) -> None:
         """Raise ConfigError where options do not fit each other."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from outrider.config.base import option
 from outrider.errors import ConfigError
@@ -26,7 +27,7 @@ def read_secret(value: str, file: str | Path | None, flag: str) -> str:
 
 
 KEY_FIX = "set OUTRIDER_API_KEY or --api-key-file"
-"""What helps where a gateway refuses what it was sent."""
+"""What helps where a gateway asks for no key, or refuses what it was sent."""
 
 
 def gateway_key(arguments: argparse.Namespace) -> str:
@@ -186,6 +187,14 @@ class ServiceOptions:
     max_connection_age_seconds: float = option(
         0.0, "Seconds after which a gRPC connection takes no new calls; 0 for any age.", minimum=0, maximum=31536000
     )
+    key_fix: ClassVar[str] = "set OUTRIDER_AUTH_TOKEN"
+    """What helps where the doors are open to all, whoever starts the service."""
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether callers have to show a token or a certificate."""
+        names = ("api_key", "api_key_file", "auth_token", "auth_token_file", "tls_ca")
+        return any(getattr(self, name, None) for name in names)
 
 
 @dataclass(frozen=True)

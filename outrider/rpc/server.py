@@ -46,6 +46,7 @@ class DoorOptions(TypedDict):
     tls: TlsSource | None
     reflection: bool
     max_connection_age: float
+    key_fix: str
 
 
 def door_options(options: ServiceOptions, auth_tokens: Mapping[str, str]) -> DoorOptions:
@@ -57,6 +58,7 @@ def door_options(options: ServiceOptions, auth_tokens: Mapping[str, str]) -> Doo
         tls=TlsSource(files) if files is not None else None,
         reflection=options.reflection,
         max_connection_age=options.max_connection_age_seconds,
+        key_fix=options.key_fix,
     )
 
 
@@ -80,6 +82,7 @@ class GrpcServer:
     new ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. A call
     whose one message is not there after `message_seconds` is refused. `on_refused` hears of calls that no servicer
     sees.
+    `key_fix` tells what would keep out others, where everybody is let in who reaches the address.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class GrpcServer:
         max_connections: int = 0,
         handshake_seconds: float = DEFAULT_HANDSHAKE_SECONDS,
         message_seconds: float = DEFAULT_MESSAGE_SECONDS,
+        key_fix: str = ServiceOptions.key_fix,
         on_refused: Callable[[OutriderError], None] | None = None,
     ) -> None:
         check_address(address, "--address")
@@ -105,6 +109,7 @@ class GrpcServer:
             hide_secret(token)
         self.address = address
         self._tls = tls
+        self._key_fix = key_fix
         self._guarded = bool(auth_tokens) or (tls is not None and bool(tls.files.ca))
         self._health = HealthServicer(service_names)
         boundary = BoundaryInterceptor(
@@ -149,7 +154,7 @@ class GrpcServer:
             self.address = f"{host}:{port}"
         _logger.info("bound to %s%s", self.address, " with TLS" if self._tls is not None else "")
         if not self._guarded and not is_local(self.address):
-            _logger.warning("--address: whoever reaches %s may use it; set a token", self.address)
+            _logger.warning("whoever reaches %s may use it; %s", self.address, self._key_fix)
         return self.address
 
     def set_serving(self, serving: bool) -> None:

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Up:
         ignored: str = "",
         output: int | None = None,
         closed: str = "",
+        options: Sequence[str] = (),
         **environment: str,
     ) -> None:
         for module in ("draft_service", "verify_service", "gateway"):
@@ -43,6 +45,7 @@ class Up:
                     f"--model={model}",
                     "--drain-seconds=1",
                     "--draft-placement=remote",
+                    *options,
                 ],
                 env={**os.environ, **environment, "PYTHONPATH": path},
                 cwd=folder,
@@ -94,6 +97,19 @@ def test_a_signal_stops_everything_cleanly(
         assert "outrider: stopping; requests that still run get up to 1 s to finish; Ctrl-C again kills\n" in up.text
         assert "outrider: draft ended, verify ended, gateway ended" in up.text
         assert "\x1b" not in up.text
+
+
+def test_doors_that_are_open_to_all_are_told_with_what_would_close_them(tmp_path: Path, model_path: Path) -> None:
+    doors = ["--gateway-address=0.0.0.0:0", "--rest-address=0.0.0.0:0", "--draft-address=0.0.0.0:0"]
+    with Up(tmp_path, model_path, options=doors) as up:
+        up.wait_for("Outrider is up", "metrics of gateway")
+        for flag in ("--gateway-address", "--rest-address"):
+            fix = "set OUTRIDER_API_KEY or --api-key-file"
+            up.wait_for(f"  warning             {flag} 0.0.0.0:4711: whoever reaches it may use it; {fix}\n")
+        up.wait_for("--draft-address 0.0.0.0:4711: whoever reaches it may use it; set OUTRIDER_AUTH_TOKEN\n")
+    with Up(tmp_path, model_path, options=doors[:2], OUTRIDER_API_KEY="secret") as up:
+        up.wait_for("Outrider is up", "metrics of gateway")
+        assert "whoever" not in up.text and "secret" not in up.text
 
 
 def test_a_service_that_dies_is_started_again(tmp_path: Path, model_path: Path) -> None:

@@ -264,11 +264,13 @@ async def test_strangers_do_not_fill_the_log_and_are_all_counted(
 
 
 @pytest.mark.parametrize(("options", "told"), [({}, True), ({"api_key": "correct-horse-battery"}, False)])
-async def test_a_rest_door_that_anybody_may_use_says_so(
+async def test_doors_that_anybody_may_use_say_so_and_what_would_close_them(
     verify: ScriptedVerify, tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, str], told: bool
 ) -> None:
-    async with open_world(verify, tmp_path, rest_address="0.0.0.0:0", **options):
-        assert ("whoever reaches 0.0.0.0:" in caplog.text) is told
+    async with open_world(verify, tmp_path, address="0.0.0.0:0", rest_address="0.0.0.0:0", **options):
+        warnings = [line for line in caplog.text.splitlines() if "whoever reaches 0.0.0.0:" in line]
+        assert len(warnings) == (2 if told else 0), warnings
+        assert all(line.endswith("; set OUTRIDER_API_KEY or --api-key-file") for line in warnings)
 
 
 async def test_a_replica_with_another_tokenizer_is_not_used(verify: ScriptedVerify, tmp_path: Path) -> None:
