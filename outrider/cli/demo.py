@@ -79,6 +79,7 @@ async def _show(console: Console, cluster: Cluster, tls: TlsFiles | None, prompt
     console.print()
     console.print(figures(with_drafts, plain))
     console.print(compare(with_drafts.text, plain.text))
+    console.print(remark(prompt), soft_wrap=True)
 
 
 def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
@@ -100,6 +101,15 @@ def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
     for label, cell in rows:
         table.add_row(label, cell(with_drafts), cell(plain))
     return table
+
+
+def remark(prompt: str) -> str:
+    """What the figures are good for."""
+    text = (
+        "Each column is one answer to one prompt, measured once on this machine: speeds vary from run to run, and what "
+        "drafts gain from prompt to prompt. `outrider bench` measures many."
+    )
+    return text + ("\nThis prompt suits drafts: its answer repeats what it holds." if prompt == PROMPT else "")
 
 
 def compare(first: str, second: str) -> str:
