@@ -13,11 +13,12 @@ const RETRY_MS = 2000;
 const NEAR = 80; // pixels: so near to its end the conversation is kept in view as it grows
 const END_SPACE = 20;
 const FOLDED = { characters: 600, lines: 8 }; // a question that is longer is folded
+// The default model answers them well at temperature 0 and comes to an end, and drafts are often right.
 const EXAMPLES = [
-  "List the days of the week, and then list them again.",
-  "Write a Python function that tells whether a number is prime.",
-  "Give three reasons why the sky is blue, as a numbered list.",
-  "Write a short story about a lighthouse.",
+  "Copy this text: The sun had set on a stormy night, and the lighthouse stood alone above the sea. Nobody had lit its lamp for seven years.",
+  "Write a Python class for a stack with push, pop and peek.",
+  "Write a Python function that returns the largest of three numbers.",
+  "Give three tips for a good night's sleep, as a numbered list.",
 ];
 
 class Page {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shutil
 import subprocess
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -20,6 +23,7 @@ from outrider.v1 import common_pb2
 
 pytestmark = pytest.mark.xdist_group("cluster")
 
+ROOT = Path(__file__).parents[2]
 SAMPLED: list[dict[str, float]] = [
     {"temperature": 0.8, "top_p": 0.95, "seed": 7},
     {
@@ -116,3 +120,18 @@ def test_every_metrics_page_passes_promtool(cluster: Cluster) -> None:
             complaints = [line for line in checked.stderr.decode().splitlines() if line.strip()]
             # vLLM's names hold a colon, which promtool keeps for recording rules; dashboards need them as they are.
             assert all(line.startswith("vllm:") and "':'" in line for line in complaints), complaints
+
+
+def test_what_the_page_suggests_is_answered_to_the_end_with_help_of_drafts(cluster: Cluster) -> None:
+    script = (ROOT / "gateway" / "page" / "main.js").read_text()
+    (listed,) = re.findall(r"const EXAMPLES = (\[.*?),\n\];", script, re.DOTALL)
+    num_rounds = num_tokens = 0
+    with openai.OpenAI(base_url=f"{cluster.rest_url}/v1", api_key="none") as client:
+        for question in json.loads(listed + "]"):
+            messages: Any = [{"role": "user", "content": question}]
+            got = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=512, temperature=0)
+            assert got.choices[0].finish_reason == "stop", (question, got.choices[0].message.content)
+            assert got.usage is not None and got.usage.model_extra is not None
+            num_rounds += got.usage.model_extra["outrider"]["rounds"]
+            num_tokens += got.usage.completion_tokens
+    assert num_rounds < num_tokens
