@@ -206,6 +206,12 @@ class ResponsesStreamOptions(StrictModel):
     include_obfuscation: Annotated[Any, Only(False, why="streams are not padded")] = None
 
 
+Metadata = Annotated[
+    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]], Field(max_length=16)
+]
+"""Within OpenAI's limits, since every answer and some events of a stream tell it again."""
+
+
 class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, HarmlessFields):
     """Body of POST /v1/responses."""
 
@@ -217,6 +223,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: TemplateValues | None = Field(None, description="As in chat completions.")
+    metadata: Metadata | None = Field(None, description="Told again in the answer, and not used. Keys have at most 64 characters.")
     stream_options: ResponsesStreamOptions | None = None
     previous_response_id: Annotated[Any, Only(why=_NOT_STORED)] = None
     conversation: Annotated[Any, Only(why=_NOT_STORED)] = None

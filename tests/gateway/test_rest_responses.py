@@ -361,3 +361,26 @@ async def test_what_is_not_served_is_refused_by_name(
     assert str(caught.value.param).startswith(param) and "@" not in str(caught.value.param)
     assert word in caught.value.message
     assert not world.verify.requests
+
+
+@pytest.mark.parametrize(
+    ("metadata", "field", "limit"),
+    [
+        ({f"k{number}": "v" for number in range(17)}, "metadata", "17 entries, over the limit of 16"),
+        ({"k" * 65: "v"}, f"metadata.{'k' * 64}", "65 characters, over the limit of 64"),
+        ({"k": "v" * 513}, "metadata.k", "513 characters, over the limit of 512"),
+        ({"k": {"nested": "v" * 9}}, "metadata.k", "string"),
+    ],
+)
+async def test_metadata_beyond_openai_s_limits_is_refused(world: World, metadata: Any, field: str, limit: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=limit) as refused:
+        await world.openai().responses.create(model=MODEL, input="x", metadata=metadata)
+    assert refused.value.param == field
+    assert world.verify.requests == []
+
+
+async def test_metadata_within_openai_s_limits_is_told_again(world: World) -> None:
+    world.verify.say("Hello!")
+    metadata = {f"{number:064}": "\N{WORLD MAP}" * 512 for number in range(16)}
+    answer = await world.openai().responses.create(model=MODEL, input="x", metadata=metadata)
+    assert answer.metadata == metadata
