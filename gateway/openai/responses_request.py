@@ -223,7 +223,9 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: TemplateValues | None = Field(None, description="As in chat completions.")
-    metadata: Metadata | None = Field(None, description="Told again in the answer, and not used. Keys have at most 64 characters.")
+    metadata: Metadata | None = Field(
+        None, description="Told again in the answer, and not used. Keys have at most 64 characters."
+    )
     stream_options: ResponsesStreamOptions | None = None
     previous_response_id: Annotated[Any, Only(why=_NOT_STORED)] = None
     conversation: Annotated[Any, Only(why=_NOT_STORED)] = None

@@ -79,7 +79,9 @@ def train(
     if not ranks.is_main:
         return
     laps.append(("training", time.monotonic()))
-    window = 0 if options.algorithm in ("STANDALONE", "NEXTN") else options.corpus.answer_tokens
+    # Text of an earlier run has answers as long as that run's.
+    longest = int(found.options.get("answer_tokens", options.corpus.answer_tokens))
+    window = 0 if options.algorithm in ("STANDALONE", "NEXTN") else longest
     with writing("--out", out):
         num_bytes = export_drafter(module, model_folder, out, window=window)
 

@@ -95,6 +95,8 @@ def test_smoke_run_of_every_kind_on_the_text_of_an_earlier_run(
     corpus = record["options"]["corpus"]
     assert {name: corpus[name] for name in first["options"]["corpus"]} == first["options"]["corpus"]
     assert algorithm_of(tmp_path) == kind.upper()
+    window = json.loads((tmp_path / "config.json").read_text()).get("draft_window_size")
+    assert window == (OPTIONS.corpus.answer_tokens if kind == "EAGLE" else None), "that of the text, not of a smoke run"
     assert not (tmp_path / "work" / "texts.safetensors").exists()
     capsys.readouterr()
     other = "EAGLE3" if kind == "EAGLE" else "EAGLE"
