@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from cuda_harness import VOCAB, small_model
-from device_fault import check_device_fault
+from device_fault import TEST_SECONDS, check_device_fault
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(TEST_SECONDS)]
 
 
 def test_a_cuda_error_in_a_round_is_a_clear_status_and_a_new_start(tmp_path: Path) -> None:

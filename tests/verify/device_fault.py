@@ -16,6 +16,9 @@ from outrider.config.verify import VerifyOptions
 
 FAULTY = Path(__file__).parent / "faulty"
 START_SECONDS = 240.0
+"""Longest that a start of verify may take, where kernels have to be compiled for a GPU."""
+TEST_SECONDS = 2 * START_SECONDS + 120
+"""The limit of a test that waits for two starts, and asks before and after the second one."""
 
 
 class Events:
