@@ -36,6 +36,21 @@ def test_without_a_fitting_python_the_message_says_what_to_do(checkout: Path) ->
     assert not (checkout / ".venv").exists()
 
 
+def test_another_interpreter_than_that_of_the_environment_is_refused(checkout: Path) -> None:
+    fake_venv(checkout, pip_exit=0)
+    assert setup(checkout).returncode == 0
+    assert setup(checkout, PYTHON=sys.executable).stdout == "", "it is the same"
+    result = setup(checkout, PYTHON="/nope")
+    assert result.returncode == 1 and "no Python 3.11 to 3.14 found (looked for: /nope)" in result.stderr
+    other = checkout / "python"
+    other.write_text('#!/bin/sh\ncase "$2" in *base_prefix*) echo "Python 3.12.1 in /opt";; esac\n')
+    other.chmod(0o755)
+    result = setup(checkout, PYTHON=str(other))
+    assert result.returncode == 1 and result.stdout == ""
+    assert f"PYTHON={other} is Python 3.12.1 in /opt, and .venv was made with Python 3." in result.stderr
+    assert "make clean" in result.stderr
+
+
 def test_an_unknown_profile_is_refused(checkout: Path) -> None:
     result = setup(checkout, "everything")
     assert result.returncode == 1 and "unknown profile 'everything'" in result.stderr
