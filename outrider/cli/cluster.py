@@ -421,12 +421,13 @@ class Cluster:
             ) from error
         check_address(f"unix:{self._folder}/verify.sock", "TMPDIR")
         placed = {name: place(name, options, self._folder, self._fixed_ports) for name, options in self._given.items()}
-        self._options = link(placed)
+        self._options = placed
         for name, options in self._options.items():
             self.children[name] = Child(name, self._modules[name], Path(options.ready_file), self._on_line)
-        # The gateway asks verify for its model, so it comes last.
-        self._start_together([name for name in self._given if name != "gateway"])
-        self._start_together([name for name in self._given if name == "gateway"])
+        # The gateway asks verify for its model, so it comes last. A port that a service takes is known when it runs.
+        first = ["draft"] if "draft" in placed and placed["draft"].address.endswith(":0") else []
+        for names in (first, [name for name in SERVICES if name not in ("gateway", *first)], ["gateway"]):
+            self._start_together([name for name in names if name in placed])
         if self._supervise:
             for name in self._given:
                 watcher = threading.Thread(target=self._watch, args=(name,), name=f"{name}-watch", daemon=True)
@@ -434,6 +435,8 @@ class Cluster:
                 self._watchers.append(watcher)
 
     def _start_together(self, names: Sequence[str]) -> None:
+        linked = link(self._options)
+        self._options.update({name: linked[name] for name in names})
         for name in names:
             self._launch(name)
         for name in names:

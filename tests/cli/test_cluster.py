@@ -55,6 +55,13 @@ def test_services_are_told_of_their_peers_and_only_verify_gets_all_cores(monkeyp
     assert ("gateway", "bye") in cluster.lines
 
 
+def test_services_are_told_which_ports_their_peers_took() -> None:
+    free = "127.0.0.1:0"
+    with FakeCluster(verify=VerifyOptions(address=free), draft=DraftOptions(address=free)) as cluster:
+        assert "--draft=127.0.0.1:4711" in ready_arguments(cluster, "verify")
+        assert "--verify=127.0.0.1:4711" in ready_arguments(cluster, "gateway")
+
+
 def ready_arguments(cluster: FakeCluster, name: str) -> str:
     return cluster.children[name].ready_file.read_text()
 
