@@ -62,12 +62,14 @@ def port_hint(message: str, services: Collection[str], arguments: argparse.Names
 
 
 def _open_doors(cluster: Cluster) -> Iterator[str]:
-    for (service, field), flag in flag_names().items():
+    flags = flag_names()
+    for (service, field), flag in flags.items():
         if service not in cluster.services or field not in ("address", "rest_address"):
             continue
         options, address = cluster.options(service), cluster.address(service, field)
         if not options.is_guarded and not is_local(address):
-            yield f"{flag} {address}: whoever reaches it may use it; {options.key_fix}"
+            token = flags.get((service, "auth_token_file"))
+            yield f"{flag} {address}: whoever reaches it may use it; {f'set {token}' if token else options.key_fix}"
 
 
 def _print_summary(console: Console, cluster: Cluster) -> None:

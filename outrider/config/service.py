@@ -187,8 +187,8 @@ class ServiceOptions:
     max_connection_age_seconds: float = option(
         0.0, "Seconds after which a gRPC connection takes no new calls; 0 for any age.", minimum=0, maximum=31536000
     )
-    key_fix: ClassVar[str] = "set OUTRIDER_AUTH_TOKEN"
-    """What helps where the doors are open to all, whoever starts the service."""
+    key_fix: ClassVar[str] = "set a bearer token (docs/security.md)"
+    """What helps where the doors are open to all; options are called differently by `outrider up`."""
 
     @property
     def is_guarded(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import psutil
 
-from outrider.cli.cluster import ADDRESS_FIELDS, MODULES, ServiceFlag, service_flags
+from outrider.cli.cluster import ADDRESS_FIELDS, MODULES, ServiceFlag, flag_names, service_flags
 from outrider.config.base import expand
 from outrider.config.gateway import GatewayOptions
 from outrider.config.service import ServiceOptions
@@ -135,12 +135,12 @@ def _check_open(door: ServiceFlag, address: str, options: ServiceOptions) -> Ite
     if door.option.name == "metrics_address":
         yield warning("exposure", f"{said}, without key or TLS", "bind it to loopback or to a network of scrapers")
         return
-    lacking = []
+    lacking, names = [], flag_names()
     secret = "api_key" if isinstance(options, GatewayOptions) else "auth_token"
     if not getattr(options, secret) and not getattr(options, f"{secret}_file"):
-        lacking.append(("without a key", f"--{secret.replace('_', '-')}-file"))
+        lacking.append(("without a key", names[door.service, f"{secret}_file"]))
     if not options.tls_cert:
-        lacking.append(("without TLS", "--tls-cert and --tls-key"))
+        lacking.append(("without TLS", f"{names[door.service, 'tls_cert']} and {names[door.service, 'tls_key']}"))
     if lacking:
         words, flags = (" and ".join(part) for part in zip(*lacking, strict=True))
         yield warning("exposure", f"{said} {words}", f"set {flags} (docs/operations.md), or bind to 127.0.0.1")

@@ -248,6 +248,7 @@ def test_doors_that_others_can_reach_without_key_or_tls_are_warned_of(tmp_path: 
     text = words(list(check_exposure(options)), Level.WARNING)
     assert "--gateway-address" not in text
     assert "--verify-address [::]:50052 can be reached from other machines without a key and without TLS" in text
+    assert "-> set --verify-auth-token-file and --verify-tls-cert and --verify-tls-key (" in text
     assert "--draft-address 10.0.0.1:50053 can be reached from other machines without TLS" in text
     assert "--verify-metrics-address" in text
     assert f"{key} can be read by other users -> chmod 600" in text

@@ -45,7 +45,7 @@ async def test_a_door_without_tokens_guards_nothing_and_says_so(caplog: pytest.L
         await start()
         assert "may use it" not in caplog.text
         running = await start(address="0.0.0.0:0")
-        assert f"whoever reaches {running.address} may use it; set OUTRIDER_AUTH_TOKEN" in caplog.text
+        assert f"whoever reaches {running.address} may use it; set a bearer token (docs/security.md)" in caplog.text
         caplog.clear()
         await start(address="0.0.0.0:0", auth_tokens={"token-t": ""})
         assert caplog.text == ""
