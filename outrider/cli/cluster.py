@@ -275,7 +275,7 @@ class Cluster:
         self._locks = {name: threading.Lock() for name in self._given}
         self._options: dict[str, ServiceOptions] = {}
         self._folder: Path | None = None
-        self._lock: int | None = None
+        self._folder_lock: int | None = None
         self._num_folders = 0
         """How often the folder was made anew, and by service how often it had been when that was started."""
         self._folders: dict[str, int] = {}
@@ -405,8 +405,8 @@ class Cluster:
             self._spawner.shutdown()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
-            if self._lock is not None:
-                os.close(self._lock)
+            if self._folder_lock is not None:
+                os.close(self._folder_lock)
         return endings
 
     def _start(self) -> None:
@@ -414,7 +414,7 @@ class Cluster:
         try:
             remove_dead_folders()
             self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
-            self._lock = _lock_folder(self._folder)
+            self._folder_lock = _lock_folder(self._folder)
         except OSError as error:
             raise ConfigError(
                 f"TMPDIR: the services' sockets have no place: {error.strerror}; set it to a folder that can be written"
