@@ -250,9 +250,11 @@ class FormBody(StrictModel):
     @model_validator(mode="after")
     def _one_form(self) -> Self:
         try:
-            if len(self.forms) > 1:
-                first, second = (form.field.partition(".")[0] for form in self.forms[:2])
-                raise InvalidRequestError(second, f"does not go with {first}", "send one of them")
+            for form in self.forms[1:]:
+                # Clients that suit several releases of vLLM say the same under its old name and its new one.
+                if form.grammar != self.forms[0].grammar:
+                    first, second = (one.field.partition(".")[0] for one in (self.forms[0], form))
+                    raise InvalidRequestError(second, f"does not go with {first}", "send one of them")
             for form in self.forms:
                 check_grammar(form.grammar, form.field, strict=form.strict)
         except InvalidRequestError as error:

@@ -33,7 +33,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError, InvalidGrammarError, OutriderError
-from outrider.grammar.spec import FORM_BELOW, PATTERN_BELOW, Grammar, GrammarKind, prepare_schema
+from outrider.grammar.spec import FORM_BELOW, NO_ORDERS, PATTERN_BELOW, Grammar, GrammarKind, prepare_schema
 
 LENGTH = struct.Struct("<I")
 """In front of each frame."""
@@ -219,7 +219,7 @@ def _lark_of(grammar: Grammar) -> str:
         if not below:
             return _as_lark(rules)
         # What was GBNF begins with an order to the library, which has no place within other rules.
-        return f"{rules}\nform: %lark {{ {_as_lark(form).removeprefix('%llguidance {}')}\n}}"
+        return f"{rules}\nform: %lark {{ {_as_lark(form).lstrip().removeprefix(NO_ORDERS)}\n}}"
     except Exception as error:  # of no class of its own where a rule is missing, or stands there twice
         raise refusal(grammar, str(error)) from None
 

@@ -21,6 +21,7 @@ OF_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, ensure_ascii=Fal
 ANY_OBJECT = Grammar(GrammarKind.JSON_OBJECT)
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
 LARK = Grammar(GrammarKind.EBNF, 'start: "yes" | "no"')
+GUIDANCE = Grammar(GrammarKind.EBNF, '%llguidance {}\n\nstart: START\nSTART: "sunny"\n     | "rainy"\n\n')
 CHOICES = Grammar.of_choices(["yes", "no"])
 
 
@@ -49,6 +50,10 @@ FORMS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_regex": "[0-9]+"}, DIGITS),
     ({"guided_choice": ["yes", "no"]}, CHOICES),
     ({"guided_json_object": True}, ANY_OBJECT),
+    # As guidance's clients of vLLM and SGLang ask.
+    ({"guided_grammar": GUIDANCE.source, "structured_outputs": {"grammar": GUIDANCE.source}}, GUIDANCE),
+    ({"ebnf": GUIDANCE.source}, GUIDANCE),
+    (wrapped(SCHEMA) | {"guided_json": SCHEMA}, OF_SCHEMA),
 ]
 SGLANG: list[tuple[dict[str, Any], Grammar | None]] = [
     ({}, None),
@@ -116,7 +121,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one of"),
     ({"structured_outputs": {"grammar": " "}}, "structured_outputs.grammar", "is empty"),
     ({"response_format": {"type": "grammar"}}, "response_format.grammar", "is missing"),
-    ({"ebnf": "%llguidance {}"}, "ebnf", "remove %llguidance"),
+    ({"ebnf": '%llguidance {"no_forcing": true}\nstart: "a"'}, "ebnf", "remove %llguidance"),
+    ({"ebnf": '%llguidance {}\n%llguidance {}\nstart: "a"'}, "ebnf", "remove %llguidance"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
     ({"guided_regex": "a" * 5000}, "guided_regex", "4096"),
     ({"guided_choice": []}, "guided_choice", "1 to 1024"),

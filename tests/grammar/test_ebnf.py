@@ -11,7 +11,7 @@ from outrider.grammar.compiler import GrammarVocabulary, compile_grammar, judge
 from outrider.grammar.spec import Grammar, GrammarKind, check_grammar, without_further_keys
 
 LARK = 'start: greeting ", " NAME\ngreeting: "hi" | "ho"\nNAME: /[a-c]+/'
-SOURCES = [LARK, f"?{LARK}", 'root ::= ("hi" | "ho") ", " [a-c]+']
+SOURCES = [LARK, f"?{LARK}", f"%llguidance {{}}\n\n{LARK}", 'root ::= ("hi" | "ho") ", " [a-c]+']
 
 
 def ebnf(source: str) -> Grammar:

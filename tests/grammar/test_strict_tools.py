@@ -18,7 +18,7 @@ from gateway.core.request import Tool
 from gateway.core.tool_grammar import forced_grammars, form_grammar, strict_grammar
 from gateway.core.tool_parser import FORMATS
 from outrider.grammar.compiler import CompiledGrammar, GrammarVocabulary, compile_grammar, judge, probe
-from outrider.grammar.spec import Grammar, GrammarKind
+from outrider.grammar.spec import Grammar, GrammarKind, check_grammar
 
 PLACE: dict[str, Any] = {
     "type": "object",
@@ -245,6 +245,7 @@ BEHIND: list[tuple[Grammar, list[str], list[str]]] = [
     # It fits the marker, too, and yet reasoning is free where it begins with that.
     (Grammar(GrammarKind.REGEX, ".*"), ["", "one line", "a <b>"], ["two\nlines"]),
     (Grammar(GrammarKind.EBNF, 'start: "a" thought "}" // }\nthought: form+\nform: "b"'), ["ab}", "abb}"], ["a}", "b"]),
+    (Grammar(GrammarKind.EBNF, '\n%llguidance {}\n\nstart: A\nA: "a"'), ["a"], ["b"]),
     (Grammar(GrammarKind.EBNF, '%ignore " "\nstart: "a" "::="'), ["a::=", "a  ::="], ["a:"]),
     (Grammar(GrammarKind.EBNF, 'root ::= "a" | end # }\nend ::= [0-9]+ "}"'), ["a", "12}"], ["12", "aa"]),
 ]
@@ -258,6 +259,7 @@ def test_expressions_and_context_free_grammars_may_come_behind_reasoning(
     start = ReasoningStart(ReasoningMarkers("<think>", "</think>"), begun)
     grammar = compile_grammar(form_grammar(wanted, [], None, start, mark_ids(vocabulary)), vocabulary)
     probe(grammar)
+    check_grammar(grammar.grammar)
     thought = f"{'' if begun else '<think>'}{THOUGHT}</think>"
     assert all(ends(grammar, f"{thought}{space}{text}") for text in right for space in ("", "\n\n"))
     assert not any(ends(grammar, f"{thought}{text}") for text in wrong)
