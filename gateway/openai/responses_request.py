@@ -16,6 +16,7 @@ from gateway.core.request import (
     SamplingFields,
     ServingFields,
     Speaker,
+    StopFields,
     StrictModel,
     TemplateValues,
     Text,
@@ -212,7 +213,7 @@ Metadata = Annotated[
 """Within OpenAI's limits, since every answer and some events of a stream tell it again."""
 
 
-class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, HarmlessFields):
+class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, StopFields, HarmlessFields):
     """Body of POST /v1/responses."""
 
     input: Input
@@ -240,6 +241,7 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     """Whether an answer may hold several calls. Default true; a forced answer holds one."""
     max_tool_calls: Annotated[Any, Only(why="there are no tools that run here")] = None
     prompt: Annotated[Any, Only(why="no prompts are stored here")] = None
+    n: Annotated[Any, Only(1, why="a response is one answer")] = None
     top_logprobs: Annotated[Any, Only(0, why="log-probabilities are told by /v1/chat/completions")] = None
 
     @cached_property
@@ -288,7 +290,8 @@ class ResponsesRequest(GenerationBody, FormBody, SamplingFields, ServingFields, 
     def requests(self, max_prompts: int) -> NamedRequests:
         """See the base."""
         effort = None if self.reasoning is None else self.reasoning.effort
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ServingFields.model_fields}
+        shared = (*ServingFields.model_fields, *StopFields.model_fields)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in shared}
         fields |= {
             "model": self.model,
             "sampling": {name: getattr(self, name) for name in SamplingFields.model_fields},

@@ -145,6 +145,17 @@ async def test_an_answer_that_a_limit_ends_is_incomplete(world: World) -> None:
     assert events[-1].type == "response.incomplete" and events[-1].response.output_text == answer.output_text
 
 
+async def test_what_ends_an_answer_is_as_in_chat(world: World) -> None:
+    world.verify.say("one two three four five six")
+    # As guidellm asks, so that each answer has as many tokens as it wants.
+    steady = {"input": "x", "max_output_tokens": 4, "ignore_eos": True, "stream": True}
+    response = await world.http.post("/v1/responses", json=steady)
+    assert response.status_code == 200 and world.verify.requests[-1].ignore_eos
+    stopped = {"input": "x", "stop": [" four"], "n": 1, "min_tokens": 1}
+    body = (await world.http.post("/v1/responses", json=stopped)).json()
+    assert (body["status"], body["output"][0]["content"][0]["text"]) == ("completed", "one two three")
+
+
 async def test_a_form_is_parsed_by_the_client(world: World) -> None:
     world.verify.say('{"name": "Ada"}')
     answer = await world.openai().responses.parse(model=MODEL, input="x", text_format=Person)
@@ -350,7 +361,7 @@ async def test_the_client_parses_arguments_of_responses(caller: World) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing"),
         ({"max_output_tokens": 100000}, "max_output_tokens", "context"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "none"),
-        ({"n": 2}, "n", "unknown"),
+        ({"n": 2}, "n", "one answer"),
     ],
 )
 async def test_what_is_not_served_is_refused_by_name(
