@@ -216,7 +216,7 @@ def test_calls_of_tools_count_where_the_event_loop_takes_short_texts_itself(veri
 async def test_so_is_a_prompt_that_the_context_has_no_room_for(verify: ScriptedVerify) -> None:
     watched = Watched.load(verify.folder)
     model = GatewayModel(MODEL, 40_000, verify.vocab_size, watched, created=0, fingerprint="")
-    with pytest.raises(ContextLengthError, match=r"^prompt: 300000 characters cannot fit the .* of 40000 tokens"):
+    with pytest.raises(ContextLengthError, match=r"^prompt: .* is 40000 tokens, and 300000 characters cannot"):
         await admit(ClientRequest(prompt="1" * 300_000), model, "r")
     assert 0 < watched.longest <= 1 << 16
 

@@ -287,11 +287,11 @@ async def test_an_overflow_is_known_by_its_code_and_by_the_text_of_the_exception
     create: Any = client.chat.completions.create if "messages" in body else client.completions.create
     with pytest.raises(openai.BadRequestError) as refused:
         await create(model=MODEL, **body)
-    # LangChain searches the text for the code, Inspect's clients of vLLM and SGLang for their servers' words; everybody
-    # else compares the code.
+    # LangChain searches the text for the code, LiteLLM and Inspect for words that OpenAI, vLLM and SGLang share;
+    # everybody else compares the code.
     text = str(refused.value)
     assert refused.value.code == "context_length_exceeded" and "context_length_exceeded" in text
-    assert "maximum context length" in text
+    assert "this model's maximum context length is 256 tokens" in text
 
 
 async def test_openais_client_tries_again_when_told_to(world: World) -> None:
