@@ -40,14 +40,15 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
 
     def __init__(self) -> None:
         super().__init__(features_from_engine)
-        self._streams: dict[int, FeatureStream] = {}
+        self.streams: dict[int, FeatureStream] = {}
+        """Those that have not ended, by session."""
 
     async def open(self, session: int, begin: FeaturesBegin) -> FeatureStream:
         """Begin a features stream of the session of this number; returns once the engine has mapped its ring, or not.
 
         A beginning without a ring waits for nothing.
         """
-        stream = self._streams[session] = FeatureStream(self, session)
+        stream = self.streams[session] = FeatureStream(self, session)
         self.send(FeatureStreamUp(session, begin))
         if begin.ring is not None:
             try:
@@ -57,15 +58,10 @@ class RemoteFeatures(FrameConnection[FeaturesFromEngine]):
                 raise
         return stream
 
-    def forget(self, session: int) -> None:
-        """The stream of a session has ended."""
-        if self._streams.pop(session, None) is not None:
-            self.send(FeatureStreamDown(session))
-
     def receive(self, frame: FeaturesFromEngine) -> None:
         """See FrameConnection."""
         # A stream that ended meanwhile is not there any more.
-        if (stream := self._streams.get(frame.session)) is not None:
+        if (stream := self.streams.get(frame.session)) is not None:
             stream.receive(frame)
 
 
@@ -123,7 +119,8 @@ class FeatureStream:
 
     def close(self) -> None:
         """It has ended."""
-        self._remote.forget(self._session)
+        if self._remote.streams.pop(self._session, None) is not None:
+            self._remote.send(FeatureStreamDown(self._session))
 
     def receive(self, frame: FeaturesFromEngine) -> None:
         """Handle a frame of the engine."""
@@ -272,7 +269,10 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         """See FrameConnection."""
         match frame:
             case TurnUpdates():
-                self._deliver(frame)
+                for answers in frame.messages:
+                    # A session that ended meanwhile is not there any more.
+                    if (session := self._sessions.get(answers.session)) is not None:
+                        session.send(answers.messages)
             case DraftEngineState():
                 self._take_state(frame)
             case SessionLost():
@@ -284,12 +284,6 @@ class RemoteDraftEngine(EngineConnection[FromEngine, DrafterProfile]):
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_result(None)
-
-    def _deliver(self, updates: TurnUpdates) -> None:
-        for answers in updates.messages:
-            # A session that ended meanwhile is not there any more.
-            if (session := self._sessions.get(answers.session)) is not None:
-                session.send(answers.messages)
 
     def _take_state(self, state: DraftEngineState) -> None:
         self.num_signs += 1

@@ -31,7 +31,7 @@ from outrider.host.frames import FeaturePieces, FromVerify, SessionDown, Stop
 from outrider.host.line import DraftBatch, Line, LineHello, Listener, OnLine, VerifyBatch
 from outrider.host.worker import Pipe, wait_for_any
 from outrider.logs import get_logger
-from outrider.protocol.speculation import MAX_FEATURE_BYTES, DraftMessage, Features, ProjectionPart
+from outrider.protocol.speculation import MAX_FEATURE_BYTES, DraftMessage, FeatureRing, Features, ProjectionPart
 
 _logger = get_logger(__name__)
 
@@ -258,28 +258,19 @@ Apply = Callable[[int, Sequence[Features]], None]
 """Takes a session's number and features of it, in order."""
 
 
+@dataclass(eq=False, slots=True)
 class _Stream:
-    """A features stream. Its ring is mapped on a thread, since enabling access between two devices takes a while."""
+    """A features stream."""
 
-    def __init__(self, up: FeatureStreamUp, mapper: MemoryMapper | None) -> None:
-        """`mapper`: maps the ring; None where there is none, or where it cannot be mapped."""
-        self.up = up
-        self.ring: RingReader | None = None
-        """None until it is mapped, and where it cannot be."""
-        self.ended = False
-        self._thread = threading.Thread(target=self._map, args=(mapper,), name="map-ring", daemon=True)
-        if mapper is not None:
-            self._thread.start()
+    up: FeatureStreamUp
+    ring: RingReader | None = None
+    """None until it is mapped, and where it cannot be."""
+    ended: bool = False
 
-    @property
-    def mapping(self) -> bool:
-        """Whether its ring is being mapped."""
-        return self._thread.is_alive()
-
-    def _map(self, mapper: MemoryMapper) -> None:
+    def map(self, ring: FeatureRing, mapper: MemoryMapper) -> None:
+        """Map its ring."""
         try:
-            if self.up.begin.ring is not None:
-                self.ring = map_ring(self.up.begin.ring, mapper)
+            self.ring = map_ring(ring, mapper)
         except Exception as error:
             _logger.error("features travel in messages: a ring could not be mapped", exc_info=error)
 
@@ -296,7 +287,8 @@ class FeatureReceiver:
     fail: Apply
     """Gets those whose rows could not be read."""
     _streams: dict[int, _Stream] = field(default_factory=dict)
-    _mapping: list[_Stream] = field(default_factory=list)
+    _mapping: dict[_Stream, threading.Thread] = field(default_factory=dict)
+    """Streams whose rings are mapped, each on a thread: enabling access between two devices takes a while."""
 
     @property
     def mapping(self) -> bool:
@@ -307,7 +299,8 @@ class FeatureReceiver:
         """One frame, in the order of arrival."""
         match frame:
             case FeaturePieces():
-                self._take(frame)
+                self._read(self._streams[frame.session], frame.features)
+                self.pipe.send(FeaturesTaken(frame.session))
             case FeatureStreamUp():
                 self._begin(frame)
             case FeatureStreamDown():
@@ -320,30 +313,30 @@ class FeatureReceiver:
 
     def report_mapped(self) -> None:
         """Tell the door of rings that have been mapped meanwhile."""
-        for stream in [stream for stream in self._mapping if not stream.mapping]:
-            self._mapping.remove(stream)
+        for stream in [stream for stream, thread in self._mapping.items() if not thread.is_alive()]:
+            del self._mapping[stream]
             if not stream.ended:
                 self.pipe.send(FeatureStreamReady(stream.up.session, stream.ring is not None))
             elif stream.ring is not None:
                 stream.ring.close()
 
     def _begin(self, up: FeatureStreamUp) -> None:
-        mapper = self.mapper if up.begin.ring is not None else None
-        stream = self._streams[up.session] = _Stream(up, mapper)
-        if mapper is not None:
-            self._mapping.append(stream)
-        elif up.begin.ring is not None:
+        stream, ring = _Stream(up), up.begin.ring
+        self._streams[up.session] = stream
+        if ring is None:
+            return
+        if self.mapper is None:
             self.pipe.send(FeatureStreamReady(up.session, False))
+            return
+        thread = threading.Thread(target=stream.map, args=(ring, self.mapper), name="map-ring", daemon=True)
+        self._mapping[stream] = thread
+        thread.start()
 
     def take_on_line(self, session: int, features: Sequence[Features]) -> None:
         """Features that a line told of, past the door; those of a stream that has ended are of no use."""
         if (stream := self._streams.get(session)) is not None:
             begin = stream.up.begin
             self._read(stream, [replace(one, dtype=begin.dtype, projected=begin.projected) for one in features])
-
-    def _take(self, frame: FeaturePieces) -> None:
-        self._read(self._streams[frame.session], frame.features)
-        self.pipe.send(FeaturesTaken(frame.session))
 
     def _read(self, stream: _Stream, features: Sequence[Features]) -> None:
         ring, session, row_bytes = stream.ring, stream.up.session, stream.up.begin.row_bytes
