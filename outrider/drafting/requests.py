@@ -79,25 +79,21 @@ class GrammarGuide:
 
     def _find(self, state: GrammarState, parent: int) -> GrammarNode | None:
         """The state behind a node; None where nothing is committed behind it: it is not legal, or ends the answer."""
-        known = self._followed(state)
-        if parent not in known:
+        author = self._author
+        followed = author.prompt_len + state.num_committed
+        if followed < author.committed_len:
+            state.follow(author.tokens[followed:])
+        if self._root != (author.epoch, author.root):
+            self._root = (author.epoch, author.root)
+            self._known = {}
+        if parent not in self._known:
             path = self._path(parent)
             ends = path[-1:] and path[-1] in state.compiled.vocabulary.end_ids
             node = None if ends else state.find(path)
             if node is not None:
                 state.mask(node, path)
-            known[parent] = node
-        return known[parent]
-
-    def _followed(self, state: GrammarState) -> dict[int, GrammarNode | None]:
-        author = self._author
-        known = author.prompt_len + state.num_committed
-        if known < author.committed_len:
-            state.follow(author.tokens[known:])
-        if self._root != (author.epoch, author.root):
-            self._root = (author.epoch, author.root)
-            self._known = {}
-        return self._known
+            self._known[parent] = node
+        return self._known[parent]
 
     def _path(self, node_id: int) -> tuple[int, ...]:
         path: list[int] = []
