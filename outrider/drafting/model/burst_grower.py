@@ -74,14 +74,7 @@ class BurstGrower(Grower):
         self._batch_manager = BatchManager(runner, self._forest, self, options)
         self._kv_manager = self._batch_manager.kv_manager
         self._planner = Planner(self._forest, self._batch_manager.rows, self._kv_manager, shape, options)
-        self._publisher = NodePublisher(
-            self._forest,
-            self._batch_manager.rows,
-            limits,
-            growth,
-            skips_foreign=not options.takes_in,
-            most_sent=options.lone_nodes,
-        )
+        self._publisher = NodePublisher(self._forest, self._batch_manager.rows, limits, growth, options)
         self._active: _ActiveBurst | None = None
         self._landed: tuple[BurstPlan, BurstResult] | None = None
         """A burst whose requests are still to be brought up to date."""
@@ -321,26 +314,22 @@ class BurstGrower(Grower):
         self.counts["burst_seconds"] += perf_counter() - active.began
         self._landed = plan, result
 
-    def _update(self) -> None:
-        """Bring the requests of a burst that landed up to date."""
-        if self._landed is None:
-            return
-        (plan, result), self._landed = self._landed, None
-        if self._options.lockstep_steps:
-            num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
-            # Uncached tokens that were run without the root are no part of a tree.
-            self._batch_manager.spend((row for row in plan.rows if self._batch_manager.rows[row].root_run), num_steps)
-        self._batch_manager.release_closed()  # others may need their pages now
-        self._batch_manager.look_at(one for one in plan.contexts if one.uncached or one.lag or not one.root_run)
-
     def _apply(self) -> None:
         """Do what waited for the end of a burst."""
+        manager = self._batch_manager
         self._publisher.forget()
-        self._update()
-        self._batch_manager.admit()
-        if self._batch_manager.has_changes:
+        if self._landed is not None:
+            (plan, result), self._landed = self._landed, None
+            if self._options.lockstep_steps:
+                num_steps = int((result.picked >= 0).any(1).sum()) if result.cut else plan.burst.num_steps
+                # Uncached tokens that were run without the root are no part of a tree.
+                manager.spend((row for row in plan.rows if manager.rows[row].root_run), num_steps)
+            manager.release_closed()  # others may need their pages now
+            manager.look_at(one for one in plan.contexts if one.uncached or one.lag or not one.root_run)
+        manager.admit()
+        if manager.has_changes:
             self._nothing_to_run = False
-            self._batch_manager.follow()
+            manager.follow()
 
     def _launch(self) -> None:
         """Compute a chunk of prompts, and launch the next burst."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.drafting.model.burst import Ints
 from outrider.drafting.model.context import DraftContext
+from outrider.drafting.model.drafter import GrowthOptions
 from outrider.drafting.model.entries import DEAD, REFUSED
 from outrider.drafting.model.forest import DraftForest, places_within
 from outrider.drafting.tree_growth import TreeGrowth, TreeLimits
@@ -38,19 +39,16 @@ class NodePublisher:
         contexts: Mapping[int, DraftContext],
         limits: TreeLimits,
         growth: TreeGrowth,
-        *,
-        skips_foreign: bool = False,
-        most_sent: int = 0,
+        options: GrowthOptions,
     ) -> None:
-        """`skips_foreign`: what other growers append does not become entries. `most_sent`: after a commit
-        to a lone request; 0 for any number."""
         self._forest = forest
         self._contexts = contexts
         self._limits = limits
         self._growth = growth
         self._source = limits.sources.start
-        self._skips_foreign = skips_foreign and limits.shared
-        self._most_sent = most_sent
+        # Whether others append what does not become entries.
+        self._skips_foreign = limits.shared and not options.takes_in
+        self._most_sent = options.lone_nodes
         self._queue = _NOTHING  # entries, the best first
         self._is_ready = np.empty(0, np.bool_)  # of each; ready entries of a row come before its others
         self._must_repeat = False  # whether there may be more than the queue held
