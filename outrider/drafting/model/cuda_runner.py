@@ -38,7 +38,7 @@ from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Int32s
 from outrider.drafting.model.cuda_forward import BlockSteps, ContextForward, DraftSteps
 from outrider.drafting.model.device_memory import join_rows
 from outrider.drafting.model.features import MemoryMapper
-from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
+from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import BlockHead
@@ -269,24 +269,24 @@ class CudaRunner(BurstRunner):
         self._begins = GraphPool[StepBucket]("beginnings of bursts", self._begin)
         self._reroots = GraphPool[StepBucket]("new roots of bursts", self._reroot)
 
-    @on_device
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Warm prompts up and capture a graph for every bucket; on a CPU there is nothing to do. Trashes the cache."""
         if not self._on_gpu:
             return
-        if any(bucket.short for bucket in self.buckets.all()):
-            share_l1()
-        self._warm_up()
-        # With no entries in the pool, steps change nothing.
-        self._input.clear()
-        if self.options.use_graphs:
-            self.graphs.capture(self.buckets.all(), True, progress)
-            self._begins.capture(self.buckets.sizes(), False)
-            # Steps of one shape leave entries in the pool that name no row of another shape.
+        with self.at_work():
+            if any(bucket.short for bucket in self.buckets.all()):
+                share_l1()
+            self._warm_up()
+            # With no entries in the pool, steps change nothing.
             self._input.clear()
-            self._steps.clear()
-            self._reroots.capture(self.buckets.sizes(), False)
-            self._contexts.capture()
+            if self.options.use_graphs:
+                self.graphs.capture(self.buckets.all(), True, progress)
+                self._begins.capture(self.buckets.sizes(), False)
+                # Steps of one shape leave entries in the pool that name no row of another shape.
+                self._input.clear()
+                self._steps.clear()
+                self._reroots.capture(self.buckets.sizes(), False)
+                self._contexts.capture()
 
     def _warm_up(self) -> None:
         """Run what is launched outside of graphs once, without effect: compiling a kernel takes a third of a second."""
@@ -323,7 +323,6 @@ class CudaRunner(BurstRunner):
         """See BurstRunner."""
         return partial(ImportedMemory, device=self.memory.kv.k.device) if self._on_gpu else None
 
-    @on_device
     def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         """See PendingBurst.go_on. Pool, rows and the count of steps lie on the device as the burst left them."""
         done = pending.first_step + pending.num_steps
@@ -331,13 +330,14 @@ class CudaRunner(BurstRunner):
             return None
         more = PendingBurst(self, pending.burst, pending.bucket, num_steps, done)
         more.ran, more.copy = True, pending.copy
-        if reroots is not None:
-            self.memory.take_features(reroots.features)
-            self._reroot_input.to_device(reroots, more.bucket.rows)
-            self._reroots.run(more.bucket.sizes)
-        self._run_steps(more.bucket, num_steps, fresh=reroots is not None and bool(reroots.features))
-        self._output.to_host(more.copy, more.bucket, num_steps, done)
-        self._mark(more)
+        with self.at_work():
+            if reroots is not None:
+                self.memory.take_features(reroots.features)
+                self._reroot_input.to_device(reroots, more.bucket.rows)
+                self._reroots.run(more.bucket.sizes)
+            self._run_steps(more.bucket, num_steps, fresh=reroots is not None and bool(reroots.features))
+            self._output.to_host(more.copy, more.bucket, num_steps, done)
+            self._mark(more)
         self._launched.append(more)
         return more
 

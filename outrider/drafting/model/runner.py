@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import wraps
 from time import perf_counter
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,21 +30,6 @@ _LAUNCH_MARGIN = 1.5
 """The same as a multiple of the host's time to queue a part. A part that is queued too late leaves the device idle,
 takes longer than expected, and so makes its successor later still."""
 _EMA_WEIGHT = 0.1
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_S = TypeVar("_S", bound="BurstRunner")
-
-
-def on_device(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
-    """Run a runner's method on its device, whichever thread calls, and without gradients."""
-
-    @wraps(method)
-    def run(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self.at_work():
-            return method(self, *args, **kwargs)
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -163,15 +146,15 @@ class BurstRunner(ABC):
         """What it takes the host to queue a part."""
 
     def at_work(self) -> AbstractContextManager[None]:
-        """The device and inference mode for a thread that calls often; else each call enters them."""
+        """The runner's device, without gradients. A thread that calls often enters it once; else each call does."""
         return working_on(self.memory.kv.k.device)
 
-    @on_device
     def open(self, row: int, sampling: SamplingParams) -> None:
         """A request begins in a free row."""
-        self._run_launched()
-        self.memory.forget(row)
-        self._proposer.admit(row, sampling)
+        with self.at_work():
+            self._run_launched()
+            self.memory.forget(row)
+            self._proposer.admit(row, sampling)
 
     def close(self, row: int) -> None:
         """Its row is free."""
@@ -183,25 +166,25 @@ class BurstRunner(ABC):
         self._run_launched()
         self.memory.set_pages(row, pages)
 
-    @on_device
     def extend(self, extents: Sequence[Extent]) -> None:
         """Compute KV of context tokens, of each row at most once; all of them in one forward, as far as they fit one.
 
         Under a lag a sequence's first token has no KV of its own. If this raises, nothing is known of the KV of any of
         these rows.
         """
-        self._run_launched()
-        self.memory.flush()
-        given: Tensor | None = None
-        if self.shape.feature_size:
-            parts = [part for extent in extents for part in extent.features]
-            given = self.join(parts) if parts else None
-        done = 0
-        for chunks in self._forwards(extents):
-            count = sum(len(chunk.slots) for chunk in chunks)
-            features = None if given is None else given[done : done + count]
-            self._run_context(chunks, features)
-            done += count
+        with self.at_work():
+            self._run_launched()
+            self.memory.flush()
+            given: Tensor | None = None
+            if self.shape.feature_size:
+                parts = [part for extent in extents for part in extent.features]
+                given = self.join(parts) if parts else None
+            done = 0
+            for chunks in self._forwards(extents):
+                count = sum(len(chunk.slots) for chunk in chunks)
+                features = None if given is None else given[done : done + count]
+                self._run_context(chunks, features)
+                done += count
 
     def move(self, row: int, slots: Sequence[int], position: int) -> None:
         """KV of the tree slots moves to places `position`, `position` + 1, ... of the context."""
@@ -225,34 +208,34 @@ class BurstRunner(ABC):
         projected: Tensor = joined.projected
         return projected[part.start : part.start + features.count]
 
-    @on_device
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size].
 
         A lone part is not copied.
         """
-        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        with self.at_work():
+            return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
-    @on_device
     def launch(self, burst: Burst) -> PendingBurst:
         """Queue a burst; returns before it has run. Two of them may be pending."""
         lengths = burst.rows.context_lens
         longest = int(lengths[0]) if len(lengths) == 1 else None
         pending = PendingBurst(self, burst, self.buckets.fit(burst.width, len(lengths), longest), burst.num_steps)
-        self._queue(pending)
+        with self.at_work():
+            self._queue(pending)
         self._launched.append(pending)
         return pending
 
-    @on_device
     def finish(self, pending: PendingBurst) -> BurstResult:
         """Wait for a burst and read its results. Raises what failed in it."""
-        self._run_launched()
-        self._launched.remove(pending)
-        if pending.error is not None:
-            raise pending.error
-        if pending.event is not None and not pending.event.query():
-            pending.event.synchronize()
-        return self._read(pending)
+        with self.at_work():
+            self._run_launched()
+            self._launched.remove(pending)
+            if pending.error is not None:
+                raise pending.error
+            if pending.event is not None and not pending.event.query():
+                pending.event.synchronize()
+            return self._read(pending)
 
     def go_on(self, pending: PendingBurst, num_steps: int, reroots: Reroots | None = None) -> PendingBurst | None:
         """See PendingBurst.go_on."""

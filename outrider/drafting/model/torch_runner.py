@@ -19,7 +19,7 @@ from outrider.attention.base import AttentionBackend, ForwardBatch, Segment, Tok
 from outrider.attention.paged import PromptChunk
 from outrider.attention.torch_backend import RegionAttention, RowSteps, StepBatch
 from outrider.drafting.model.burst import FORCED, Burst, BurstResult, BurstShape
-from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions, on_device
+from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.proposer import HostProposer
@@ -53,16 +53,16 @@ class TorchRunner(BurstRunner):
         finally:
             self._interrupted = _never
 
-    @on_device
     def _run_launched(self) -> None:
-        for pending in self._launched:
-            if not pending.ran:
-                try:
-                    with torch_alone():
-                        pending.brought = self._run(pending)
-                except Exception as error:
-                    # Raised by `finish`, not by the call that happens to run the burst.
-                    pending.error = error
+        with self.at_work():
+            for pending in self._launched:
+                if not pending.ran:
+                    try:
+                        with torch_alone():
+                            pending.brought = self._run(pending)
+                    except Exception as error:
+                        # Raised by `finish`, not by the call that happens to run the burst.
+                        pending.error = error
 
     def _queue(self, pending: PendingBurst) -> None:
         """Left to `_run_launched`, so that the host can first send what the burst before brought."""
