@@ -23,7 +23,7 @@ def test_a_node_that_rounding_lifts_over_the_floor_stays_in_its_tree() -> None:
     rows = np.array([1, 2])
     starts, ends = forest.slots.lease(rows, np.array([20, 20]))
     first, second = forest.slots.stacks[1, starts[0] : ends[0]].tolist()[:2]
-    collector = BurstCollector(np.array([forest.roots[1]]))
+    collector = BurstCollector(np.array([forest.roots[1]]), 72)
     below = np.nextafter(np.float32(FLOOR), np.float32(-np.inf))
 
     def part(at: int, entry: int, slot: int, edges: list[np.float32]) -> BurstResult:

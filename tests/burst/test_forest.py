@@ -84,7 +84,8 @@ class Both:
                 self.trees[row].edges[(*path, token)] = edge
             self.trees[row].slots[path] = slots[index]
         taken = np.array([[slots[index] for index in order]], np.int32)
-        self.forest.merge(BurstCollector(seeds), BurstResult(count, np.array([order], np.int32), taken, tokens, scores))
+        collector = BurstCollector(seeds, count * (1 + BRANCHING))
+        self.forest.merge(collector, BurstResult(count, np.array([order], np.int32), taken, tokens, scores))
 
     def follow(self, steps: dict[int, Path]) -> None:
         made = [RerootStep(row, tokens, node=0, restarted=True) for row, tokens in steps.items()]
@@ -216,7 +217,7 @@ def test_a_node_that_is_run_again_has_the_slot_that_it_was_run_in_last() -> None
     picked = np.array([[0], [1]], np.int32)
     for second in slots[1:]:
         seeds, taken = np.array([forest.roots[0]]), np.array([[slots[0]], [second]], np.int32)
-        forest.merge(BurstCollector(seeds), BurstResult(1, picked, taken, tokens, scores))
+        forest.merge(BurstCollector(seeds, 3), BurstResult(1, picked, taken, tokens, scores))
         entries = forest.entries
         assert entries.slots[: entries.count].tolist() == [slots[0], second, -1]
         assert forest.slots.live[0].nonzero()[0].tolist() == sorted([slots[0], second])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -135,48 +135,40 @@ class Entries:
         return places
 
 
-@dataclass(slots=True)
 class BurstCollector:
     """The entries that the pool indices of a burst stand for, as long as entries keep their numbers."""
 
-    seeds: Ints
-    """[N] entry of each seed; -1 for an uncached token, whose candidates are dropped."""
-    row: int = -1
-    """The row of all entries, if there is only one."""
-    num_indices: int = 0
-    """Pool indices that there may be; 0 if that is not known."""
-    num_context_seeds: int = 0
-    """Uncached tokens among the seeds that were not run yet."""
-    _places: Ints = field(default_factory=lambda: np.empty(0, np.intp))
-    _parts: list[tuple[int, int, Ints]] = field(default_factory=list)  # see `add_part`
+    def __init__(self, seeds: Ints, num_indices: int, row: int = -1) -> None:
+        """`seeds` [N]: entry of each; -1 for an uncached token, whose candidates are dropped.
 
-    def __post_init__(self) -> None:
-        self.num_context_seeds = int(np.count_nonzero(self.seeds < 0))
-
-    def places(self, end: int) -> Ints:
-        """[end + 1 or more] entry of each pool index below `end`, -1 for none; kept, and may be written to.
-
-        The last one stands for no index.
+        `num_indices`: pool indices that there may be. `row`: of all entries, if there is only one.
         """
-        held = self._places
-        if len(held) <= end:
-            places = np.empty(max(end, 2 * len(held), self.num_indices) + 1, np.intp)
-            places.fill(-1)
-            known = held[:-1] if len(held) else self.seeds
-            places[: len(known)] = known
-            self._places = held = places
-        return held
+        self.seeds = seeds
+        self.row = row
+        self.num_context_seeds = int(np.count_nonzero(seeds < 0))
+        """Uncached tokens among the seeds that were not run yet."""
+        self._num_indices = num_indices
+        self._parts: list[tuple[int, int, Ints]] = []  # see `add_part`
+
+    @cached_property
+    def places(self) -> Ints:
+        """[num_indices + 1] entry of each pool index, -1 for none; the last one stands for no index.
+
+        May be written to. It is made when the burst runs already.
+        """
+        places = np.full(self._num_indices + 1, -1, np.intp)
+        places[: len(self.seeds)] = self.seeds
+        return places
 
     def add(self, entries: Ints) -> None:
         """Append further seeds."""
-        first, self.seeds = len(self.seeds), np.concatenate([self.seeds, entries])
+        self.places[len(self.seeds) :][: len(entries)] = entries
+        self.seeds = np.concatenate([self.seeds, entries])
         self.num_context_seeds += int(np.count_nonzero(entries < 0))
-        if len(self._places):
-            self._places[first : len(self.seeds)] = entries
 
     def add_part(self, start: int, first: int, kept: Ints) -> None:
         """A part brought entries `start`, `start` + 1, ...; their pool indices are `first` + `kept`."""
-        self._places[first:][kept] = np.arange(start, start + len(kept))
+        self.places[first:][kept] = np.arange(start, start + len(kept))
         self._parts.append((start, first, kept))
 
     def index_of(self, entry: int) -> int:

@@ -134,7 +134,7 @@ class DraftForest:
         picked, slots = result.picked.reshape(-1), result.slots.reshape(-1)
         tokens, edges = result.tokens.reshape(-1), result.scores.reshape(-1)
         keep = edges >= self._least_edge
-        places = collector.places(first + len(tokens))
+        places = collector.places
         if collector.num_context_seeds:
             is_context = np.zeros(len(places), np.bool_)
             is_context[: len(collector.seeds)] = collector.seeds < 0

@@ -318,7 +318,7 @@ class Planner:
             burst,
             rows.tolist(),
             forced,
-            BurstCollector(entries, int(rows[0]) if len(rows) == 1 else -1, num_indices),
+            BurstCollector(entries, num_indices, int(rows[0]) if len(rows) == 1 else -1),
             most_steps,
             slot_limit,
             int((ends - starts).sum()),
@@ -415,16 +415,13 @@ class Planner:
         plan.rerooted_rows.clear()
         plan.closed_rows.clear()
         if plan.unsent:
-            self._add_forced(plan, reroots)
+            fields, entries, reroots.features = encode_forced(forest, plan.unsent, self._index)
+            reroots.seeds, reroots.first_seed = Seeds(fields), len(plan.collector.seeds)
+            plan.collector.add(entries)
+            plan.contexts += [one.context for one in plan.unsent]
+            plan.forced += plan.unsent
+            plan.unsent = []
         return reroots
-
-    def _add_forced(self, plan: BurstPlan, reroots: Reroots) -> None:
-        fields, entries, reroots.features = encode_forced(self._forest, plan.unsent, self._index)
-        reroots.seeds, reroots.first_seed = Seeds(fields), len(plan.collector.seeds)
-        plan.collector.add(entries)
-        plan.contexts += [one.context for one in plan.unsent]
-        plan.forced += plan.unsent
-        plan.unsent = []
 
     def _rows_without_lease(self, plan: BurstPlan) -> list[int]:
         """Rows that may run more nodes and have free slots, but none that is leased and not filled.
