@@ -47,16 +47,14 @@ class BatchManager:
         self._contexts: dict[int, DraftContext] = {}  # by handle
         self._opening: dict[int, tuple[Tree, PendingFeatures]] = {}
         self._closing: list[DraftContext] = []
-        self._reported: set[DraftContext] = set()  # those that `take_closed_rows` has given
+        self._closed_rows: list[int] = []  # theirs, but for those that `take_closed_rows` has given
         self._changed: dict[int, DraftContext] = {}
         self._deferred: dict[int, DraftContext] = {}  # the same, but no burst is to end for them
         self._incomplete: dict[int, DraftContext] = {}  # those whose root or context may have to be run
 
     def has_updates(self, excluded: Container[DraftContext] = ()) -> bool:
         """Whether a request other than the `excluded` waits for `admit` or `follow` and the burst should end for it."""
-        if self._opening or not self._changed:
-            return bool(self._opening)
-        return any(context not in excluded for context in self._changed.values())
+        return bool(self._opening) or any(context not in excluded for context in self._changed.values())
 
     @property
     def has_closed(self) -> bool:
@@ -72,8 +70,7 @@ class BatchManager:
 
     def take_closed_rows(self) -> list[int]:
         """Rows of requests that were closed since the last call and are not released yet."""
-        rows = [context.row for context in self._closing if context not in self._reported]
-        self._reported.update(self._closing)
+        rows, self._closed_rows = self._closed_rows, []
         return rows
 
     @property
@@ -132,6 +129,7 @@ class BatchManager:
             context.known = -1
             self._forest.quotas[context.row] = 0
             self._closing.append(context)
+            self._closed_rows.append(context.row)
 
     def take_features(self, tree: Tree, features: Features) -> None:
         """Keep the target's features until the tokens behind them are run with them."""
@@ -159,7 +157,7 @@ class BatchManager:
             with suppress(Exception):
                 self.kv_manager.close(context)
         self._closing.clear()
-        self._reported.clear()
+        self._closed_rows.clear()
 
     def admit(self) -> None:
         """Free the rows of closed requests, and give rows to opened ones."""
@@ -347,7 +345,7 @@ class BatchManager:
 
     def _note_root_run(self, context: DraftContext) -> None:
         if not context.root_run and self._has_run_root(context):
-            context.note_root_run()
+            context.root_run, context.root_final, context.root_in_burst = True, not context.lag, False
 
     def _look_at(self, context: DraftContext) -> None:
         if context.tree.handle not in self._contexts:

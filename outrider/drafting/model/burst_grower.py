@@ -250,8 +250,7 @@ class BurstGrower(Grower):
     def _go_on(self, active: _ActiveBurst) -> PendingBurst | None:
         """Queue the next part of the burst under way; None where something waits for its end."""
         plan, planner, batch_manager = active.plan, self._planner, self._batch_manager
-        if batch_manager.has_closed:
-            plan.closed_rows.update(row for row in batch_manager.take_closed_rows() if row in plan.rows)
+        plan.closed_rows.update(row for row in batch_manager.take_closed_rows() if row in plan.rows)
         if active.is_outdated or batch_manager.has_updates({one.context for one in plan.forced}):
             return None
         needy = batch_manager.to_run(planner.needs_run)

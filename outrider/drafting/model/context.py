@@ -197,10 +197,6 @@ class DraftContext:
         self.root_run = root_run
         self.root_final = root_run and not self.lag
 
-    def note_root_run(self) -> None:
-        """A burst ran the node that is the root now."""
-        self.root_run, self.root_final, self.root_in_burst = True, not self.lag, False
-
     def take_final(self, *, accept_own: bool) -> list[int]:
         """Take leading tokens whose KV is final off `uncached`, and return their tree slots.
 

@@ -275,8 +275,13 @@ class ContextKVManager:
         for context, extent in zip(served, extents, strict=True):
             if context.num_sinks:
                 context.sinks = None
-            else:
-                self._note_extended(context, len(extent.tokens))
+                continue
+            count = len(extent.tokens)
+            self.num_extended += count
+            context.end += count
+            slots = [token.slot for token in context.uncached[:count] if token.slot >= 0]
+            del context.uncached[:count]
+            self._advanced(context, slots)
         self.free_slots()
         return served, failed
 
@@ -290,13 +295,6 @@ class ContextKVManager:
         tokens = context.tree.author.tokens[first : first + count]
         parts = [part for _, _, part in features.cut(first - 1, first - 1 + count)] if context.lag else []
         return Extent(context.row, tokens, start, parts, gap)
-
-    def _note_extended(self, context: DraftContext, count: int) -> None:
-        self.num_extended += count
-        context.end += count
-        slots = [token.slot for token in context.uncached[:count] if token.slot >= 0]
-        del context.uncached[:count]
-        self._advanced(context, slots)
 
     def _share_bursts(self, more: int) -> None:
         """Give each request an even share of a burst, `more` requests being open.
