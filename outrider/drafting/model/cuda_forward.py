@@ -21,7 +21,6 @@ from kernels.frontier import append_candidates, choose_entries, place_entries
 from kernels.frontier_state import (
     FLOOR,
     NUM_FIELDS,
-    STEP,
     BlockLayout,
     BlockRoots,
     BurstRows,
@@ -102,7 +101,7 @@ class DraftSteps:
         Steps of different buckets lay the pool out differently: what is a token to one may be a score to another.
         """
         self._entries.view(torch.float32).fill_(-math.inf)
-        self.header[STEP] = 0
+        self.header.zero_()
         self.header[FLOOR : FLOOR + 1].view(torch.float32).fill_(math.inf)
 
     def _propose(self, bucket: StepBucket, step: StepTokens, tokens: Tensor, scores: Tensor) -> None:

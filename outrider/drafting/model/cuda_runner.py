@@ -6,7 +6,6 @@ Runs on a CPU too, slowly and without graphs, for tests.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from kernels.frontier import add_seeds, begin_burst, reroot_pool
 from kernels.frontier_state import (
     FIRST_SEED,
+    FLOOR,
     HEADER_WORDS,
     NEW_ROOT,
     NEW_ROOT_SLOT,
@@ -25,9 +25,11 @@ from kernels.frontier_state import (
     NUM_FIELDS,
     NUM_NEW_SEEDS,
     NUM_NEW_SLOTS,
+    NUM_SEEDS,
     REROOT_WORDS,
     SEED_HEADER_WORDS,
     SHIFT,
+    STEP,
     BurstRows,
 )
 from outrider.attention.base import AttentionBackend
@@ -116,7 +118,8 @@ class BurstInput:
         """Describe a burst in one of the host's copies."""
         host, rows, count = self._host[copy], burst.rows, len(burst.rows)
         header, num_seeds = host["header"], len(burst.seeds)
-        header[0], header[1], header[2], header[3] = 0, num_seeds, _bits(burst.floor), 0
+        header[STEP], header[NUM_SEEDS] = 0, num_seeds
+        header.view(np.float32)[FLOOR] = burst.floor
         host["seeds"][:, :num_seeds] = burst.seeds.fields
         # Of padding rows the rest does not matter where nothing is live or free.
         host["rows"][:, count:] = 0
@@ -129,10 +132,6 @@ class BurstInput:
         host["free"][:count] = rows.free
         packed = np.packbits(rows.live, axis=1, bitorder="little")
         host["live"][:count] = packed.view("<i4")
-
-    def clear(self) -> None:
-        """Describe, on the device, a burst in which nothing can be run."""
-        self.header.copy_(torch.tensor([0, 0, _bits(np.inf), 0], dtype=torch.int32))
 
     def to_device(self, copy: int, num_rows: int) -> None:
         """Queue the copy of a description with so many rows."""
@@ -180,11 +179,6 @@ class RerootInput:
 
     def _end(self, num_rows: int) -> int:
         return self._begin + num_rows * self._line
-
-
-def _bits(value: float) -> int:
-    """Those of a float32, as an integer."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 class BurstOutput:
@@ -278,12 +272,11 @@ class CudaRunner(BurstRunner):
                 share_l1()
             self._warm_up()
             # With no entries in the pool, steps change nothing.
-            self._input.clear()
+            self._steps.clear()
             if self.options.use_graphs:
                 self.graphs.capture(self.buckets.all(), True, progress)
                 self._begins.capture(self.buckets.sizes(), False)
                 # Steps of one shape leave entries in the pool that name no row of another shape.
-                self._input.clear()
                 self._steps.clear()
                 self._reroots.capture(self.buckets.sizes(), False)
                 self._contexts.capture()
@@ -294,7 +287,7 @@ class CudaRunner(BurstRunner):
             self._contexts.warm_up()
         self._warm_up_features()
         self.memory.warm_up()
-        self._input.clear()
+        self._steps.clear()
         for bucket in self.buckets.sizes():
             self._begin(bucket)
             self._reroot(bucket)
@@ -329,29 +322,21 @@ class CudaRunner(BurstRunner):
         if not self._launched or self._launched[-1] is not pending or done + num_steps > self.shape.max_steps:
             return None
         more = PendingBurst(self, pending.burst, pending.bucket, num_steps, done)
-        more.ran, more.copy = True, pending.copy
+        more.copy = pending.copy
         with self.at_work():
             if reroots is not None:
                 self.memory.take_features(reroots.features)
                 self._reroot_input.to_device(reroots, more.bucket.rows)
                 self._reroots.run(more.bucket.sizes)
-            self._run_steps(more.bucket, num_steps, fresh=reroots is not None and bool(reroots.features))
-            self._output.to_host(more.copy, more.bucket, num_steps, done)
-            self._mark(more)
+            self._run_steps(more, fresh=reroots is not None and bool(reroots.features))
         self._launched.append(more)
         return more
 
     def _read(self, pending: PendingBurst) -> BurstResult:
         return self._output.read(pending.copy, pending.bucket, pending.num_steps, pending.first_step)
 
-    def _mark(self, pending: PendingBurst) -> None:
-        """Note where a part of a burst ends."""
-        if self._on_gpu:
-            pending.event = torch.cuda.Event()
-            pending.event.record()
-
     def _queue(self, pending: PendingBurst) -> None:
-        pending.ran, pending.copy = True, self._turn
+        pending.copy = self._turn
         self._turn = (self._turn + 1) % NUM_COPIES
         burst, bucket = pending.burst, pending.bucket
         self._input.fill(pending.copy, burst)
@@ -359,14 +344,17 @@ class CudaRunner(BurstRunner):
         self.memory.take_features(burst.features)
         self._input.to_device(pending.copy, len(burst.rows))
         self._begins.run(bucket.sizes)
-        self._run_steps(bucket, burst.num_steps, fresh=bool(burst.features))
-        self._output.to_host(pending.copy, bucket, burst.num_steps)
-        self._mark(pending)
+        self._run_steps(pending, fresh=bool(burst.features))
 
-    def _run_steps(self, bucket: StepBucket, count: int, *, fresh: bool) -> None:
-        """`fresh`: features came with these steps, which the first of them takes."""
-        for number in range(count):
-            self.graphs.run(bucket._replace(fresh=self._has_blocks and fresh and not number))
+    def _run_steps(self, part: PendingBurst, *, fresh: bool) -> None:
+        """Queue the steps of a part, and note where it ends. `fresh`: the first of them takes features that came."""
+        for number in range(part.num_steps):
+            self.graphs.run(part.bucket._replace(fresh=self._has_blocks and fresh and not number))
+        self._output.to_host(part.copy, part.bucket, part.num_steps, part.first_step)
+        part.ran = True
+        if self._on_gpu:
+            part.event = torch.cuda.Event()
+            part.event.record()
 
     def _begin(self, bucket: StepBucket) -> None:
         """Write rows and seeds of a burst into the pool; may be captured."""
