@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.frontier_state import (
@@ -73,24 +72,24 @@ class RoundTrees:
     """A round's tokens with trees, one piece of memory for the largest round each way."""
 
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
-        self._max_rows = max_rows
         pinned = device.type == "cuda"
-        self._told = torch.zeros(4 * max_rows + 2, dtype=torch.int32, pin_memory=pinned)
-        self._limits = torch.zeros(4 * max_rows + 2, dtype=torch.int32, device=device)
-        self._host_limits: NDArray[np.int32] = self._told.numpy()
-        sizes = (max_tokens,) * 3 + (max_rows + 1,)
-        self._nodes = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._read = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-        token_ids, parents, scores, first = self._nodes.split(sizes)
-        self._scores = scores.view(torch.float32)
-        self._host = self._read.numpy()
-        self._host_scores = self._host.view(np.float32)
-        self._max_tokens = max_tokens
 
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        self._fetched = torch.zeros(1 + NUM_FIELDS, MAX_CHOSEN, dtype=torch.int32, pin_memory=pinned)
+        def host_ints(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+
+        parts = [max_rows + 1, max_rows, max_rows, max_rows, 1]
+        self._told, self._limits = host_ints(sum(parts)), ints(sum(parts))
+        self._host_limits = [part.numpy() for part in self._told.split(parts)]
+        self._row_of, self._max_nodes, self._max_depth, self._drafted, self._most = self._limits.split(parts)
+        parts = [max_tokens, max_tokens, max_tokens, max_rows + 1]
+        self._read, self._nodes = host_ints(sum(parts)), ints(sum(parts))
+        self._host_nodes = [part.numpy() for part in self._read.split(parts)]
+        token_ids, parents, scores, first = self._nodes.split(parts)
+        self._scores = scores.view(torch.float32)
+        self._fetched = host_ints(1 + NUM_FIELDS, MAX_CHOSEN)
         self._fetched_at = torch.cuda.Event() if pinned else None
         positions, rows, root, table_rows = ints(max_tokens), ints(max_tokens), ints(max_rows), ints(max_rows)
         self._tokens = RoundTokens(token_ids, positions, parents, rows, first, root, table_rows, cached_len=root)
@@ -101,15 +100,12 @@ class RoundTrees:
 
         All other rows take nothing.
         """
-        count, most = len(rows), self._max_rows
-        host = self._host_limits
-        row_of = host[: most + 1]
+        count = len(rows)
+        row_of, max_nodes, max_depth, drafted, most = self._host_limits
         row_of[:] = -1
-        host[most + 1 :] = 0
-        if not rows:
-            return
-        max_nodes, max_depth, drafted = host[most + 1 : -1].reshape(3, most)
-        host[-1] = num_nodes
+        for limit in (max_nodes, max_depth, drafted):
+            limit[count:] = 0
+        most[0] = num_nodes
         for row, tree in enumerate(rows):
             if tree.max_nodes:
                 row_of[tree.table_row] = row
@@ -123,8 +119,8 @@ class RoundTrees:
 
     def drafted(self, num_rows: int) -> Tensor:
         """Flags on the device, int32 [num_rows], 1 where the next tree is to be grown."""
-        start = 3 * self._max_rows + 1
-        return self._limits[start : start + num_rows]
+        flags: Tensor = self._drafted[:num_rows]
+        return flags
 
     def tokens(self, base: RoundTokens) -> RoundTokens:
         """The memory that `merge` writes a round of the base's size to."""
@@ -133,14 +129,8 @@ class RoundTrees:
 
     def merge(self, base: RoundTokens, grown: GrownTrees) -> RoundTokens:
         """Hang trees below the roots of a round that the host laid out, perhaps with nodes; may be captured."""
-        out, num_rows, most = self.tokens(base), base.table_rows.shape[0], self._max_rows
-        limits = MergeLimits(
-            row_of=self._limits[: most + 1],
-            max_nodes=self._limits[most + 1 : most + 1 + num_rows],
-            max_depth=self._limits[2 * most + 1 : 2 * most + 1 + num_rows],
-            most=self._limits[4 * most + 1 :],
-        )
-        num_tokens = base.token_ids.shape[0]
+        out, num_rows, num_tokens = self.tokens(base), base.table_rows.shape[0], base.token_ids.shape[0]
+        limits = MergeLimits(self._row_of, self._max_nodes[:num_rows], self._max_depth[:num_rows], self._most)
         seen = GrownTrees(grown.order[:num_tokens], grown.pool)
         merge_trees(base, seen, limits, out, self._scores[:num_tokens])
         return out
@@ -172,14 +162,12 @@ class RoundTrees:
 
     def read(self, row: int, num_extend: int) -> GrownNodes:
         """The nodes of a row of the last round, behind its first `num_extend` tokens, once the copy is done."""
-        most = self._max_tokens
-        first = 3 * most + row
-        begin, end = int(self._host[first]) + num_extend, int(self._host[first + 1])
-        parents = (self._host[most + begin : most + end] - begin).tolist()
+        token_ids, parents, scores, first = self._host_nodes
+        begin, end = int(first[row]) + num_extend, int(first[row + 1])
         return GrownNodes(
-            self._host[begin:end].tolist(),
-            [max(parent, -1) for parent in parents],
-            self._host_scores[2 * most + begin : 2 * most + end].tolist(),
+            token_ids[begin:end].tolist(),
+            [max(parent, -1) for parent in (parents[begin:end] - begin).tolist()],
+            scores[begin:end].view(np.float32).tolist(),
         )
 
 
