@@ -311,7 +311,7 @@ class Requests:
             self._begin(port, message)
 
     def _begin(self, port: AnswerPort, message: Open) -> None:
-        tree = Tree(next(self._handles), TreeAuthor(message, port.vocab_size), port.vocab_size, port.parts)
+        tree = Tree(next(self._handles), TreeAuthor(message, port.vocab_size), port.parts)
         self.grammars.open(tree.author, port.vocab_size)
         self.growth.open(tree)
         self._trees[port, message.request] = tree

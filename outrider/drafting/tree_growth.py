@@ -23,12 +23,9 @@ class Tree:
     handle: int
     """Names it in the whole service; never used twice."""
     author: TreeAuthor
-    vocab_size: int
-    """Ids at or past this are illegal."""
     parts: frozenset[int] | None = None
     """Numbers of the growers that may serve it, where there are several; None for all."""
     growers: list[Grower] = field(default_factory=list)
-    """Growers that serve it."""
     is_paused: bool = False
 
 

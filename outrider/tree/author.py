@@ -71,7 +71,8 @@ class TreeAuthor:
         self.epoch = 0
         self.guide: Guide | None = None
         """Guide of the request's grammar, if it has one."""
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        """Ids at or past this are illegal."""
         self._acked_len = 0
         self.next_id = 1
         """Id that the next node of the epoch gets."""
@@ -125,7 +126,7 @@ class TreeAuthor:
 
     def forbids(self, parent: int, token: int) -> bool:
         """Whether `token` is outside the vocabulary, or a grammar rules it out behind a node, if that is live."""
-        if not 0 <= token < self._vocab_size:
+        if not 0 <= token < self.vocab_size:
             return True
         return self.guide is not None and self.is_live(parent) and not self.guide.allows(parent, token)
 
@@ -164,7 +165,7 @@ class TreeAuthor:
         late = first - len(bulk.parents)
         if self.guide is not None or not 0 < count <= self.credit - self.num_live:
             return None
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
             return None
         if not (max(scores) <= 0.0 and sum(scores) >= _MIN_EDGE_SCORE):  # a sum is finite only if all of them are
             return None

@@ -31,7 +31,7 @@ FOREVER = math.inf
 
 def tree_of(tokens: list[int], sampling: SamplingParams = GREEDY, handle: int = 1, tenant: str = "") -> Tree:
     message = Open(handle, tokens, len(tokens), sampling, 64, tenant=tenant)
-    return Tree(handle, TreeAuthor(message, VOCAB), VOCAB)
+    return Tree(handle, TreeAuthor(message, VOCAB))
 
 
 def opened(

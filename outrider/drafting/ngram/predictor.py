@@ -246,7 +246,7 @@ class NgramRequest:
 
     def __init__(self, tree: Tree, predictor: Predictor, trie: Trie, max_match: int) -> None:
         self.sampling = tree.author.sampling
-        self.vocab_size = tree.vocab_size
+        self.vocab_size = tree.author.vocab_size
         self.local = LocalConfidence()
         self.trust = NoiseTrust()
         self._tokens = list(tree.author.tokens)
