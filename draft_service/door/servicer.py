@@ -217,36 +217,32 @@ def answer_hello(theirs: Hello, profile: DrafterProfile, options: DraftOptions) 
 
     Where a draft model was not made for the target, drafters beside it that take any target guess alone.
     """
-    ours, parts = with_tokens(profile.hello), None
+    offered, parts = profile.hello, None
+    line = None if offered.line is None else replace(offered.line, token=secrets.token_hex(16))
+    # A features stream names its session by a token, too.
+    ours = replace(offered, features_token=secrets.token_hex(16) if offered.feature_layers else "", line=line)
     try:
         terms = agree(theirs, ours)
     except HandshakeError as error:
         if not profile.any_target_drafters:
             raise
-        refused, parts = ours, profile.any_target_drafters
+        parts = profile.any_target_drafters
         names = "+".join(name for number, name in enumerate(named_drafters(options)) if number in parts)
         # Sources are those of all: nodes name them by their numbers among these.
         ours = Hello(
-            refused.protocol_version,
-            refused.noise_version,
+            offered.protocol_version,
+            offered.noise_version,
             names,
             max_positions=options.max_positions,
-            sources=refused.sources,
-            line=refused.line,
+            sources=offered.sources,
+            line=line,
         )
         terms = agree(theirs, ours)
         _logger.warning(
             "%s alone drafts for %s, which %s does not fit: %s",
-            *(names, theirs.model or "this target", refused.model, error.message),
+            *(names, theirs.model or "this target", offered.model, error.message),
         )
-    token = ours.line.token if ours.line else ""
-    return ours, SessionUp(0, terms.vocab_size, theirs.tokenizer_hash, parts, token)
-
-
-def with_tokens(hello: Hello) -> Hello:
-    """The hello of a new session; one whose drafter takes features gets a token for them."""
-    line = None if hello.line is None else replace(hello.line, token=secrets.token_hex(16))
-    return replace(hello, features_token=secrets.token_hex(16) if hello.feature_layers else "", line=line)
+    return ours, SessionUp(0, terms.vocab_size, theirs.tokenizer_hash, parts, line.token if line else "")
 
 
 def check_same_target(target: SessionUp, served: SessionUp) -> None:

@@ -101,14 +101,6 @@ class DraftReporter:
     def flush(self) -> None:
         """Send the answers."""
         self._changed = True
-        self._answer_on_lines()
-        if self._answers:
-            self._pipe.send(TurnUpdates([ToVerify(session, parts) for session, parts in self._answers.items()]))
-            self._answers.clear()
-        elif self._pipe.backlog:
-            self._pipe.flush()
-
-    def _answer_on_lines(self) -> None:
         for session in list(self._answers):
             if self._lines.send(session, self._answers[session]):
                 del self._answers[session]
@@ -116,6 +108,11 @@ class DraftReporter:
         for session in self._lines.lost:
             self._pipe.send(SessionLost(session))
         self._lines.lost.clear()
+        if self._answers:
+            self._pipe.send(TurnUpdates([ToVerify(session, parts) for session, parts in self._answers.items()]))
+            self._answers.clear()
+        elif self._pipe.backlog:
+            self._pipe.flush()
 
     def count_slice(self, seconds: float) -> None:
         """A slice of growth took so long."""

@@ -51,7 +51,6 @@ class DeviceSampler:
         """`num_rows` requests in the tables, `max_tokens` tokens in a round, `max_depth` committed ones a request."""
         self._vocab_size = vocab_size
         self._rule = rule
-        self._lossy = rule.lossy
         self._tables = SamplingTables(
             float_params=torch.zeros(num_rows, 8, dtype=torch.float32, device=device),
             int_params=torch.zeros(num_rows, 8, dtype=torch.int32, device=device),
@@ -130,7 +129,7 @@ class DeviceSampler:
         round `accepted` [B, D], and `error` [B], not 0 where a row failed, see `failure`. All int32.
         """
         out = WalkOutputs(num_tokens, committed, accepted, error)
-        size, tables, lossy = self._vocab_size, self._tables, self._lossy
+        size, tables, lossy = self._vocab_size, self._tables, self._rule.lossy
         mask = self._mask[: tokens.token_ids.shape[0]]
         sample_rows(logits, size, tokens, tables, self._buffers, vocab_mask=mask, lossy=lossy)
         walk(tokens, tables, self._buffers, out, max_row_tokens=max_row_tokens, vocab_size=size, lossy=lossy)

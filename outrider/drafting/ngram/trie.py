@@ -77,9 +77,7 @@ class Trie:
         position = self._text_start + len(self._text)
         still_open = []
         for node in self._open:
-            children = node.children
-            if children is None:  # never so: what is open is spelled out
-                continue
+            children: dict[int, TrieNode] = node.children  # type: ignore[assignment]  # what is open is spelled out
             child = children.pop(token, None)
             if child is None:
                 child = TrieNode(token, node.depth + 1, position)
