@@ -12,11 +12,10 @@ from torch import Tensor
 
 from kernels.frontier_state import BlockStore, RegionPlan
 from outrider.attention.paged import update_pages
-from outrider.device import DTYPES, put
+from outrider.device import put
 from outrider.drafting.model.burst import BurstShape, Int32s
 from outrider.models.drafters.base import DraftModel
 from outrider.models.drafters.heads import NOWHERE, BlockHead
-from outrider.protocol.speculation import Features
 
 
 class DeviceMemory:
@@ -206,20 +205,6 @@ def working_on(device: torch.device) -> AbstractContextManager[None]:
 def _enter(device: torch.device) -> Iterator[None]:
     with torch.inference_mode(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         yield
-
-
-def project_rows(model: DraftModel, features: Features, given: Any, count: int) -> Tensor:
-    """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
-    dtype = DTYPES[features.dtype]
-    with working_on(model.device):
-        if isinstance(given, Tensor):  # read from a ring: nobody else has it
-            rows = given.view(dtype).view(count, -1).to(model.device, model.dtype)
-        else:
-            # What is given is free when this returns, though bursts may be under way.
-            rows = torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1).to(model.dtype)
-            if model.device.type == "cuda":
-                rows = rows.pin_memory().to(model.device, non_blocking=True)
-        return model.finish_product(rows) if features.projected else model.project(rows)
 
 
 def join_rows(parts: Sequence[Tensor], into: Tensor) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch import Tensor
 from kernels.attention_tiles import short_tokens
 from outrider.attention.base import AttentionBackend
 from outrider.attention.paged import PromptChunk
+from outrider.device import DTYPES
 from outrider.drafting.model.burst import Burst, BurstResult, BurstShape, Extent, Reroots, StepBucket, StepBuckets
-from outrider.drafting.model.device_memory import DeviceMemory, project_rows, working_on
+from outrider.drafting.model.device_memory import DeviceMemory, working_on
 from outrider.drafting.model.features import MemoryMapper, PartOfRows
 from outrider.layers.linear import has_small_products
 from outrider.models.drafters.base import DraftModel
@@ -153,7 +155,6 @@ class BurstRunner(ABC):
         """A request begins in a free row."""
         with self.at_work():
             self._run_launched()
-            self.memory.forget(row)
             self._proposer.admit(row, sampling)
 
     def close(self, row: int) -> None:
@@ -200,13 +201,26 @@ class BurstRunner(ABC):
         """
         part = features.rows
         if not isinstance(part, PartOfRows):
-            return project_rows(self._model, features, features.data if part is None else part, features.count)
+            return self._project(features, features.data if part is None else part, features.count)
         joined = part.joined
         if joined.projected is None:
-            joined.projected = project_rows(self._model, features, joined.rows, joined.count)
+            joined.projected = self._project(features, joined.rows, joined.count)
         # Called for each request: a view is all that is made.
         projected: Tensor = joined.projected
         return projected[part.start : part.start + features.count]
+
+    def _project(self, features: Features, given: Any, count: int) -> Tensor:
+        """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
+        model, dtype = self._model, DTYPES[features.dtype]
+        with self.at_work():
+            if isinstance(given, Tensor):  # read from a ring: nobody else has it
+                rows = given.view(dtype).view(count, -1).to(model.device, model.dtype)
+            else:
+                # What is given is free when this returns, though bursts may be under way.
+                rows = torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1).to(model.dtype)
+                if model.device.type == "cuda":
+                    rows = rows.pin_memory().to(model.device, non_blocking=True)
+            return model.finish_product(rows) if features.projected else model.project(rows)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size].
