@@ -11,7 +11,7 @@ from integrity import check_forest, check_slots
 from test_growth_with_model import Service
 
 from outrider.models.drafters.base import DraftModel
-from outrider.protocol.speculation import Features
+from outrider.protocol.speculation import Decline, Features, Grow
 from outrider.sampling.params import SamplingParams
 
 
@@ -64,3 +64,25 @@ def test_behind_true_features_a_tree_scores_as_a_fresh_one_whatever_came_before(
             assert request.held()[path] == pytest.approx(fresh.held()[path], abs=2e-3), (number, path)
         compared += 1
     assert compared > 1
+
+
+def test_features_of_a_wrong_width_cost_no_other_request_its_tree(feature_model: DraftModel) -> None:
+    """As a broken verify engine may say them on a line, past the door."""
+    service, width = Service(feature_model), len(feature_model.feature_layers) * feature_model.hidden_size
+    broken, other = (service.open(number, list(range(1, 12)), GREEDY) for number in range(2))
+    for request in (broken, other):
+        send_features(service, request, 0, 10, width)
+    data = np.zeros(feature_model.feature_size + 1, np.float32).tobytes()
+    wrong = Features(broken.number, 9, 1, True, data, "float32", projected=True)
+    try:
+        service.requests.handle(service.peer, wrong)
+    except ValueError:
+        service.requests.fail(service.peer, wrong)
+    service.grow()
+    declined = [message.request for message in service.peer.received if isinstance(message, Decline)]
+    assert declined == [broken.number]
+    assert any(message.request == other.number and message.token_ids for message in grown(service))
+
+
+def grown(service: Service) -> list[Grow]:
+    return [message for message in service.peer.received if isinstance(message, Grow)]

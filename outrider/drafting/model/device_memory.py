@@ -170,10 +170,7 @@ class DeviceMemory:
         end = self.first_given + sum(len(part) for part in rows)
         if end > self.features.shape[0]:
             raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
-        size = self._shape.feature_size
-        if rows[0].shape[1:] != (size,):
-            raise ValueError(f"features of {list(rows[0].shape)} for a model that takes {size}")
-        join_rows(rows, self.features[self.first_given : end, :size])
+        join_rows(rows, self.features[self.first_given : end, : self._shape.feature_size])
 
     def _move_pairs(self) -> Int32s:
         """[N, 2] KV slots from and to which KV moves."""

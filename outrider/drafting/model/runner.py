@@ -210,7 +210,10 @@ class BurstRunner(ABC):
         return projected[part.start : part.start + features.count]
 
     def _project(self, features: Features, given: Any, count: int) -> Tensor:
-        """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`."""
+        """Rows [count, feature_size] of values that are bytes of any kind, in the format of `features`.
+
+        Raises ValueError for rows of another width, which would fail the bursts of all requests.
+        """
         model, dtype = self._model, DTYPES[features.dtype]
         with self.at_work():
             if isinstance(given, Tensor):  # read from a ring: nobody else has it
@@ -220,7 +223,10 @@ class BurstRunner(ABC):
                 rows = torch.frombuffer(bytearray(given), dtype=dtype).view(count, -1).to(model.dtype)
                 if model.device.type == "cuda":
                     rows = rows.pin_memory().to(model.device, non_blocking=True)
-            return model.finish_product(rows) if features.projected else model.project(rows)
+            made = model.finish_product(rows) if features.projected else model.project(rows)
+        if made.shape[1] != self.shape.feature_size:
+            raise ValueError(f"features of {made.shape[1]} values for a model that takes {self.shape.feature_size}")
+        return made
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """One of what `project` returned, or of slices of it, one behind the other: [sum of N, feature_size].
