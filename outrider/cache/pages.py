@@ -82,7 +82,7 @@ class PagePool:
             raise ValueError(f"page {page} has {self._refs[page]} references, {needed} are needed")
 
 
-def page_slots(pages: Sequence[int], page_size: int, start: int, end: int) -> NDArray[np.int32]:
+def page_slots(pages: Sequence[int] | NDArray[np.int32], page_size: int, start: int, end: int) -> NDArray[np.int32]:
     """KV slots of positions start .. end - 1 of a request whose page table is `pages`, int32 [end - start]."""
     first = start // page_size
     used = np.array(pages[first : (end - 1) // page_size + 1], np.int32)

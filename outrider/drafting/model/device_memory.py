@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.frontier_state import BlockStore, RegionPlan
 from outrider.attention.paged import update_pages
+from outrider.cache.pages import page_slots
 from outrider.device import put
 from outrider.drafting.model.burst import BurstShape, Int32s
 from outrider.models.drafters.base import DraftModel
@@ -150,11 +151,8 @@ class DeviceMemory:
 
     def context_slots(self, row: int, start: int, end: int) -> Int32s:
         """KV slots of the row's context positions start .. end - 1. Raises ValueError where there are no pages."""
-        size = self._shape.page_size
         self._check_pages(row, start, end)
-        positions = np.arange(start, end, dtype=np.int32)
-        slots: Int32s = self._host[row, positions // size] * size + positions % size
-        return slots
+        return page_slots(self._host[row], self._shape.page_size, start, end)
 
     def region_start(self, row: int) -> int:
         """KV slot of the row's tree slot 0; the others follow it."""
