@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from outrider.config.draft import ALGORITHMS, AUTO, DraftOptions
 from outrider.drafting.base import AnyDrafter, CombinedDrafter, Drafter, parts_of
 from outrider.drafting.model.burst_grower import BurstGrower
-from outrider.drafting.model.drafter import ModelDrafter
+from outrider.drafting.model.drafter import GrowthOptions, ModelDrafter
 from outrider.drafting.node_grower import NodeGrower
 from outrider.drafting.tree_growth import TreeGrowth, TreeLimits
 
@@ -58,7 +58,7 @@ def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
         first_source = sources.stop
         limits = _limits(options, part, sources, parts)
         if isinstance(part, ModelDrafter):
-            BurstGrower(part.runner, growth, limits, part.growth_options(options))
+            BurstGrower(part.runner, growth, limits, GrowthOptions.choose(options, part.runner.shape, part.needs))
         elif isinstance(part, Drafter):
             NodeGrower(part, growth, limits)
         else:
@@ -68,7 +68,8 @@ def build_growth(drafter: AnyDrafter, options: DraftOptions) -> TreeGrowth:
 
 def drafts_on_demand(parts: Sequence[AnyDrafter], options: DraftOptions) -> bool:
     """Whether a model among these drafters grows one tree after each commit and no more."""
-    return any(isinstance(one, ModelDrafter) and one.growth_options(options).min_chance for one in parts)
+    models = (one for one in parts if isinstance(one, ModelDrafter))
+    return any(GrowthOptions.choose(options, one.runner.shape, one.needs).min_chance for one in models)
 
 
 def _limits(options: DraftOptions, part: AnyDrafter, sources: range, parts: Sequence[AnyDrafter]) -> TreeLimits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -126,22 +125,18 @@ class ModelDrafter(AnyDrafter):
     sources: tuple[str, ...]
     needs: Needs
 
-    def growth_options(self, options: DraftOptions) -> GrowthOptions:
-        """How it grows."""
-        return GrowthOptions.choose(options, self.runner.shape, self.needs)
-
 
 def workplace(drafter: AnyDrafter) -> AbstractContextManager[None]:
     """What the thread is in that drafts: that of the model, if there is one."""
-    model = next(_models(drafter), None)
+    model = _model_of(drafter)
     return nullcontext() if model is None else model.runner.at_work()
 
 
 def find_mapper(drafter: AnyDrafter) -> MemoryMapper | None:
     """Maps verify's memory where a model runs that takes features; None where none does, or not on a GPU."""
-    model = next((model for model in _models(drafter) if model.needs.feature_layers), None)
-    return None if model is None else model.runner.memory_mapper()
+    model = _model_of(drafter)
+    return model.runner.memory_mapper() if model is not None and model.needs.feature_layers else None
 
 
-def _models(drafter: AnyDrafter) -> Iterator[ModelDrafter]:
-    return (part for part in parts_of(drafter) if isinstance(part, ModelDrafter))
+def _model_of(drafter: AnyDrafter) -> ModelDrafter | None:
+    return next((part for part in parts_of(drafter) if isinstance(part, ModelDrafter)), None)

@@ -460,7 +460,6 @@ def _beside(touched: Ints, parents: Ints, inner: NDArray[np.bool_], where: list[
 
 
 def _kill(forest: DraftForest, dead: Ints, steps: Sequence[RerootStep]) -> None:
-    """Kill entries, and free their slots."""
     entries = forest.entries
     entries.kill(dead)
     slots = entries.slots[dead]

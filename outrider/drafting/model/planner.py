@@ -217,11 +217,6 @@ class BurstPlan:
     spreads_from: int = 0
     """The step at which the device was last told of a root, below which there are few nodes to run at first."""
 
-    @property
-    def num_forced(self) -> int:
-        """Forced seeds of requests of which some were not run yet."""
-        return sum(len(one.slots) for one in self.forced)
-
 
 class Planner:
     """Lays out what a burst runs, and takes its results into forest and contexts."""
@@ -382,7 +377,9 @@ class Planner:
         if not contexts:
             return []
         first, forest = len(plan.collector.seeds), self._forest
-        limit = min(plan.burst.width - plan.num_forced, self._shape.max_seeds - first)
+        # With forced seeds of requests of which some were not run yet no more than a step has nodes.
+        num_forced = sum(len(one.slots) for one in plan.forced)
+        limit = min(plan.burst.width - num_forced, self._shape.max_seeds - first)
         rows = set(plan.rows)
         plan.unsent = take_forced(forest, [context for context in contexts if context.row in rows], first, limit)
         return [one.context for one in plan.unsent]

@@ -73,7 +73,6 @@ class TorchRunner(BurstRunner):
         return pending.brought
 
     def _run(self, pending: PendingBurst) -> BurstResult:
-        """Run the steps of a burst."""
         pending.ran = True
         began = perf_counter()
         self._round_seconds = _follow(self._round_seconds, began - self._ended_at)
