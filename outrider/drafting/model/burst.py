@@ -256,13 +256,12 @@ class StepBucket(NamedTuple):
 class StepBuckets:
     """The shapes of captured steps; a burst takes the smallest that holds it."""
 
-    def __init__(self, shape: BurstShape, short_context: int = 0, *, has_fresh: bool = False) -> None:
-        """`short_context`: tokens of a context that is short; with 0 none is. `has_fresh`: see StepBucket."""
+    def __init__(self, shape: BurstShape, short_context: int = 0) -> None:
+        """`short_context`: tokens of a context that is short; with 0 none is."""
         self.widths = width_buckets(WIDTHS, shape.max_width)
         self.rows = row_buckets(shape.num_rows)
         self._shape = shape
         self._short_context = short_context
-        self._has_fresh = has_fresh
 
     def fit(self, width: int, num_rows: int, longest: int | None = None) -> StepBucket:
         """The bucket of a burst, with at least a node for each row if there is such a width.
@@ -286,6 +285,6 @@ class StepBuckets:
         """All buckets, largest first, so that the first capture sizes the shared memory pool."""
         lengths = (None, 0) if self._short_context else (None,)
         found = {self.fit(*each) for each in product(self.widths, self.rows, lengths)}
-        if self._has_fresh:
+        if self._shape.has_blocks:
             found |= {bucket._replace(fresh=True) for bucket in found}
         return sorted(found, reverse=True)

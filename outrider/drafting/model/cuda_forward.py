@@ -53,12 +53,12 @@ class DraftSteps:
         shape: BurstShape,
         header: Tensor,
         rows: BurstRows,
-        results: Callable[[StepBucket], Tensor],
+        results: Tensor,
         num_seeds: Callable[[StepBucket], int],
     ) -> None:
         """`header`, `rows`: of the burst, see kernels.frontier.
 
-        `results`: where the steps of a bucket write what they bring, see kernels.frontier.append_candidates.
+        `results`: int32, where steps write what they bring, see kernels.frontier.append_candidates.
         `num_seeds`: seeds that the pool of a bucket has room for.
         """
         device = model.device
@@ -87,7 +87,8 @@ class DraftSteps:
         flat, size = slice(bucket.num_candidates), (bucket.width, bucket.branching)
         tokens, scores = self._tokens[flat].view(size), self._scores[flat].view(size)
         self._propose(bucket, step, tokens, scores)
-        append_candidates(header, pool, step, tokens, scores, self._results(bucket))
+        results = self._results[: self._shape.max_steps * bucket.num_words].view(-1, bucket.num_words)
+        append_candidates(header, pool, step, tokens, scores, results)
 
     def pool(self, bucket: StepBucket) -> CandidatePool:
         """The pool as bursts of this shape lay it out."""
@@ -157,11 +158,8 @@ class BlockSteps(DraftSteps):
     blocks laid out and kept, and what is read; another one the first and the last of these.
     """
 
-    def __init__(self, head: DraftModel, *rest: Any) -> None:
-        """Raises TypeError for another model than a block head."""
+    def __init__(self, head: BlockHead, *rest: Any) -> None:
         super().__init__(head, *rest)
-        if not isinstance(head, BlockHead):
-            raise TypeError(f"{type(head).__name__} is no block head")
         self._head, self._blocks = head, self._memory.room_for_blocks
         # 1 for tree slots with keys and values of the target's features.
         size = (self._shape.num_rows + 1, self._shape.region)

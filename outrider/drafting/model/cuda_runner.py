@@ -43,7 +43,6 @@ from outrider.drafting.model.features import MemoryMapper
 from outrider.drafting.model.runner import BurstRunner, PendingBurst, RunnerOptions
 from outrider.graphs import GraphPool
 from outrider.models.drafters.base import DraftModel
-from outrider.models.drafters.heads import BlockHead
 from outrider.sampling.proposer import Proposer
 
 NUM_COPIES = 2
@@ -188,11 +187,8 @@ class BurstOutput:
         self._shape = shape
         size = shape.max_steps * shape.max_width * (2 + 2 * shape.most_branching)
         self._words = _StagedWords(size, device)
-
-    def steps(self, bucket: StepBucket) -> Tensor:
-        """On the device, [max_steps, width * (2 + 2 * k)]."""
-        line = bucket.num_words
-        return self._words.device[: self._shape.max_steps * line].view(self._shape.max_steps, line)
+        self.device = self._words.device
+        """What steps bring, on the device: see kernels.frontier.append_candidates."""
 
     def to_host(self, copy: int, bucket: StepBucket, num_steps: int, first_step: int = 0) -> None:
         """Queue the copy of what some steps brought."""
@@ -241,11 +237,10 @@ class CudaRunner(BurstRunner):
             options.rank_by_noise,
             model.edge_scale,
         )
-        self._has_blocks = isinstance(model, BlockHead)
         self._input = BurstInput(shape, device)
         self._output = BurstOutput(shape, device)
         self._turn = 0
-        make: type[DraftSteps] = BlockSteps if self._has_blocks else DraftSteps
+        make: type[DraftSteps] = BlockSteps if shape.has_blocks else DraftSteps
         self._steps = make(
             model,
             self.memory,
@@ -254,7 +249,7 @@ class CudaRunner(BurstRunner):
             shape,
             self._input.header,
             self._input.rows,
-            self._output.steps,
+            self._output.device,
             lambda bucket: shape.max_seeds,
         )
         self._reroot_input = RerootInput(shape, device)
@@ -349,7 +344,7 @@ class CudaRunner(BurstRunner):
     def _run_steps(self, part: PendingBurst, *, fresh: bool) -> None:
         """Queue the steps of a part, and note where it ends. `fresh`: the first of them takes features that came."""
         for number in range(part.num_steps):
-            self.graphs.run(part.bucket._replace(fresh=self._has_blocks and fresh and not number))
+            self.graphs.run(part.bucket._replace(fresh=self.shape.has_blocks and fresh and not number))
         self._output.to_host(part.copy, part.bucket, part.num_steps, part.first_step)
         part.ran = True
         if self._on_gpu:

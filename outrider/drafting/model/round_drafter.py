@@ -265,11 +265,9 @@ class RoundDrafter:
         free = torch.arange(shape.region, dtype=torch.int32, device=device).repeat(num_rows, 1)
         of_rows = (ints(num_rows), ints(num_rows), ints(num_rows), ints(num_rows))
         rows = BurstRows(*of_rows, ints(num_rows, shape.region // 32), free)
-        self._step_results = ints(shape.max_steps, shape.max_width * (2 + 2 * shape.most_branching))
-        kind = BlockSteps if isinstance(model, BlockHead) else DraftSteps
-        self._steps = kind(
-            model, self.memory, attention, self._proposer, shape, ints(4), rows, self._results_of, _num_seeds
-        )
+        results = ints(shape.max_steps * shape.max_width * (2 + 2 * shape.most_branching))  # which nobody reads
+        kind: type[DraftSteps] = BlockSteps if isinstance(model, BlockHead) else DraftSteps
+        self._steps = kind(model, self.memory, attention, self._proposer, shape, ints(4), rows, results, _num_seeds)
         self._committed = CommittedTokens.new(max_round_tokens, num_rows, device)
         self._trees = TreeBuffers(max_round_tokens, MAX_PATH, device)
         self._root_tokens, self._root_scores = ints(seeds), torch.zeros(seeds, dtype=torch.float32, device=device)
@@ -398,9 +396,6 @@ class RoundDrafter:
         tables = self._steps.rows.table_rows[: shape.rows]
         pick_nodes(self._steps.header, pool, tables, step.num_candidates, picker)
         self._rounds.note_drafted()
-
-    def _results_of(self, bucket: StepBucket) -> Tensor:
-        return self._step_results.view(-1)[: self.shape.max_steps * bucket.num_words].view(-1, bucket.num_words)
 
 
 def _num_seeds(bucket: StepBucket) -> int:

@@ -139,7 +139,7 @@ class BurstRunner(ABC):
         self.shape = shape
         self.options = options
         self.memory = DeviceMemory(model, shape)
-        self.buckets = StepBuckets(shape, short_context(model), has_fresh=model.block_bytes > 0)
+        self.buckets = StepBuckets(shape, short_context(model))
         self._model = model
         self._attention = attention
         self._launched: deque[PendingBurst] = deque()
