@@ -46,14 +46,18 @@ class GrowthQueue:
         self.tree = tree
         self.author = tree.author
         self.limits = limits
-        self._expanded: set[int] = set()  # nodes that were expanded; kept where there are others' nodes
-        self._num_seen = 0  # ids below this were looked at for others' nodes
-        self._num_before = 0  # ids below this were there when it began: its own are as others' nodes
+        self._number = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """After a miss, or where the drafter knows more than before: begin at the root."""
         self._heap: list[_Entry] = []
         self._deferred_leaves: list[int] = []  # leaves to expand once the root has come closer
         self._put_off: list[_Entry] = []  # nodes to expand once there was a commit
-        self._number = 0
-        self.restart()
+        self._expanded: set[int] = set()  # nodes that were expanded; kept where there are others' nodes
+        self._num_before = self.author.next_id  # ids below this are there already: its own are as others' nodes
+        self._num_seen = self._num_before  # ids below this were looked at for others' nodes
+        self.ask_root()
 
     def best(self) -> float:
         """Natural-log chance, from the root, of the best entry; -inf if none is worth it."""
@@ -119,15 +123,6 @@ class GrowthQueue:
         for node_id in deferred_leaves:
             if self.author.is_live(node_id) and node_id != root:
                 self._queue(node_id)
-
-    def restart(self) -> None:
-        """After a miss, or where the drafter knows more than before: begin at the root."""
-        self._heap = []
-        self._deferred_leaves = []
-        self._put_off = []
-        self._expanded.clear()
-        self._num_seen = self._num_before = self.author.next_id
-        self.ask_root()
 
     def ask_root(self) -> None:
         """Have the root expanded, or expanded again."""

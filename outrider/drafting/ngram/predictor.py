@@ -314,8 +314,6 @@ class NgramRequest:
 
     def unshared(self, overlap: int) -> list[int]:
         """Output not handed out before, led by up to `overlap` tokens that were, so that n-grams cross the seam."""
-        if self._num_shared == len(self._tokens):
-            return []
         start = max(0, self._num_shared - overlap)
         self._num_shared = len(self._tokens)
         return self._tokens[start:]
