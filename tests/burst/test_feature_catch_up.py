@@ -151,7 +151,7 @@ def test_where_many_share_a_burst_fewer_tokens_of_each_are_left_to_it(num_reques
 
 
 def joined(store: PendingFeatures, start: int, end: int) -> np.ndarray:  # type: ignore[type-arg]
-    return np.concatenate([np.asarray(values) for _, _, values in store.cut(start, end)])
+    return np.concatenate([np.asarray(values) for _, values in store.cut(start, end)])
 
 
 parts = st.lists(st.tuples(st.integers(0, 120), st.integers(1, 9)) | st.just(None), max_size=120)
@@ -171,7 +171,7 @@ def test_a_store_has_what_it_was_given_in_whatever_parts(given_parts: list[tuple
             start, count = end, 1
         else:
             start, count = part
-        store.add(start, count, np.arange(start, start + count)[:, None], since)
+        store.add(start, np.arange(start, start + count)[:, None], since)
         here |= {position for position in range(start, start + count) if position >= since}
         end = max(end, start + count)
         for first in range(0, end, 7):
@@ -191,10 +191,10 @@ def test_many_small_parts_become_few_and_let_go_of_what_they_were_cut_from() -> 
     whole = torch.arange(1000.0)[:, None]
     store = PendingFeatures(lambda values: torch.cat(list(values)))
     for position in range(500):
-        store.add(position, 1, whole[position : position + 1], 0)
+        store.add(position, whole[position : position + 1], 0)
     found = list(store.cut(0, 500))
     assert len(found) < 500 / 16 + 16
-    assert sum(values.untyped_storage().nbytes() > 4 * len(values) for _, _, values in found) < 16  # type: ignore[attr-defined, arg-type]
+    assert sum(values.untyped_storage().nbytes() > 4 * len(values) for _, values in found) < 16  # type: ignore[attr-defined, arg-type]
     assert joined(store, 0, 500).tolist() == whole[:500].tolist()
 
 

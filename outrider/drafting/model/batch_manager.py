@@ -138,11 +138,11 @@ class BatchManager:
             return
         if features.start + features.count > self._options.max_positions:  # nothing bounds them but their tokens
             return
-        part = (features.start, features.count, self._runner.project(features))
+        start, values = features.start, self._runner.project(features)
         if opening is not None:
-            opening[1].add(*part, since=self._shape.lag - 1)
+            opening[1].add(start, values, since=self._shape.lag - 1)
         elif context is not None:
-            context.take_features(*part)
+            context.take_features(start, values)
             # Where nothing waits for them, no burst is cut short.
             waits = not (context.root_run or context.root_in_burst) or self.kv_manager.num_extendable(context)
             waits = waits or context.is_root_stale
@@ -305,8 +305,8 @@ class BatchManager:
         sinks = None
         if cut.gap:
             sinks = PendingFeatures(self._runner.join)
-            for first, end, part in features.cut(0, cut.sinks):
-                sinks.add(first, end - first, part, since=0)
+            for first, part in features.cut(0, cut.sinks):
+                sinks.add(first, part, since=0)
         context = DraftContext(
             tree, row, shape.lag, features, options.lockstep_steps, options.renews_roots, cut=cut, sinks=sinks
         )

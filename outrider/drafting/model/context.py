@@ -168,12 +168,11 @@ class DraftContext:
             return 0
         return self.cut.sinks
 
-    def take_features(self, start: int, count: int, values: Any) -> None:
+    def take_features(self, start: int, values: Any) -> None:
         """Keep the target's features of positions `start`, ..., as far as something is still to be run with them."""
         if self.sinks is not None and start < self.cut.sinks:
-            few = min(count, self.cut.sinks - start)
-            self.sinks.add(start, few, values[:few], since=0)
-        self.features.add(start, count, values, since=self.end - 1)
+            self.sinks.add(start, values[: self.cut.sinks - start], since=0)
+        self.features.add(start, values, since=self.end - 1)
 
     @property
     def feature_end(self) -> int:

@@ -174,9 +174,9 @@ class PendingFeatures:
         """One past the last position of the unbroken run that begins with the first part, if there is one: a long
         prompt has thousands of parts."""
 
-    def add(self, start: int, count: int, values: Any, since: int) -> None:
+    def add(self, start: int, values: Any, since: int) -> None:
         """Keep features of positions `start`, ...; those before position `since` are dropped, held ones replaced."""
-        end, skipped = start + count, max(since - start, 0)
+        end, skipped = start + len(values), max(since - start, 0)
         start, values = start + skipped, values[skipped:]
         if start >= end:
             return
@@ -205,14 +205,14 @@ class PendingFeatures:
                 end = past
         return end
 
-    def cut(self, start: int, end: int) -> Iterator[tuple[int, int, object]]:
-        """First position, one past the last, and values of the parts that cover `start` to before `end`."""
+    def cut(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
+        """First position and values of the parts that cover `start` to before `end`."""
         for first, past, values in self._parts:
             if first >= end:
                 return
             low, high = max(first, start), min(past, end)
             if low < high:
-                yield low, high, values[low - first : high - first]
+                yield low, values[low - first : high - first]
 
     def forget(self, position: int) -> None:
         """Drop what lies before a position."""

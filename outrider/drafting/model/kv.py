@@ -293,7 +293,7 @@ class ContextKVManager:
             first, features = context.lag, context.sinks
             start = first + gap
         tokens = context.tree.author.tokens[first : first + count]
-        parts = [part for _, _, part in features.cut(first - 1, first - 1 + count)] if context.lag else []
+        parts = [part for _, part in features.cut(first - 1, first - 1 + count)] if context.lag else []
         return Extent(context.row, tokens, start, parts, gap)
 
     def _share_bursts(self, more: int) -> None:

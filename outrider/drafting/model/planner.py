@@ -139,7 +139,7 @@ def encode_forced(
             features += range(num_features, num_features + one.num_with_features)
             features += [-1] * (count - one.num_with_features)
             num_features += one.num_with_features
-            parts += [part for first, past in _runs(one) for _, _, part in context.features.cut(first, past)]
+            parts += [part for first, past in _runs(one) for _, part in context.features.cut(first, past)]
         else:
             features += [-1] * count
     fields = np.empty((NUM_SEED_FIELDS, len(rows)), np.int32)
