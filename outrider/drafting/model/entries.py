@@ -23,7 +23,6 @@ class Entries:
 
     Attributes:
         count: entries in use, the first ones of each array.
-        num_dead: how many of them are dead.
         columns: int32 [3, capacity], of which the next three are views.
         rows: int32, the runner's row of its request.
         tokens, positions: int32, the token and its position in the sequence.
@@ -39,7 +38,6 @@ class Entries:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.count = 0
-        self.num_dead = 0
         self.columns = np.zeros((3, capacity), np.int32)
         self.rows, self.tokens, self.positions = self.columns
         self.parents = np.zeros(capacity, np.intp)
@@ -59,7 +57,7 @@ class Entries:
     def append_children(
         self, parents: Ints, tokens: NDArray[np.int32], edges: NDArray[np.float32], bounds: Sequence[tuple[int, int]]
     ) -> None:
-        """Add candidates below entries that were run; below dead ones they are dead, see `count_dead`.
+        """Add candidates below entries that were run; below dead ones they are dead.
 
         `bounds`: slices of the candidates; parents of a slice are entries from before or of the slices before it.
         """
@@ -107,14 +105,8 @@ class Entries:
 
     def kill(self, entries: Ints) -> None:
         """Entries leave their trees. All below them must be given, too."""
-        self.num_dead += int(np.count_nonzero(self.scores[entries] > DEAD))
         self.scores[entries] = DEAD
         self.ranks[entries] = DEAD
-
-    def count_dead(self, first: int) -> None:
-        """Count dead entries among the new ones, which begin at `first`."""
-        alive = self.scores[first : self.count] > DEAD
-        self.num_dead += len(alive) - int(np.count_nonzero(alive))
 
     def compact(self) -> Ints:
         """Drop dead entries; returns new indices [count before + 1], -1 for dropped entries and for the last."""
@@ -123,7 +115,6 @@ class Entries:
         places = np.full(count + 1, -1, np.intp)
         places[kept] = np.arange(len(kept))
         self.count = end = len(kept)
-        self.num_dead = 0
         self.parents[:end] = places[self.parents[kept]]
         self.columns[:, :end] = self.columns[:, kept]
         for column in (self.edges, self.scores, self.ranks, self.slots, self.nodes, self.may_have_children):

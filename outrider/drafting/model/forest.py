@@ -63,8 +63,6 @@ class DraftForest:
         self.quotas = np.zeros(rows, np.intp)
         self.last_positions = np.zeros(rows, np.int32)
         self.shifts = np.zeros(rows)
-        self.open: set[int] = set()
-        """Rows that have a tree."""
         self.has_foreign_nodes = False
         """Whether other growers append to the trees, so that candidates of a burst may be entries already."""
 
@@ -75,7 +73,6 @@ class DraftForest:
     def set_roots(self, rows: Ints, tokens: list[int], positions: NDArray[Any], nodes: list[int]) -> None:
         """The same for several rows."""
         self.make_room(len(rows))
-        self.open.update(rows.tolist())
         self.roots[rows] = self.entries.append_roots(rows, tokens, positions, nodes)
         self.root_positions[rows] = positions
 
@@ -84,7 +81,6 @@ class DraftForest:
         entries = self.entries
         entries.kill(np.flatnonzero(entries.rows[: entries.count] == row))
         self.slots.reset(row)
-        self.open.discard(row)
         self.roots[row] = -1
         self.num_run[row] = 0
         self.quotas[row] = 0
@@ -153,7 +149,7 @@ class DraftForest:
         if self.has_foreign_nodes:
             self._ran_again(nodes, slots, start)
         else:
-            self._ran(nodes, slots, start, collector.row)
+            self._ran(nodes, slots, collector.row)
 
     def adopt(self, row: int, author: TreeAuthor, first: int) -> None:
         """Nodes that other growers appended to a row's author, from id `first` on, become entries if there is room."""
@@ -191,7 +187,9 @@ class DraftForest:
 
     def tidy(self) -> None:
         """Drop dead entries if there are many. No burst may be pending."""
-        if self.entries.num_dead > _MAX_DEAD + self.entries.count // 2:
+        count = self.entries.count
+        num_dead = count - np.count_nonzero(self.entries.scores[:count] > DEAD)
+        if num_dead > _MAX_DEAD + count // 2:
             self._compact()
 
     def _find_known(
@@ -225,8 +223,8 @@ class DraftForest:
             keep[offered] = False
             places[offered + result.first] = matches
 
-    def _ran(self, nodes: Ints, slots: Int32s, count: int, row: int = -1) -> None:
-        """Entries were run in these slots, and brought the entries from `count` on. Slots of dead ones are freed.
+    def _ran(self, nodes: Ints, slots: Int32s, row: int = -1) -> None:
+        """Entries were run in these slots. Slots of dead ones are freed.
 
         `nodes` are -1 where nothing was run. `row`: see BurstCollector.
         """
@@ -236,7 +234,6 @@ class DraftForest:
             dead = (~alive & (nodes >= 0)).nonzero()[0]
             if len(dead):
                 self.slots.free_dead(row if row >= 0 else entries.rows[nodes[dead]], slots[dead])
-                entries.count_dead(count)
             nodes, slots = nodes[alive], slots[alive]
         if row >= 0:
             self.slots.fill(row, slots)
@@ -255,7 +252,6 @@ class DraftForest:
         may move: its children are to take what it leaves to them now.
         """
         entries = self.entries
-        entries.count_dead(count)
         alive = entries.scores[nodes] > DEAD
         nodes, slots = nodes[alive], slots[alive]
         known = entries.slots[nodes]
@@ -265,7 +261,7 @@ class DraftForest:
             self.slots.free(rows, known[moved])
             self.slots.fill(rows, slots[moved])
             entries.slots[nodes[moved]] = slots[moved]
-        self._ran(nodes[fresh], slots[fresh], count)
+        self._ran(nodes[fresh], slots[fresh])
         before = nodes[nodes < count]
         if len(before):
             self._admit_children(before)
@@ -358,7 +354,7 @@ def _entries_of(forest: DraftForest, steps: Sequence[RerootStep]) -> Ints:
     """[T] live entries of the trees of these steps, ascending."""
     entries, count = forest.entries, forest.entries.count
     alive = entries.scores[:count] > DEAD
-    if len(steps) < len(forest.open):
+    if len(steps) < np.count_nonzero(forest.roots >= 0):
         committing = np.zeros(len(forest.roots), np.bool_)
         committing[[step.row for step in steps]] = True
         alive &= committing[entries.rows[:count]]
