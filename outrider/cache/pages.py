@@ -126,12 +126,6 @@ class EvictableCount:
         """Whether a page of the tree is not among those counted."""
         return self._blocks[page] > 0
 
-    def clear(self) -> None:
-        """The tree gave up all."""
-        self._parents.clear()
-        self._blocks.clear()
-        self.value = 0
-
     def shared(self, page: int) -> None:
         """A page got a second owner."""
         above: int | None = page if page in self._blocks else None
@@ -253,7 +247,7 @@ class RadixCache:
 
     def clear(self) -> None:
         """Forget everything. Pages that requests use stay theirs."""
-        self._evictable.clear()
+        self._evictable = EvictableCount(self._pool)
         for node in self._nodes():
             self._pool.release(node.pages)
         self._root.children.clear()
