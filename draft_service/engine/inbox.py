@@ -265,7 +265,6 @@ class _Stream:
     up: FeatureStreamUp
     ring: RingReader | None = None
     """None until it is mapped, and where it cannot be."""
-    ended: bool = False
 
     def map(self, ring: FeatureRing, mapper: MemoryMapper) -> None:
         """Map its ring."""
@@ -305,7 +304,6 @@ class FeatureReceiver:
                 self._begin(frame)
             case FeatureStreamDown():
                 stream = self._streams.pop(frame.session)
-                stream.ended = True
                 if stream.ring is not None and stream not in self._mapping:
                     stream.ring.close()
             case AskProjection():
@@ -315,7 +313,7 @@ class FeatureReceiver:
         """Tell the door of rings that have been mapped meanwhile."""
         for stream in [stream for stream, thread in self._mapping.items() if not thread.is_alive()]:
             del self._mapping[stream]
-            if not stream.ended:
+            if stream.up.session in self._streams:
                 self.pipe.send(FeatureStreamReady(stream.up.session, stream.ring is not None))
             elif stream.ring is not None:
                 stream.ring.close()
