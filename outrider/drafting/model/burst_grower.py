@@ -265,13 +265,13 @@ class BurstGrower(Grower):
         if needy and not forced and not plan.forced:
             return None
         try:
-            more = active.pending.go_on(steps, planner.reroots(plan))
+            more = active.pending.go_on(steps, planner.reroots(plan, forced))
         except Exception as error:
             raise_device_failure(error)
             _logger.error("a burst of %d requests cannot go on", len(plan.rows), exc_info=error)
             more = None
-        for context in forced:
-            batch_manager.mark_scheduled(context)
+        for one in forced:
+            batch_manager.mark_scheduled(one.context)
         if more is None:  # the burst ends with the steps that are queued
             plan.most_steps = plan.queued_steps
         else:

@@ -206,8 +206,6 @@ class BurstPlan:
     """Nodes that landed parts ran."""
     contexts: list[DraftContext] = field(default_factory=list)
     """Requests of all that is or was in `forced`."""
-    unsent: list[ForcedTokens] = field(default_factory=list)
-    """Forced tokens that the device is told of with the next part."""
     is_full: bool = True
     """Whether the last step that landed found so many nodes that further steps are worth it."""
     rerooted_rows: set[int] = field(default_factory=set)
@@ -372,8 +370,8 @@ class Planner:
     def _is_known(self, plan: BurstPlan, context: DraftContext) -> bool:
         return plan.collector.index_of(int(self._forest.roots[context.row])) >= 0
 
-    def force(self, plan: BurstPlan, contexts: Sequence[DraftContext]) -> list[DraftContext]:
-        """Have the next part run what these requests need; returns those that fit, the first ones first."""
+    def force(self, plan: BurstPlan, contexts: Sequence[DraftContext]) -> list[ForcedTokens]:
+        """What these requests need of the next part, as far as it fits, the first ones first; see `reroots`."""
         if not contexts:
             return []
         first, forest = len(plan.collector.seeds), self._forest
@@ -381,25 +379,24 @@ class Planner:
         num_forced = sum(len(one.slots) for one in plan.forced)
         limit = min(plan.burst.width - num_forced, self._shape.max_seeds - first)
         rows = set(plan.rows)
-        plan.unsent = take_forced(forest, [context for context in contexts if context.row in rows], first, limit)
-        return [one.context for one in plan.unsent]
+        return take_forced(forest, [context for context in contexts if context.row in rows], first, limit)
 
-    def reroots(self, plan: BurstPlan) -> Reroots | None:
-        """What the device is told of new roots with the next part; None for nothing.
+    def reroots(self, plan: BurstPlan, forced: Sequence[ForcedTokens]) -> Reroots | None:
+        """What the device is told of new roots and forced tokens with the next part; None for nothing.
 
         Trees that may grow and have no leased slot left are told their roots again, for the slots that come with them.
         """
         forest, spent = self._forest, self._rows_without_lease(plan)
-        if not (plan.rerooted_rows or plan.unsent or plan.closed_rows or spent):
+        if not (plan.rerooted_rows or forced or plan.closed_rows or spent):
             return None
-        if plan.rerooted_rows or plan.unsent:
+        if plan.rerooted_rows or forced:
             plan.spreads_from = plan.queued_steps
         rows = np.array(sorted({*plan.rerooted_rows, *plan.closed_rows, *spent}), np.intp)
         roots = forest.roots[rows]
         slots = forest.entries.slots[roots]
         if plan.closed_rows:
             slots[[row in plan.closed_rows for row in rows.tolist()]] = -1
-        unknown = {one.context.row for one in plan.unsent if one.has_root} | plan.closed_rows
+        unknown = {one.context.row for one in forced if one.has_root} | plan.closed_rows
         indices = [
             plan.collector.index_of(root) if slot < 0 and row not in unknown else -1
             for row, root, slot in zip(rows.tolist(), roots.tolist(), slots.tolist(), strict=True)
@@ -411,13 +408,12 @@ class Planner:
         reroots = Reroots(self._index[rows], np.array(indices, np.int32), slots, shifts, free)
         plan.rerooted_rows.clear()
         plan.closed_rows.clear()
-        if plan.unsent:
-            fields, entries, reroots.features = encode_forced(forest, plan.unsent, self._index)
+        if forced:
+            fields, entries, reroots.features = encode_forced(forest, forced, self._index)
             reroots.seeds, reroots.first_seed = Seeds(fields), len(plan.collector.seeds)
             plan.collector.add(entries)
-            plan.contexts += [one.context for one in plan.unsent]
-            plan.forced += plan.unsent
-            plan.unsent = []
+            plan.contexts += [one.context for one in forced]
+            plan.forced += forced
         return reroots
 
     def _rows_without_lease(self, plan: BurstPlan) -> list[int]:
@@ -452,9 +448,9 @@ class Planner:
         """Take the result of the last part, and end leases and forced tokens."""
         self.take(plan, result)
         self._forest.slots.take_back(plan.burst.rows.rows)
-        for one in (*plan.forced, *plan.unsent):
+        for one in plan.forced:
             land_forced(self._forest, one)
-        plan.forced, plan.unsent = [], []
+        plan.forced = []
 
     def _land_forced(self, plan: BurstPlan, result: BurstResult) -> list[DraftContext]:
         """Land requests of which a part has run the last forced token; returns those whose root was not among them."""
