@@ -64,8 +64,6 @@ class KVCache:
 
         So the two may overlap in any order (compaction after a commit); destinations must differ.
         """
-        if src_slots.shape != dst_slots.shape:
-            raise ValueError(f"{src_slots.numel()} slots cannot move to {dst_slots.numel()}")
         for cache in (self.k, self.v):
             # index_select copies out first: that is what makes overlap safe.
             cache.index_copy_(1, dst_slots, cache.index_select(1, src_slots))

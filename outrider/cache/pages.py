@@ -40,8 +40,6 @@ class PagePool:
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """`num_pages` pages with one reference each, or None and no change when there are not so many."""
-        if num_pages < 0:
-            raise ValueError(f"cannot allocate {num_pages} pages")
         if num_pages > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(num_pages)]

@@ -80,8 +80,3 @@ def test_integrity_check_finds_a_page_that_is_free_and_owned() -> None:
 def test_an_empty_pool_is_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="pool"):
         PagePool(*sizes)
-
-
-def test_a_negative_allocation_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        PagePool(2, 4).allocate(-1)

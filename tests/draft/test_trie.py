@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,8 +140,3 @@ def test_old_text_is_forgotten() -> None:
         trie.append(token)
     assert len(trie._text) <= 80
     assert trie.step(trie.start(), 1) == [trie.root]
-
-
-def test_a_capacity_too_small_for_one_context_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 20"):
-        Trie(10, DEPTH)

@@ -45,13 +45,10 @@ State = list[Place | None]
 
 
 class Trie:
-    """N-grams of up to `depth` tokens in at most `capacity` nodes; the least recently seen go first."""
+    """N-grams of up to `depth` tokens, 2 at least, in at most `capacity` nodes; the least recently seen go first."""
 
     def __init__(self, capacity: int, depth: int) -> None:
-        if depth < 2 or capacity < 4 * depth:
-            raise ValueError(
-                f"a trie of depth {depth} needs a capacity of at least {4 * max(depth, 2)}, got {capacity}"
-            )
+        """`capacity`: at least four times the depth, as options see to."""
         self.capacity = capacity
         """May be lowered; the trie shrinks to it as it is extended."""
         self.depth = depth
