@@ -172,8 +172,8 @@ class DraftEngine:
         options: DraftOptions,
         pipe: Pipe[FromDoor],
         features: Pipe[FeaturesFromDoor],
-        mapper: MemoryMapper | None = None,
-        listener: Listener | None = None,
+        mapper: MemoryMapper | None,
+        listener: Listener | None,
     ) -> None:
         """`mapper`: maps verify's memory where the drafter works, if that can be. `listener`: where verify engines of
         this host call."""
