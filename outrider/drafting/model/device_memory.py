@@ -159,16 +159,11 @@ class DeviceMemory:
         return self._first_region + row * self._region_stride
 
     def take_features(self, parts: Sequence[Any]) -> None:
-        """Queue the copy of a burst's features. Raises ValueError for what does not fit."""
-        if not parts:
+        """Queue the copy of a burst's features, of as many positions as it has seeds at most."""
+        if not parts or self.features is None:
             return
-        if self.features is None:
-            raise ValueError("features for a model that takes none")
-        rows: list[Tensor] = list(parts)
-        end = self.first_given + sum(len(part) for part in rows)
-        if end > self.features.shape[0]:
-            raise ValueError(f"features of more than {self._shape.max_seeds} positions in a burst")
-        join_rows(rows, self.features[self.first_given : end, : self._shape.feature_size])
+        end = self.first_given + sum(len(part) for part in parts)
+        join_rows(parts, self.features[self.first_given : end, : self._shape.feature_size])
 
     def _move_pairs(self) -> Int32s:
         """[N, 2] KV slots from and to which KV moves."""

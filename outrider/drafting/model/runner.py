@@ -134,8 +134,6 @@ class BurstRunner(ABC):
     def __init__(
         self, model: DraftModel, shape: BurstShape, attention: AttentionBackend, options: RunnerOptions
     ) -> None:
-        """Raises ValueError for a shape that does not fit the model or itself."""
-        _check(model, shape)
         self.shape = shape
         self.options = options
         self.memory = DeviceMemory(model, shape)
@@ -332,12 +330,3 @@ def short_context(model: DraftModel) -> int:
     # Mostly the width of the residual stream, which a model without features does not state.
     width = model.num_heads * model.head_dim
     return short_tokens(model.head_dim) if has_small_products(width) else 0
-
-
-def _check(model: DraftModel, shape: BurstShape) -> None:
-    if shape.region % 32 or shape.region < 32:
-        raise ValueError(f"a region of {shape.region} slots; it must be a multiple of 32")
-    if shape.feature_size != model.feature_size:
-        raise ValueError(f"features of {shape.feature_size} for a model that takes {model.feature_size}")
-    if min(shape.num_rows, shape.branching, shape.max_seeds, shape.max_steps, shape.max_width, shape.num_pages) < 1:
-        raise ValueError(f"a runner needs rows, seeds, steps and pages: {shape}")
