@@ -188,13 +188,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 messages = decode_verify(part)
             except InvalidRequestError:
                 messages = self._decode_each(session, part)
-            said: list[VerifyMessage] = [message for message in messages if not isinstance(message, Hello)]
-            if len(said) < len(messages):
-                self.metrics.dropped["unexpected"].inc(len(messages) - len(said))
-            if said:
+            if messages:
                 # No stream is read faster than the engine works.
                 await self.engine.writable()
-                self.engine.submit(session, said)
+                self.engine.submit(session, messages)
             await asyncio.sleep(0)  # other sessions have their turn
 
     def _decode_each(
