@@ -128,7 +128,7 @@ async def test_what_is_wrong_with_one_of_several_has_its_place(world: World) -> 
         ([{}, {"regex": "a", "ebnf": "b"}], "sampling_params[1].ebnf", "does not go with regex"),
         ([{}, {"json_schema": '{"not": {}}'}], "sampling_params[1].json_schema.not", "say what is allowed"),
         ([{}, {"regex": "a", "bad_words": ["b"]}], "sampling_params[1].bad_words", "leave them out"),
-        ([{}, {"max_new_tokens": 10_000}], "sampling_params[1].max_new_tokens", "exceed the context"),
+        ([{}, {"max_new_tokens": 10_000}], "sampling_params[1].max_new_tokens", "maximum context length"),
     ):
         response = await world.http.post("/generate", json={"text": ["a", "b"], "sampling_params": each})
         error = response.json()["error"]
