@@ -149,6 +149,10 @@ class GatewayMetrics:
         self.answers_of = cache(partial(_AnswerSeries, self))
         """What each message of a model's answers adds to, by the model's name."""
 
+    def mean_accept_lengths(self) -> dict[str, float]:
+        """Mean of the tokens committed in a round since the start, by model; 0 where there was none."""
+        return _ratios(_totals(self.accept_length, "_sum"), _totals(self.accept_length, "_count"))
+
     async def render(self, model_name: str, router: Router, gate: Gate) -> bytes:
         """The page for a scraper. `model_name` is empty before a model is known."""
         await asyncio.gather(*(replica.refresh_load() for replica in router.replicas))
@@ -321,7 +325,7 @@ class SglangNames(Collector):
             GaugeMetricFamily,
             "spec_accept_length",
             "Mean of the tokens committed in a round.",
-            _ratios(_totals(metrics.accept_length, "_sum"), _totals(metrics.accept_length, "_count")),
+            metrics.mean_accept_lengths(),
         )
         yield _family(
             GaugeMetricFamily,

@@ -88,6 +88,26 @@ class ModelInfo(Body):
     """What the model computes in: "float32", "bfloat16" or "float16"; empty where verify does not say."""
 
 
+class InternalState(Body):
+    """What the services have done since the gateway started."""
+
+    avg_spec_accept_length: float
+    """Mean of the tokens committed in a round; 0 before the first."""
+
+
+class ServerInfo(Body):
+    """Answer to GET /server_info, in SGLang's shape: what its benchmark reads the accept length from."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model_path: str
+    """The served name: clients do not learn of folders."""
+    version: str
+    """Release of the gateway."""
+    internal_states: list[InternalState]
+    """One."""
+
+
 class TokenizerInfo(Body):
     """Answer to GET /tokenizer_info, in vLLM's shape: tokenizer_config.json with special tokens as plain text."""
 
@@ -129,6 +149,8 @@ class InfoRoutes:
             Route("/v1/models/{model:path}", self._model),
             Route("/get_model_info", self._model_info),
             Route("/model_info", self._model_info),
+            Route("/get_server_info", self._server_info),
+            Route("/server_info", self._server_info),
             Route("/tokenizer_info", self._tokenizer_info),
             Route("/version", self._version),
             Route("/health", self._health),
@@ -162,6 +184,11 @@ class InfoRoutes:
             dtype=model.dtype,
         )
         return _json(body)
+
+    async def _server_info(self, request: Request) -> Response:
+        name = self._gateway.model.name
+        state = InternalState(avg_spec_accept_length=self._gateway.metrics.mean_accept_lengths().get(name, 0.0))
+        return _json(ServerInfo(model_path=name, version=__version__, internal_states=[state]))
 
     async def _tokenizer_info(self, request: Request) -> Response:
         tokenizer = self._gateway.catalogue.model.tokenizer

@@ -229,3 +229,15 @@ async def test_the_model_and_its_health_are_told(world: World) -> None:
     world.verify.script = []
     sick = await world.http.get("/health_generate")
     assert (sick.status_code, sick.json()["error"]["code"]) == (503, "answer_incomplete")
+
+
+async def test_the_mean_accept_length_is_told(world: World) -> None:
+    found = (await world.http.get("/server_info")).json()
+    assert found["model_path"] == MODEL and found["internal_states"] == [{"avg_spec_accept_length": 0.0}]
+    token_ids = world.verify.say("an answer of several rounds")
+    answer = await world.http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": 100}})
+    assert answer.status_code == 200
+    num_tokens = len(token_ids) + 1  # the end, too
+    mean = num_tokens / -(-num_tokens // world.verify.round_size)
+    found = (await world.http.get("/get_server_info")).json()
+    assert found["internal_states"] == [{"avg_spec_accept_length": pytest.approx(mean)}]
