@@ -196,6 +196,24 @@ def test_one_that_waits_for_pages_is_let_in_once_the_cache_has_its_prompt() -> N
     assert engine.scheduler.num_preemptions == 0
 
 
+def test_what_is_led_once_more_after_a_preemption_is_counted_once() -> None:
+    device = FakeDevice()
+    engine = fake_engine(device, num_pages=60, chunk_size=256, max_nodes=0)
+    answers = [submit(engine, 100, max_tokens=count, priority=1) for count in (1, 20)]
+
+    def come() -> None:
+        if len(device.rounds) == 2:  # which needs the pages of the second one
+            answers.append(ask(engine, [7] * 120, max_tokens=60))
+        elif len(device.rounds) == 50:  # which has the lost ones computed
+            answers.append(submit(engine, 100))
+
+    device.during = come
+    run(engine, answers)
+    assert engine.scheduler.num_preemptions == 1
+    assert [max(update.cached_prompt_tokens for update in one.updates) for one in answers] == [0, 96, 0, 44]
+    assert computed(device, answers[1]) < 4 + 20, "it was led twice"
+
+
 def prompts_of(source: random.Random) -> list[list[int]]:
     """Prompts that part at random places, some of them equal."""
     prompts = [[source.randrange(SPREAD) for _ in range(source.randint(1, 60))]]

@@ -219,9 +219,11 @@ class Scheduler:
                 leader.cached_len < request.shared_len and leader in self.running and self._prefills(leader)
             ):
                 continue
-            cached_len = request.cached_len
+            known, cached_len = request.num_cached_prompt_tokens or 0, request.cached_len
             self._attach(request)
-            request.num_cached_prompt_tokens = (request.num_cached_prompt_tokens or 0) + request.cached_len - cached_len
+            # After a preemption it may be led again to what is counted, or to what it had computed for its first token.
+            if request.committed_len == request.prompt_len:
+                request.num_cached_prompt_tokens = known + max(request.cached_len - max(cached_len, known), 0)
 
     def _sort_running(self) -> None:
         self._has_left = False
