@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from outrider.cache.pages import PagePool, RadixCache
 from verify_service.engine.memory import Memory
+from verify_service.engine.scheduler import Scheduler
 
 
 def check_memory(memory: Memory) -> None:
     check_pages(memory.pool)
     check_radix(memory.radix)
+
+
+def check_owners(scheduler: Scheduler) -> None:
+    """Every page has one reference of each request that names it, and one of the radix tree if that has it."""
+    memory = scheduler.memory
+    check_memory(memory)
+    owners = Counter[int](page for node in memory.radix._nodes() for page in node.pages)
+    for request in {*scheduler.running, *scheduler._ended}:
+        owners.update(request.pages)
+    assert memory.pool._refs == [owners[page] for page in range(memory.num_pages)]
+    assert not any(request.pages for request in scheduler.waiting), "a request that waits holds pages"
 
 
 def check_pages(pool: PagePool) -> None:

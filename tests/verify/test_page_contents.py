@@ -11,7 +11,7 @@ from examples import examples
 from fake_device import VOCAB, FakeDevice, FakeRound, fake_engine
 from harness import PAGE_SIZE, Answer, make_request
 from local_draft import LocalDraft, chain
-from page_integrity import check_memory
+from page_integrity import check_memory, check_owners
 from threaded_engine import ThreadedEngine
 
 from outrider.sampling.params import SamplingParams
@@ -118,7 +118,7 @@ class Load:
 
     def happen(self) -> None:
         """Something, or nothing, while a round runs."""
-        check_memory(self._engine.memory)
+        check_owners(self._engine.scheduler)
         source, chance = self._source, self._source.random()
         while self.num_left and source.random() < 0.4:
             self.ask()
@@ -168,5 +168,7 @@ def test_pages_hold_what_their_requests_have_said(seed: int) -> None:
         if any(answer is one for one in load.cancelled):
             expected = expected[: len(answer.token_ids)]
         assert answer.token_ids == expected
+        told = [update.cached_prompt_tokens for update in answer.updates]
+        assert answer.request is not None and max(told, default=0) < answer.request.prompt_len
     check_memory(engine.memory)
     assert not device.rows and engine.memory.num_used == engine.memory.radix.num_pages, "a row or a page leaked"
