@@ -148,13 +148,19 @@ class _ClientContext(ssl.SSLContext):
     name = ""
 
     def wrap_socket(self, *arguments: Any, **named: Any) -> ssl.SSLSocket:
-        return super().wrap_socket(*arguments, **self._renamed(named))
+        if self.name:
+            named["server_hostname"] = self.name
+        return super().wrap_socket(*arguments, **named)
 
-    def wrap_bio(self, *arguments: Any, **named: Any) -> ssl.SSLObject:
-        return super().wrap_bio(*arguments, **self._renamed(named))
-
-    def _renamed(self, named: dict[str, Any]) -> dict[str, Any]:
-        return named | {"server_hostname": self.name} if self.name else named
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        return super().wrap_bio(incoming, outgoing, server_side, self.name or server_hostname, session)
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
