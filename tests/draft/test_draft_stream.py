@@ -188,6 +188,17 @@ async def test_bytes_that_are_no_message_are_dropped_and_the_stream_goes_on(serv
     call.cancel()
 
 
+async def test_further_hellos_are_dropped_and_counted_and_the_stream_goes_on(serve: Serve) -> None:
+    door = await serve()
+    stream = door.stream()
+    await stream.hello()
+    await stream.send(HELLO, open_message([1, 2]), replace(HELLO, model="another", vocab_size=VOCAB + 1))
+    await acknowledged(stream, 2)
+    await stream.send(commit_message(2, [VOCAB - 1]))
+    await acknowledged(stream, 3)
+    assert await door.count("messages_dropped_total", reason="unexpected") == 2
+
+
 async def test_absurd_numbers_harm_nobody(serve: Serve) -> None:
     door = await serve()
     stream = door.stream()
