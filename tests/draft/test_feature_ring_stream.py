@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -93,6 +94,50 @@ async def test_features_are_read_from_the_ring_and_it_is_unmapped_in_the_end(ser
         assert await end.call.read() is grpc.aio.EOF
         while not mapper.mapped[0].closed:  # the door hears of it on its own time
             await asyncio.sleep(0)
+
+
+class SlowMapper(Mapper):
+    """Maps once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def __call__(self, handle: bytes, num_bytes: int) -> MappedFile:
+        self.asked.set()
+        self.may.wait(20)
+        return super().__call__(handle, num_bytes)
+
+
+async def test_a_ring_that_is_mapped_when_its_stream_has_ended_is_unmapped_at_once(
+    serve: Serve, tmp_path: Path
+) -> None:
+    _, ring = make_ring(tmp_path)
+    mapper = SlowMapper()
+    door = await serve(NotingDrafter(), mapper=mapper)
+    _, token = await greet(door)
+    end = FeaturesEnd(door)
+    begun = asyncio.create_task(end.begin(token, ring=ring))
+    assert await asyncio.to_thread(mapper.asked.wait, 20)
+    end.call.cancel()
+    await asyncio.wait([begun])
+    async with asyncio.timeout(20):
+        while door.thread.features.streams:  # the door hears of it on its own time
+            await asyncio.sleep(0)
+    # What the engine hears of another session's features it hears after that.
+    stream, token = await greet(door)
+    await opened(stream, 1)
+    other = FeaturesEnd(door)
+    assert (await other.begin(token)).uses_ring is False
+    await other.send(0, 1)
+    await other.released(1)
+    assert not mapper.mapped
+    mapper.may.set()
+    async with asyncio.timeout(20):
+        while not (mapper.mapped and mapper.mapped[0].closed):
+            await asyncio.sleep(0)
+    await other.send(1, 2)
+    await other.released(2)
 
 
 async def test_a_line_tells_of_features_in_the_ring_and_hears_of_releases(serve: Serve, tmp_path: Path) -> None:
