@@ -122,6 +122,7 @@ def test_every_metrics_page_passes_promtool(cluster: Cluster) -> None:
             assert all(line.startswith("vllm:") and "':'" in line for line in complaints), complaints
 
 
+@pytest.mark.slow
 def test_what_the_page_suggests_is_answered_to_the_end_with_help_of_drafts(cluster: Cluster) -> None:
     script = (ROOT / "gateway" / "page" / "main.js").read_text()
     (listed,) = re.findall(r"const EXAMPLES = (\[.*?),\n\];", script, re.DOTALL)

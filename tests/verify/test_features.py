@@ -52,6 +52,7 @@ def test_every_committed_position_arrives(
     draft = FeatureDraft(engine, VOCAB, guesser(guess, truth), LAYERS)
     draft.connect()
     engine.start()
+    draft.wait()
     answers = run_all(engine, jobs(), width)
     assert tokens(answers) == tokens(truth)
     engine.stop()
@@ -76,6 +77,7 @@ def test_a_spinning_engine_sends_piece_by_piece(
     draft.window = window
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
     engine.stop()
     # Rounds are short: not all of what a request's last ones brought was sent before it ended.
@@ -225,6 +227,7 @@ def test_a_second_draft_with_other_layers_gets_its_own(model: CausalLM, truth: l
     second = FeatureDraft(engine, VOCAB, guesser("random", truth), (3, 0))
     first.connect()
     engine.start()
+    first.wait()
     assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
     assert first.check(model) > 50
     second.connect()
@@ -244,6 +247,7 @@ def test_a_draft_that_releases_nothing_gets_no_more_than_its_window(
     slow.window, slow.releases = 20_000, False
     slow.connect()
     engine.start()
+    slow.wait()
     assert tokens(run_all(engine, jobs(), 1)) == tokens(truth)
     assert 0 < sum(len(message.data) for message in slow.messages) <= slow.window
     slow.releases = True
@@ -267,6 +271,7 @@ def test_a_store_that_cannot_be_had_leaves_the_engine_as_it_was(
     draft = FeatureDraft(engine, VOCAB, guesser("right", truth), LAYERS)
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
     assert not draft.texts and draft.num_begun == 0
     assert not engine.features.preparing
@@ -283,6 +288,7 @@ def test_layers_that_cannot_be_had_beside_the_others_do_not_harm_those(
     first, second = (FeatureDraft(engine, VOCAB, guesser("right", truth), layers) for layers in ((1,), (3, 0)))
     first.connect()
     engine.start()
+    first.wait()
     assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
 
     def fail(*arguments: object) -> None:
@@ -304,6 +310,7 @@ def test_a_draft_for_which_there_is_no_memory_takes_nothing_from_the_others_howe
     first, second = (FeatureDraft(engine, VOCAB, guesser("right", truth), layers) for layers in ((1,), (3, 0)))
     first.connect()
     engine.start()
+    first.wait()
     assert tokens(run_all(engine, jobs()[:1])) == tokens(truth[:1])
     epoch = engine.memory.feature_epoch
 
@@ -329,6 +336,7 @@ def test_layers_that_nobody_takes_any_more_go_when_others_are_wanted(
     drafts[0].connect()
     drafts[1].connect()
     engine.start()
+    drafts[1].wait()
     assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
     engine.draft_disconnected(drafts[0])
     drafts[2].connect()
@@ -345,6 +353,7 @@ def test_more_layers_than_a_store_may_have_are_refused(truth: list[Answer], star
     draft = FeatureDraft(engine, VOCAB, guesser("right", truth), tuple(range(17)))
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
     assert draft.num_begun == 0 and not draft.texts
 
@@ -357,6 +366,7 @@ def test_a_window_smaller_than_a_position_lets_one_through_at_a_time(
     draft.window = 1
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs()[:2])) == tokens(truth[:2])
     assert {message.count for message in draft.messages} == {1}
 
@@ -367,6 +377,7 @@ def test_features_wait_while_the_door_is_behind(model: CausalLM, truth: list[Ans
     draft.has_room = False
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs()[:3])) == tokens(truth[:3])
     assert not draft.messages
     draft.has_room = True
@@ -387,6 +398,7 @@ def test_a_request_longer_than_the_draft_serves_is_not_opened(truth: list[Answer
     draft.terms = type(draft.terms)(max_positions=20)
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs())) == tokens(truth)
     lengths = [len(prompt) for prompt, _ in jobs()]
     assert set(opened) == {length for length in lengths if length <= 20}

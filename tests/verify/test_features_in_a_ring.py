@@ -76,6 +76,7 @@ def test_every_committed_position_lies_in_the_ring(
     draft = reading(engine, truth)
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs(), width)) == tokens(truth)
     engine.stop()
     assert draft.check(model) > 145
@@ -92,6 +93,7 @@ def test_products_lie_in_the_ring(model: CausalLM, truth: list[Answer], start: S
     draft = ProjectedRingDraft(engine, VOCAB, oracle(texts(truth), VOCAB), random_projection(LAYERS, 64, 48))
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
     engine.stop()
     assert draft.check(model, 1e-3) > 145 and len(files.made) == 1
@@ -108,6 +110,7 @@ def test_what_is_not_released_stays_and_a_full_ring_holds_up_this_draft_alone(
     slow.connect()
     other.connect()
     engine.start()
+    other.wait()
     assert tokens(run_all(engine, jobs(), 2)) == tokens(truth)
     engine.stop()
     offsets = [message.ring_offset for message in slow.messages]
@@ -128,6 +131,7 @@ def test_a_draft_that_declines_the_ring_gets_messages_and_the_next_one_the_ring(
     far.maps = False
     far.connect()
     engine.start()
+    far.wait()
     assert tokens(run_all(engine, jobs()[:4])) == tokens(truth[:4])
     assert ring_of(engine, far) is None
     near.connect()
@@ -147,6 +151,7 @@ def test_the_ring_of_a_draft_that_died_serves_the_next(
     dead.releases = False
     dead.connect()
     engine.start()
+    dead.wait()
     assert tokens(run_all(engine, jobs()[:6], 3)) == tokens(truth[:6])
     assert dead.messages
     engine.draft_disconnected(dead)
@@ -166,6 +171,7 @@ def test_where_no_memory_can_be_shared_features_are_in_the_messages(
     draft = reading(engine, truth)
     draft.connect()
     engine.start()
+    draft.wait()
     assert tokens(run_all(engine, jobs())) == tokens(truth)
     engine.stop()
     assert draft.memory is None and draft.begun is not None and draft.begun.ring is None
