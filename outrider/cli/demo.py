@@ -106,8 +106,8 @@ def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
 def remark(prompt: str) -> str:
     """What the figures are good for."""
     text = (
-        "Each column is one answer to one prompt, measured once on this machine: speeds vary from run to run, and what "
-        "drafts gain from prompt to prompt. `outrider bench` measures many."
+        "Each column is one answer to one prompt, measured once on this machine: speeds and rounds vary from run to "
+        "run, and what drafts gain from prompt to prompt. `outrider bench` measures many."
     )
     return text + ("\nThis prompt suits drafts: its answer repeats what it holds." if prompt == PROMPT else "")
 
