@@ -172,7 +172,7 @@ def test_an_engine_answers_with_it(small_models: Callable[..., CausalLM], trees:
         max_round_tokens=8,
     )
     engine.start()
-    answers = run_all(engine, jobs()[:4], 2)
+    answers = run_all(engine, jobs()[:4], 2, max_tokens=24)
     engine.stop()
     assert all(len(answer.token_ids) == 24 for answer in answers)
     assert len(executor.rows) == 0
