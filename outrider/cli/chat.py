@@ -36,7 +36,7 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.lifecycle import EXIT_FAILURE, EXIT_INTERRUPTED
 
 _REPEAT_SECONDS = 0.1
-"""From a signal that no read was interrupted by to its next try."""
+"""Time between two tries to deliver a signal that has not interrupted a read."""
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
 
@@ -61,13 +61,13 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk until the user has had enough; 1 where an answer failed, unless a person at a terminal was told so."""
+    """Chat until the user leaves; return 1 if an answer failed and input is not a terminal, else 0."""
     _leave_on_signals()
     in_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is sent has question marks there
+        sys.stdin.reconfigure(errors="surrogateescape")  # valid_text sends such bytes as question marks
     console = make_console(color=not arguments.no_color)
-    # What reads answers from a pipe finds nothing else there.
+    # Without a terminal, stdout carries the answers alone.
     notes = console if in_terminal else make_console(color=not arguments.no_color, stderr=True)
     sampling = Sampling(
         temperature=arguments.temperature,
@@ -92,10 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _leave_on_signals() -> None:
-    """Have SIGTERM and SIGHUP end the process through its `with` blocks. Ctrl-C ends no more than a line or an answer.
+    """Make SIGTERM and SIGHUP end the process through its `with` blocks. Ctrl-C ends only a line or an answer.
 
-    A signal that comes just before the main thread begins to read a line is handled when the read returns, which may be
-    never. So a thread that is told of each signal repeats it until it is handled.
+    Python handles a signal that comes just before the main thread begins to read a line only when the read returns,
+    which may be never. So a thread, woken by each signal, sends it again until it is handled.
     """
     numbers, main = (signal.SIGTERM, signal.SIGHUP), threading.get_ident()
     leaving, left_at = threading.Event(), 0.0
@@ -106,7 +106,7 @@ def _leave_on_signals() -> None:
         nonlocal left_at
         signal.set_wakeup_fd(-1)
         leaving.set()
-        if time.monotonic() - left_at > _REPEAT_SECONDS:  # else it is the thread's, of one that was handled meanwhile
+        if time.monotonic() - left_at > _REPEAT_SECONDS:  # else the thread repeated a signal handled in the meantime
             left_at = time.monotonic()
             sys.exit(EXIT_INTERRUPTED)
 
@@ -124,7 +124,7 @@ def _leave_on_signals() -> None:
 
 @contextlib.contextmanager
 def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[str, str]]:
-    """Address and API key of the gateway to talk to, which lives as long as the block if it is our own."""
+    """Yield address and API key of the gateway to talk to; without --connect, run one until the block ends."""
     if arguments.connect is not None:
         if given := given_service_flags(arguments):
             raise ConfigError(f"{given[0]}: with --connect no service is started here; leave one of the two out")
@@ -137,7 +137,7 @@ def _gateway(arguments: argparse.Namespace, console: Console) -> Iterator[tuple[
 
 
 def questions(console: Console) -> Iterator[str]:
-    """What the user types, line by line, until the end of input. Ctrl-C at the prompt empties the line."""
+    """Yield what the user types, line by line, until the end of input. Ctrl-C at the prompt discards the line."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() its editing and history)
@@ -156,7 +156,7 @@ def questions(console: Console) -> Iterator[str]:
 
 @dataclass
 class Conversation:
-    """The messages so far, and the connection that answers them. Answers go to `console`, all else to `notes`."""
+    """The messages so far, and the connection that answers them. Answers go to `console`, other text to `notes`."""
 
     console: Console
     notes: Console
@@ -164,19 +164,19 @@ class Conversation:
     channel: grpc.aio.Channel
     sampling: Sampling
     first: Sequence[Message]
-    """What stands before all that is said."""
+    """Messages in front of the conversation, such as the system message; /reset keeps them."""
     messages: list[Message] = field(default_factory=list)
     failed: bool = False
 
     def greet(self) -> None:
-        """Say who answers and what the colours mean. Raises OutriderError when nobody does."""
+        """Print which models answer and what the colours mean. Raises OutriderError if no gateway answers."""
         models = self.runner.run(list_models(self.channel))
         self.notes.print(f"\n{', '.join(name for name, _ in models)}: {HELP}")
         if self.notes.color_system and not self.notes.no_color:
             self.notes.print(legend())
 
     def take(self, line: str) -> None:
-        """Carry out a command or have a question answered. What fails is not remembered."""
+        """Carry out a command, or get a question answered. Failed questions are not remembered."""
         if line == "/reset":
             self.messages = []
             self.notes.print("forgotten")
@@ -201,7 +201,7 @@ class Conversation:
 
 
 def summary(answer: FinishedAnswer) -> str:
-    """An answer's figures in one line."""
+    """Return an answer's figures in one line."""
     usage = answer.usage
     return (
         f"{usage.completion_tokens} tokens, {answer.tokens_per_second:.1f} a second, "

@@ -1,9 +1,9 @@
-"""One service as a child process: its start, its log lines, its signals and its certain end.
+"""One service as a child process: starts it, reads its log lines, sends it signals, and makes sure that it ends.
 
     python -m outrider.cli.child PARENT_PID MODULE [ARGUMENT ...]
 
-runs a module in a child that cannot outlive its parent (`outrider.host.launch`), which holds the other end of its
-standard input.
+runs a module in a child that cannot outlive its parent (see `outrider.host.launch`). The parent holds the other end of
+the child's standard input.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ LineSink = Callable[[str, str], None]
 
 
 class ServiceFailedError(OutriderError):
-    """A service ended or did not get ready in time. The message holds its last log lines."""
+    """A service ended while starting, or did not get ready in time. The message holds its last log lines."""
 
     code = "service_failed"
 
 
 class Child:
-    """A service that runs as `python -m MODULE`, in a process group of its own so that Ctrl-C reaches only us.
+    """A service that runs as `python -m MODULE`, in a process group of its own so that Ctrl-C reaches only the parent.
 
-    Call `start` from a thread that lives as long as the child: on Linux its end kills the child (see `tie_to_parent`).
+    Call `start` from a thread that outlives the child: on Linux the thread's end kills the child (see `tie_to_parent`).
     `on_line(name, line)` gets every line that the child writes, from a thread of its own.
     """
 
@@ -59,11 +59,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id of the present or last process; 0 before the first start."""
+        """Process id of the current or last process; 0 before the first start."""
         return self._process.pid if self._process else 0
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the process. It is not ready yet: see `wait_ready`."""
+        """Start the process. `wait_ready` waits until it serves."""
         self.ready_file.unlink(missing_ok=True)
         self._tail.clear()
         self.told = {}
@@ -83,16 +83,16 @@ class Child:
         reader = threading.Thread(target=self._read, args=(self._process,), name=f"{self.name}-log", daemon=True)
         try:
             reader.start()
-        except RuntimeError:  # no thread is left
+        except RuntimeError:  # the thread limit is reached
             if self._process.stdout is not None:
                 self._process.stdout.close()
             raise
         self._reader = reader
 
     def wait_ready(self, timeout: float, cancelled: threading.Event) -> None:
-        """Wait until the service has written its ready file; sets `told`, what it holds. `timeout` is in seconds.
+        """Wait until the service has written its ready file, and store the contents in `told`. `timeout` is in seconds.
 
-        Raises ServiceFailedError when it ends before, is not ready in time, or `cancelled` is set.
+        Raises ServiceFailedError if the service ends first, is not ready in time, or `cancelled` is set.
         """
         deadline = time.monotonic() + timeout
         while not self._read_ready_file():
@@ -105,14 +105,14 @@ class Child:
                 raise ServiceFailedError(f"the start of {self.name} was cancelled")
 
     def poll(self) -> int | None:
-        """Exit code of the ended process (negative: the signal that ended it), or None while it runs."""
+        """Return the exit code of the ended process (negative: the signal that ended it), or None while it runs."""
         process = self._process
         if process is None:
             return None
         with self._reaping:
             look = os.WEXITED | os.WNOHANG | os.WNOWAIT
             if process.returncode is None and os.waitid(os.P_PID, process.pid, look) is not None:
-                # Before the leader is reaped, so that the group's number cannot belong to anybody else.
+                # Kill the group before its leader is reaped: later the group's number may belong to another process.
                 _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
                 if process.stdin is not None:
@@ -121,7 +121,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process lives; a paused one does."""
+        """Whether the process lives, even if it is paused."""
         return self._process is not None and self.poll() is None
 
     def terminate(self) -> None:
@@ -129,7 +129,7 @@ class Child:
         self._signal(signal.SIGTERM, group=False)
 
     def kill(self, timeout: float = 10.0) -> None:
-        """End the process and all it has started at once, and wait for that."""
+        """Kill the process and all that it has started, and wait for its end."""
         self._signal(signal.SIGKILL, group=True)
         self.wait(timeout)
 
@@ -138,11 +138,11 @@ class Child:
         self._signal(signal.SIGSTOP, group=True)
 
     def resume(self) -> None:
-        """Let a paused process go on."""
+        """Let a paused process and all that it has started continue."""
         self._signal(signal.SIGCONT, group=True)
 
     def wait(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the end; return whether it came. All log lines are delivered then."""
+        """Wait up to `timeout` seconds for the process to end; return whether it has, all its log lines delivered."""
         deadline = time.monotonic() + timeout
         while self.running:
             if time.monotonic() > deadline:
@@ -153,7 +153,7 @@ class Child:
         return True
 
     def tail_text(self) -> str:
-        """The last log lines, indented below a heading; empty when there are none."""
+        """Return the last log lines, indented below a heading; empty if there are none."""
         if self._reader is not None and not self.running:
             self._reader.join(timeout=2)
         return "".join(["\nIts last lines:", *(f"\n    {line}" for line in self._tail)]) if self._tail else ""
@@ -187,13 +187,13 @@ class Child:
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    # Gone, or (macOS) nothing but a zombie is left of it.
+    # The group is gone, or (on macOS) only a zombie is left of it.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 
 def main(arguments: list[str]) -> None:
-    """Tie this process to its parent, then become the module."""
+    """Tie this process to its parent, then run the module as `__main__`."""
     parent_pid, module, *rest = arguments
     tie_to_parent(int(parent_pid))
     sys.argv = [module, *rest]

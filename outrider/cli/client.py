@@ -1,4 +1,4 @@
-"""The gateway's gRPC door as the command line uses it: dataclasses in, dataclasses out."""
+"""The command line's client of the gateway's gRPC door: takes and returns dataclasses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.rpc.tls import TlsSource
 from outrider.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 Message = tuple[str, str]
-"""One of a conversation: its role, which is system, user or assistant, and its content."""
+"""One message of a conversation: its role (system, user or assistant) and its content."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, and how many; None leaves it to the server."""
+    """How tokens are sampled, and how many; None means the server's default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -35,9 +35,9 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One message of the stream: some final text, and the tokens committed since the last one.
+    """One message of the stream: some final text, and the tokens committed since the message before.
 
-    `tokens` holds each token's origin and its length in bytes within the answer. The text may lag behind them.
+    `tokens` holds each token's origin and its length in bytes within the answer. The text may lag behind the tokens.
     """
 
     text: str
@@ -46,7 +46,7 @@ class Chunk:
 
 
 def open_gateway(address: str, api_key: str, tls: TlsFiles | None) -> grpc.aio.Channel:
-    """A channel to a gateway's gRPC door, within a running event loop; `tls` as --connect-tls-* say it."""
+    """Open a channel to a gateway's gRPC door; needs a running event loop. `tls` comes from --connect-tls-*."""
     source = TlsSource(tls) if tls is not None else None
     return open_channel(address, auth_token=api_key, tls=source, option="--connect")
 
@@ -65,7 +65,7 @@ async def generate(channel: grpc.aio.Channel, messages: Sequence[Message], sampl
 
 
 async def list_models(channel: grpc.aio.Channel) -> list[tuple[str, int]]:
-    """Name and context length in tokens of each model that the gateway serves. Raises OutriderError."""
+    """Return name and context length in tokens of each model that the gateway serves. Raises OutriderError."""
     stub = gateway_pb2_grpc.GatewayServiceStub(channel)
     try:
         response = await stub.ListModels(gateway_pb2.GatewayServiceListModelsRequest())
@@ -87,12 +87,12 @@ def _told(error: grpc.aio.AioRpcError) -> OutriderError:
 
 
 def valid_text(text: str) -> str:
-    """The text with a question mark for each byte of the input or the command line that was not UTF-8."""
+    """Replace each byte of the input or the command line that was not UTF-8 with a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def encode(sampling: Sampling, messages: Sequence[Message]) -> gateway_pb2.GatewayServiceGenerateRequest:
-    """A request for an answer to a conversation; without messages the prompt is still to be set."""
+    """Return a request for an answer to a conversation; without messages the caller must still set the prompt."""
     chat = [gateway_pb2.ChatMessage(role=role, content=valid_text(content)) for role, content in messages]
     return gateway_pb2.GatewayServiceGenerateRequest(
         chat=gateway_pb2.ChatMessages(messages=chat) if chat else None,

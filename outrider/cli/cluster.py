@@ -1,11 +1,11 @@
-"""All three services on this machine, as child processes of this one.
+"""Run all three services on this machine, as child processes of this one.
 
     with Cluster(verify=VerifyOptions(dtype="float32")) as cluster:
         channel = open_channel(cluster.gateway_address)
         cluster.draft.kill()
         cluster.restart("draft")
 
-Leaving the `with` ends every process; so does the death of this one, however it comes.
+Leaving the `with` ends every process; so does the death of this process, however it dies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from outrider.models.capacity import usable_cores
 from outrider.rpc.lifecycle import exit_text
 from outrider.rpc.transport import check_address
 
-# In the order in which they start.
+# In start order.
 SERVICES = ("draft", "verify", "gateway")
 MODULES = {"draft": "draft_service", "verify": "verify_service", "gateway": "gateway"}
 OPTION_TYPES: dict[str, type[ServiceOptions]] = {
@@ -47,15 +47,15 @@ OPTION_TYPES: dict[str, type[ServiceOptions]] = {
     "verify": VerifyOptions,
     "gateway": GatewayOptions,
 }
-# (service, its option with addresses of the peer, the peer)
+# (service, its option with the peer's addresses, the peer)
 LINKS = (("verify", "draft", "draft"), ("gateway", "verify", "verify"))
 ADDRESS_FIELDS = ("address", "rest_address", "metrics_address")
 SHARED = ("log_level", "drain_seconds", "lockstep", "watchdog_timeout")
-"""Options that every service that has them gets alike; they take no service's name."""
+"""Options whose flags carry no service's name: one value goes to every service that has the option."""
 TARGETS = ("device", "dtype", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
-"""Options of a model that verify and draft have; without a service's name they are verify's."""
-# What the cluster decides: where services report, who talks to whom, and where a draft model runs: without a service's
-# name options of a draft model say what drafts, wherever.
+"""Model options that both verify and draft have; flags without a service's name set verify's."""
+# Options that the cluster sets: ready files, addresses of peers, and verify's copies of the draft model's options.
+# Users give these without a service's name, and the placement decides which service gets them.
 HIDDEN = (
     {(name, "ready_file") for name in SERVICES}
     | {(name, field) for name, field, _ in LINKS}
@@ -73,7 +73,7 @@ class ServiceFlag(NamedTuple):
 
 @cache
 def service_flags() -> Sequence[ServiceFlag]:
-    """Every option of every service that a user may set, in the order of the services."""
+    """Return every option that a user may set, in the order of the services."""
     names = Counter(field.name for kind in OPTION_TYPES.values() for field in fields(kind))
     # The gateway's verify_tls_ca is not the tls_ca of verify.
     taken = {f"{service}_{name}" for name, count in names.items() if count > 1 for service in SERVICES}
@@ -93,16 +93,16 @@ def service_flags() -> Sequence[ServiceFlag]:
 
 @cache
 def flag_names() -> Mapping[tuple[str, str], str]:
-    """The same flags by service and field."""
+    """Return the flags of `service_flags` by service and field."""
     return {(service, option.name): flag for flag, service, option in service_flags()}
 
 
 def place(name: str, options: ServiceOptions, folder: Path, fixed_ports: bool) -> ServiceOptions:
-    """The options of a service with what a cluster chooses where they are left at their defaults.
+    """Return a service's options, with those left at their defaults replaced by the cluster's choices.
 
-    Verify and draft get unix sockets in `folder`, where every service reports what it has bound. All other doors keep
-    the default ports if `fixed_ports`, and otherwise take free ones, so that any number of clusters fit on a machine.
-    Verify computes on all physical cores.
+    Verify and draft get unix sockets in `folder`, where every service writes the addresses that it has bound. Other
+    doors keep the default ports if `fixed_ports`; otherwise they take free ones, so that any number of clusters can run
+    on a machine. Verify computes on all physical cores.
     """
     changes: dict[str, Any] = {"ready_file": str(folder / f"{name}.json")}
     for field in _addresses(options):
@@ -118,9 +118,9 @@ def place(name: str, options: ServiceOptions, folder: Path, fixed_ports: bool) -
 
 
 def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
-    """The options with each service told where its peers are, unless it was told so already.
+    """Return the options with each service's peer addresses filled in where they were left at their defaults.
 
-    A service whose peer is not among them is given none.
+    A service whose peer is not in `options` gets no addresses.
     """
     linked = dict(options)
     for name, field, peer in LINKS:
@@ -128,7 +128,7 @@ def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
             addresses: Any = (linked[peer].address,) if peer in linked else ()
             linked[name] = replace(linked[name], **{field: addresses})
     draft, verify = linked.get("draft"), linked.get("verify")
-    # A draft that is to choose its drafters must know for whom; n-grams have no tokenizer of their own for grammars.
+    # A draft that chooses its drafters must know the target; n-grams take its tokenizer for grammars, having none.
     chosen = draft.speculative_algorithm if isinstance(draft, DraftOptions) else ()
     if isinstance(draft, DraftOptions) and isinstance(verify, VerifyOptions) and chosen in (AUTO, ("NGRAM",)):
         linked["draft"] = replace(draft, target_model_path=draft.target_model_path or verify.model)
@@ -136,9 +136,9 @@ def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
 
 
 def bind_again(options: ServiceOptions, bound: Mapping[str, str]) -> ServiceOptions:
-    """The options with which a restarted service takes the addresses that it had before.
+    """Return the options with which a restarted service binds the addresses it had before.
 
-    A door that was off stays off, also where another one serves in its place (the gateway's REST door has /metrics).
+    A door that was off stays off, even if another door serves in its place (the gateway's REST door has /metrics).
     """
     changes: dict[str, Any] = {
         field: bound[field] for field in _addresses(options) if getattr(options, field) and bound.get(field)
@@ -147,7 +147,7 @@ def bind_again(options: ServiceOptions, bound: Mapping[str, str]) -> ServiceOpti
 
 
 def is_default(options: object, name: str) -> bool:
-    """Whether the option was left as its class declares it."""
+    """Whether the option has the default that its class declares."""
     return bool(getattr(options, name) == getattr(type(options), name))
 
 
@@ -156,25 +156,25 @@ def _addresses(options: ServiceOptions) -> list[str]:
 
 
 def num_cores() -> int:
-    """Physical cores that this process may use."""
+    """Return the number of physical cores that this process may use."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     return max(1, min(physical, usable_cores()))
 
 
 def num_threads() -> int:
-    """OMP_NUM_THREADS, or one for each core where that is not set."""
+    """Return OMP_NUM_THREADS, or one thread for each core if it is not set."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return max(1, int(wanted)) if wanted.isdecimal() else num_cores()
 
 
 def service_env(name: str, base: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a service: numerical libraries use all cores in verify and one elsewhere; idle threads sleep.
+    """Return a service's environment: numerical libraries use all cores in verify and one elsewhere.
 
-    Threads that spin while they wait take the cores from the service that works. On a GPU that MPS shares verify has
-    the lower priority.
+    Idle threads sleep, because threads that spin take cores from the service that works. On a GPU shared through MPS
+    verify has the lower priority.
     """
     threads = str(num_threads()) if name == "verify" else "1"
-    # Under NVIDIA's MPS the draft goes first: its launches are small, and would wait for verify's large ones.
+    # Under NVIDIA's MPS the draft has priority: its launches are small, and would wait for verify's large ones.
     priority = {"CUDA_MPS_CLIENT_PRIORITY": "1"} if name == "verify" else {}
     return {
         **priority,
@@ -189,11 +189,11 @@ def service_env(name: str, base: Mapping[str, str]) -> dict[str, str]:
 
 
 LOCK = "cluster.lock"
-"""A file in the folder of a cluster, locked for as long as the process that runs the cluster lives."""
+"""Name of a file in a cluster's folder that stays locked while the process that runs the cluster lives."""
 
 
 def cluster_folders() -> list[Path]:
-    """The folders with sockets and ready files of this user's clusters, newest first, those of killed ones included."""
+    """Return the folders (sockets, ready files) of this user's clusters, even of killed ones, newest first."""
     found = []
     for path in Path(tempfile.gettempdir()).glob("outrider-*"):
         with suppress(OSError):  # just removed
@@ -205,41 +205,41 @@ def cluster_folders() -> list[Path]:
 
 
 def remove_dead_folders() -> None:
-    """Remove the folders of this user's clusters that were killed: the system let go of their locks."""
+    """Remove the folders of this user's killed clusters: the system has released their locks."""
     for folder in cluster_folders():
-        # Locked by one that lives, or by another that removes it; without the file it may be anybody's.
+        # The lock fails for a live cluster or one being removed. A folder without the file may be anything: leave it.
         with suppress(OSError), (folder / LOCK).open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lock_folder(folder: Path) -> int:
-    """Lock the folder for the life of this process; return what is to be closed when it is removed."""
+    """Lock the folder for the life of this process; return the file descriptor to close when it is removed."""
     early = folder / f"{LOCK}.tmp"
     lock = os.open(early, os.O_CREAT | os.O_WRONLY, 0o600)
-    with suppress(OSError):  # a file system without locks: nobody will take the folder for a dead one's
+    with suppress(OSError):  # without file locks the lock file is never named LOCK, so nobody removes the folder
         fcntl.flock(lock, fcntl.LOCK_EX)
         early.rename(folder / LOCK)  # only now, so that nobody finds it unlocked
     return lock
 
 
 START_SECONDS = 600.0
-# Time beyond drain_seconds until a service that was asked to end is killed.
+# A service that was asked to end is killed after drain_seconds and this many more.
 GRACE_SECONDS = 5.0
 WATCH_SECONDS = 0.1
 FIRST_RESTART_SECONDS = 0.5
 LAST_RESTART_SECONDS = 10.0
-# A service that ran this long before it ended is started again without further delay.
+# If a service ran this long before it ended, the delay before its restart begins anew at the first one.
 SETTLED_SECONDS = 30.0
 
 
 class Cluster:
-    """Draft, verify and gateway, wired to each other. Starts when entered, and is ready then.
+    """Draft, verify and gateway, wired to each other. Entering it starts the services and waits until they are ready.
 
     Options left at their defaults get free ports and unix sockets (see `place`; `fixed_ports` keeps the default
-    ports). `services` leaves some out. With `supervise`, a service that dies is started again, later and later;
-    without, it stays dead until `restart`. `on_line(name, line)` gets the services' log lines and `on_event(text)`
-    what befalls them, both from threads of their own. `modules` and `env` replace what is run and its environment.
+    ports). `services` can leave some out. With `supervise`, a service that dies is started again, with growing delays;
+    otherwise it stays dead until `restart`. `on_line(name, line)` gets the services' log lines and `on_event(text)`
+    news such as restarts, both from threads of their own. `modules` and `env` replace the modules and the environment.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Cluster:
         self._start_seconds = start_seconds
 
         self._closing = threading.Event()
-        # Every child is started from this thread: on Linux the kernel ties a child to the thread that started it.
+        # One thread starts every child: on Linux the kernel ties a child to the thread that started it.
         self._spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spawner")
         self._watchers: list[threading.Thread] = []
         self._locks = {name: threading.Lock() for name in self._given}
@@ -277,7 +277,7 @@ class Cluster:
         self._folder: Path | None = None
         self._folder_lock: int | None = None
         self._num_folders = 0
-        """How often the folder was made anew, and by service how often it had been when that was started."""
+        """How often the folder was recreated; `_folders` has this count as of each service's last start."""
         self._folders: dict[str, int] = {}
         self._endings: dict[str, str] | None = None
         self.children: dict[str, Child] = {}
@@ -285,7 +285,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         """Start all services and wait until they serve.
 
-        Raises ServiceFailedError, after ending what had begun, or ConfigError for a TMPDIR that cannot hold sockets.
+        If that fails, ends what has started. Raises ServiceFailedError, or ConfigError for a TMPDIR unfit for sockets.
         """
         try:
             self._start()
@@ -303,7 +303,7 @@ class Cluster:
 
     @property
     def services(self) -> list[str]:
-        """Names of the services, in the order in which they start."""
+        """Names of the services, in start order."""
         return list(self._given)
 
     @property
@@ -323,18 +323,20 @@ class Cluster:
 
     @property
     def gateway_address(self) -> str:
-        """Of the gateway's gRPC door, for open_channel."""
+        """Address of the gateway's gRPC door, for open_channel."""
         return self.address("gateway")
 
     @property
     def drain_seconds(self) -> float:
-        """Longest that running requests keep a service that was asked to end."""
+        """Longest time that running requests keep a service alive after it was asked to end."""
         return max(one.drain_seconds for one in self._given.values())
 
     @property
     def drafters(self) -> dict[str, tuple[str, ...]]:
-        """By service the drafters that guess there, as it said when it was ready: n-grams alone where a draft model
-        cannot draft, whatever it was told."""
+        """Drafters of each service, as the service reported when it was ready.
+
+        These can be n-grams alone, whatever was configured, if a draft model cannot draft.
+        """
         if self._verify.no_speculation:
             return {}
         told = {name: self.children[name].told.get("drafters") for name in ("verify", "draft") if name in self.children}
@@ -342,37 +344,37 @@ class Cluster:
 
     @property
     def rest_url(self) -> str:
-        """Of the gateway's REST door, without a trailing slash."""
+        """URL of the gateway's REST door, without a trailing slash."""
         scheme = "https" if self._options["gateway"].tls_cert else "http"
         return f"{scheme}://{self.address('gateway', 'rest_address')}"
 
     @property
     def page_url(self) -> str:
-        """Where people can try the model; empty where the page is left out."""
+        """URL of the page where people can try the model; empty with --no-page."""
         return "" if self._gateway.no_page else f"{self.rest_url}/"
 
     @property
     def api_key(self) -> str:
-        """Bearer token that the gateway asks of clients; empty when it asks none."""
+        """Bearer token that the gateway asks clients for; empty if it asks for none."""
         return self._gateway.read_api_key()
 
     def options(self, name: str) -> ServiceOptions:
-        """What a service was started with, with the addresses that it has bound."""
+        """Return the options that a service was started with, with the addresses that it has bound."""
         return self._options[name]
 
     def address(self, name: str, field: str = "address") -> str:
-        """What a service has bound: its `address`, `metrics_address` or `rest_address`; empty when it has none."""
+        """Return a service's bound `address`, `metrics_address` or `rest_address`; empty if it is off."""
         return str(getattr(self._options[name], field))
 
     def metrics_url(self, name: str) -> str:
-        """Of a service's Prometheus page; empty when it is off."""
+        """Return the URL of a service's Prometheus page; empty if it is off."""
         if name == "gateway":
             return f"{self.rest_url}/metrics"
         address = self.address(name, "metrics_address")
         return f"http://{address}/metrics" if address else ""
 
     def restart(self, name: str) -> None:
-        """Start a service anew on the addresses that it had, ending it first if it runs; returns when it serves."""
+        """Restart a service on the addresses that it had, ending it first if it runs; return when it serves."""
         with self._locks[name]:
             child = self.children[name]
             if child.running:
@@ -381,7 +383,7 @@ class Cluster:
             child.wait_ready(self._start_seconds, self._closing)
 
     def close(self) -> dict[str, str]:
-        """End all services, those in front first; return how each one ended. Interrupted, it kills them."""
+        """End all services, the gateway first, then verify; return how each one ended. Ctrl-C meanwhile kills them."""
         if self._endings is not None:
             return self._endings
         self._closing.set()
@@ -410,7 +412,7 @@ class Cluster:
         return endings
 
     def _start(self) -> None:
-        # Short, because a socket's path may hold about 100 bytes; private, because mkdtemp makes it 0700.
+        # A short path, because a socket's path is limited to about 100 bytes. mkdtemp makes it private (0700).
         try:
             remove_dead_folders()
             self._folder = Path(tempfile.mkdtemp(prefix="outrider-"))
@@ -424,7 +426,8 @@ class Cluster:
         self._options = placed
         for name, options in self._options.items():
             self.children[name] = Child(name, self._modules[name], Path(options.ready_file), self._on_line)
-        # The gateway asks verify for its model, so it comes last. A port that a service takes is known when it runs.
+        # The gateway asks verify for its model, so it starts last. A draft on a free port starts before verify, which
+        # needs that port.
         first = ["draft"] if "draft" in placed and placed["draft"].address.endswith(":0") else []
         for names in (first, [name for name in SERVICES if name not in ("gateway", *first)], ["gateway"]):
             self._start_together([name for name in names if name in placed])
@@ -448,7 +451,7 @@ class Cluster:
         options = self._options[name]
         if self._folder is not None:
             with suppress(FileExistsError):
-                # Whoever cleans up temporary files has removed it.
+                # The folder may have been removed by a cleanup of temporary files.
                 self._folder.mkdir(mode=0o700)
                 self._num_folders += 1
         self._folders[name] = self._num_folders
@@ -457,7 +460,7 @@ class Cluster:
 
     def _end(self, child: Child) -> None:
         if not child.told:
-            # Still starting: nobody waits for an answer, and loading a model may take minutes.
+            # Not ready yet: there are no requests to drain, and loading a model may take minutes.
             child.kill()
         child.terminate()
         child.resume()
@@ -489,7 +492,9 @@ class Cluster:
                     self._on_event(str(error))
 
     def _is_cut_off(self, name: str) -> bool:
-        """Whether a service runs whose socket others that were started again do not find, since the folder was removed
-        and made anew for them. Until one is started again all have their connections."""
+        """Whether restarted services cannot find this service's socket because the folder was removed and recreated.
+
+        Until the first restart after the removal, all services keep their open connections.
+        """
         is_in_folder = self._options[name].address.startswith(f"unix:{self._folder}/")
         return is_in_folder and self._folders[name] < self._num_folders

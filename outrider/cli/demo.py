@@ -22,7 +22,7 @@ from outrider.cli.options import (
 from outrider.cli.terminal import FinishedAnswer, StartDisplay, drafters_text, legend, make_console, show_answer
 from outrider.config.service import TlsFiles, peer_tls
 
-# An answer that repeats its context, as edits, summaries and retrieval do: there the NGRAM drafter has what to copy.
+# The answer repeats its context, as in edits, summaries and retrieval, so the NGRAM drafter has something to copy.
 PROMPT = """Write this shopping list again, in the same order:
 
 1. Two bottles of milk
@@ -44,7 +44,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demonstration; 0 when all services ended cleanly."""
+    """Run the demonstration; return 0 if all services ended cleanly."""
     console = make_console(color=not arguments.no_color)
     display = StartDisplay(console)
     cluster = make_cluster(arguments, console, display, fixed_ports=False, supervise=False)
@@ -66,7 +66,7 @@ async def _show(console: Console, cluster: Cluster, tls: TlsFiles | None, prompt
         sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
         console.print("\nThe prompt:\n")
         console.print(valid_text(prompt))
-        # So that neither answer pays for the services' first prompt, and both find it in the cache.
+        # Warm up: neither answer pays for the services' first prompt, and both find the prompt in the cache.
         await show_answer(generate(channel, messages, Sampling(temperature=0.0, max_tokens=1)), None)
         console.print("\nThe answer, over gRPC, token by token:\n")
         with_drafts = await show_answer(generate(channel, messages, sampling), console)
@@ -83,7 +83,7 @@ async def _show(console: Console, cluster: Cluster, tls: TlsFiles | None, prompt
 
 
 def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
-    """Both answers side by side."""
+    """Return a table of both answers' figures, side by side."""
     table = Table("", "with speculation", "without")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -104,7 +104,7 @@ def figures(with_drafts: FinishedAnswer, plain: FinishedAnswer) -> Table:
 
 
 def remark(prompt: str) -> str:
-    """What the figures are good for."""
+    """Return a remark on how far the figures can be generalised."""
     text = (
         "Each column is one answer to one prompt, measured once on this machine: speeds and rounds vary from run to "
         "run, and what drafts gain from prompt to prompt. `outrider bench` measures many."
@@ -113,7 +113,7 @@ def remark(prompt: str) -> str:
 
 
 def compare(first: str, second: str) -> str:
-    """Whether the two texts are equal, and what it means if they are not."""
+    """Say whether the two texts are equal, and if not, why."""
     if first == second:
         return "Both texts are the same, character by character."
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -1,4 +1,4 @@
-"""`outrider health`: whether a service serves, as an exit code. Container engines call it; see docs/deploy.md."""
+"""`outrider health`: tell by exit code whether a service serves. Container engines call it; see docs/deploy.md."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask once and print the answer: exit code 0 if it is SERVING, 1 if it is not or none comes."""
+    """Ask once and print the answer; return exit code 0 for SERVING, 1 for another answer or none."""
     address = reachable(arguments.address)
     files = peer_tls(arguments, "connect")
     token = read_secret("", arguments.token_file, "--token")
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def reachable(address: str) -> str:
-    """The address to call where a service binds `address`: loopback for every interface. Raises ConfigError."""
+    """Return where to call a service that binds `address`: loopback for every interface. Raises ConfigError."""
     check_address(address, "address")
     if unix_path(address) is not None:
         return address
@@ -68,9 +68,9 @@ def reachable(address: str) -> str:
 
 
 async def ask(address: str, service: str, timeout: float, token: str, tls: TlsFiles | None) -> tuple[str, str]:
-    """What a service's health says, or the status code that came instead, and what is known of why.
+    """Return a service's health status, or the gRPC status code that came instead, and details of an error.
 
-    `timeout` is in seconds. Raises ConfigError for files that cannot be used.
+    `timeout` is in seconds. Raises ConfigError for unusable TLS files.
     """
     source = TlsSource(tls) if tls is not None else None
     async with open_channel(address, auth_token=token, tls=source) as channel:

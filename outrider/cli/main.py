@@ -41,17 +41,17 @@ COMMANDS = {
 }
 
 TOOLS = ("bench", "convert", "doctor", "evaluate-draft", "inflate", "plan", "quantize", "top", "train")
-"""Commands of `outrider_tools`, which is reached by name: serving needs nothing of it."""
+"""Commands of `outrider_tools`, which is imported by name only: serving does not depend on it."""
 
 WITH_SERVICES = ("up", "chat", "demo", "doctor", "plan")
 """Commands that take the services' options."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and what was probably meant."""
+    """An argument parser whose errors are one line and suggest the option that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
-        """End the process with exit code 2."""
+        """Print the message and exit with code 2."""
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
         if message.startswith("unrecognized") and unknown and not unknown[0].startswith("-"):
             message = f"nothing takes {unknown[0]!r} here"
@@ -67,12 +67,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(commands: Sequence[str] = tuple(COMMANDS)) -> Parser:
-    """The parser of the command line, with the options of these commands."""
+    """Return the command line's parser, with the options of `commands`; other commands are only listed."""
     parser = Parser(prog="outrider", description="Speculative decoding as gRPC services.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, text in COMMANDS.items():
-        # The services' options are too many for a line that lists them all.
+        # The services have too many options for a usage line that lists them all.
         usage = f"outrider {name} [options]" if name in WITH_SERVICES else None
         subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
         subparser.add_argument("--no-color", action="store_true", help="Print without colours (as NO_COLOR=1 does).")
@@ -102,10 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"{error.filename}: {error.strerror}; let this user have it, or name another place"
             print(f"outrider: error: {text}", file=sys.stderr)
             return EXIT_CONFIG
-        # Whether what is written to takes no more: nobody reads it, or its disk is full.
+        # Handle only a failed write of output: the reader is gone, or the disk is full.
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
             raise
-        # What was not written yet would fail once more at the end.
+        # Python flushes the rest of the output at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:
             print(f"outrider: error: the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     for word in words:
         check_text(word, "the command line")
-    # Only the command's own module is loaded: it is the first word that is no option.
+    # The first word that is not an option is the command; only that command's module is loaded.
     wanted = next((word for word in words if not word.startswith("-")), "")
     if wanted in WITH_SERVICES:
         from outrider.cli.options import in_our_words
@@ -128,8 +128,8 @@ def _run(words: list[str]) -> int:
     if arguments.command == "version":
         print(f"outrider {__version__}")
         return 0
-    # Whatever asks us to end ends as Ctrl-C does: through the `with` blocks that end the services.
-    # A shell without job control has what it starts with & ignore SIGINT; what nohup has it ignore is ignored.
+    # Signals that ask the process to end act like Ctrl-C: they unwind the `with` blocks that end the services.
+    # SIGINT is set too, since shells without job control start jobs with it ignored. nohup's ignored SIGHUP stays so.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""`outrider models`: fetch models, and see which are here."""
+"""`outrider models`: fetch models, and list those on this machine."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def installed_models() -> list[tuple[str, Path, int]]:
-    """Name, folder and bytes of the converted default, other folders beside it, and language models of the hub's cache.
+    """Return name, folder and size in bytes of each model on this machine.
 
-    A name is what `--model` takes: the default's, a hub id, with @revision where that is not main, or else the folder.
+    These are the converted default, other folders beside it, and language models in the hub's cache. A name is as
+    `--model` takes it: the default's name, a hub id (with @revision if that is not main), or the folder.
     """
-    own = default_cache_dir() / "models"  # first: it tells of a home that is not there
+    own = default_cache_dir() / "models"  # first, since it raises for a missing home
     found = _of_hub()
     for config in own.glob(f"*/{CONFIG_FILE}"):
         folder = config.parent
@@ -63,14 +64,14 @@ def installed_models() -> list[tuple[str, Path, int]]:
 
 
 def _of_hub() -> list[tuple[str, Path, int]]:
-    # Imported here: it takes a second.
+    # Imported here: the import takes a second.
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
         cache = scan_cache_dir(hub_cache_dir())
     except CacheNotFound:
         return []
-    except (OSError, ValueError) as error:  # the hub's cache is a file, or nobody may read it
+    except (OSError, ValueError) as error:  # the hub's cache is a file, or not readable
         raise ConfigError(f"HF_HUB_CACHE: the hub's cache cannot be read: {error}") from None
     found = []
     for repo in cache.repos:

@@ -1,8 +1,8 @@
 """The services' options as options of `outrider up`, `demo` and `chat`.
 
-A name that only one service has stays as it is (--match-type). One that several have takes the service's name in
-front (--verify-threads), except those that mean the same everywhere (--log-level), which then hold for all, and those
-of the model, which are the target's (--device; the draft's is --draft-device).
+A name that only one service has stays as it is (--match-type). A name that several services have gets the service's
+name in front (--verify-threads), with two exceptions: options that mean the same everywhere (--log-level) apply to
+all services, and options of the model are the target's (--device; the draft's is --draft-device).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PEOPLES = {
     "clients": ("--rest-address", "--gateway-address", "--api-key-file", "--gateway-tls-cert", "--gateway-tls-key"),
     "log": ("--log-level",),
 }
-"""The options that `--help` shows, by what they are about; `--help-all` shows the others, too, by their services."""
+"""The options that `--help` shows, by subject; `--help-all` also shows the others, by service."""
 _TLS_WORDS = ("ca", "cert", "name")
 MAX_TOKENS_LIMIT = 2**32 - 1
 MAX_SEED = 2**64 - 1
@@ -68,12 +68,12 @@ NumberT = TypeVar("NumberT", int, float)
 
 
 def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
-    """A type for argparse: integers that the message's field can hold, both ends included."""
+    """Return an argparse type for integers in this range, both ends included."""
     return _within(int, minimum, maximum, f"a whole number from {minimum} to {maximum}")
 
 
 def number(minimum: float, maximum: float) -> Callable[[str], float]:
-    """A type for argparse: finite numbers, both ends included."""
+    """Return an argparse type for finite numbers in this range, both ends included."""
     return _within(float, minimum, maximum, f"a number from {minimum:g} to {maximum:g}")
 
 
@@ -91,9 +91,9 @@ def _within(kind: type[NumberT], minimum: float, maximum: float, what: str) -> C
 
 
 def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> None:
-    """Declare the options of TLS to a gateway that runs already; `peer_tls(arguments, "connect")` reads them.
+    """Declare the options for TLS to a gateway; `peer_tls(arguments, "connect")` reads them.
 
-    `former`: what else they begin with.
+    `former`: further prefixes under which the options are accepted.
     """
     for word, text in (
         ("ca", "certificates that the gateway's must be signed with; without it there is no TLS"),
@@ -107,14 +107,14 @@ def add_connect_tls_options(group: argparse._ActionsContainer, *former: str) -> 
 
 
 def given_service_flags(given: argparse.Namespace) -> list[str]:
-    """The services' options that the command line holds, as the user spells them."""
+    """Return the services' options that the command line holds, as the user spells them."""
     return [name.removeprefix("service") for name in vars(given) if name.startswith("service--")]
 
 
 def in_our_words(argv: Sequence[str]) -> list[str]:
-    """A command line whose options of other engines are ours; warns of those that change nothing.
+    """Translate options of other engines in a command line to Outrider's; warn of those that change nothing.
 
-    Raises ConfigError for those that cannot be had.
+    Raises ConfigError for options that Outrider does not support.
     """
     known = [flag.flag for flag in service_flags()]
     return translate(argv, known, lambda text: print(f"outrider: warning: {text}", file=sys.stderr))
@@ -131,7 +131,7 @@ class _HelpAll(argparse.Action):
 
 
 def add_service_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the services' options: what people need by subject, the rest, which `--help` leaves out, by service."""
+    """Declare the services' options: common ones by subject, the rest, which only --help-all shows, by service."""
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show all options, those of each service grouped.")
     subjects = {name: parser.add_argument_group(name) for name in PEOPLES}
     subjects["speculation"].add_argument(
@@ -161,10 +161,10 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_service_options(given: argparse.Namespace, env: Mapping[str, str] | None = None) -> dict[str, ServiceOptions]:
-    """Options of each service, from what add_service_options has parsed and from the environment.
+    """Return the options of each service, from the parsed options of add_service_options and the environment.
 
-    An environment variable counts only where one service alone, or all of them alike, have the option; in the others'
-    place stands the flag with the service's name. Raises ConfigError, which names the option as the user spells it.
+    An environment variable counts only for an option whose flag here is the service's own; an option whose flag has
+    the service's name in front needs that flag. Raises ConfigError, naming the option as the user spells it.
     """
     env = os.environ if env is None else env
     _warn_of_ignored(env)
@@ -172,7 +172,7 @@ def parse_service_options(given: argparse.Namespace, env: Mapping[str, str] | No
 
 
 def _warn_of_ignored(env: Mapping[str, str]) -> None:
-    """Say which variables of services change nothing here, since several services could mean them."""
+    """Warn of environment variables that change nothing here, because their options have a service's name in front."""
     flags: dict[str, list[str]] = {}
     for flag, _, option in service_flags():
         if option.env in env:
@@ -194,10 +194,10 @@ def _parse_one(service: str, given: Mapping[str, str], env: Mapping[str, str]) -
 def make_cluster(
     arguments: argparse.Namespace, console: Console, on_line: LineSink, *, fixed_ports: bool, supervise: bool
 ) -> Cluster:
-    """A cluster with the options given, not started yet; its model is fetched first, with progress on stderr.
+    """Return a cluster with the options given, not started yet; fetch its model first, with progress on stderr.
 
-    `on_line` takes the services' log lines; what befalls them is told on `console`.
-    Raises ConfigError when there is no such model, it or the draft cannot be served, or an address cannot be bound.
+    `on_line` gets the services' log lines; crashes and restarts are printed on `console`.
+    Raises ConfigError if the model does not exist, it or the draft cannot be served, or an address cannot be bound.
     """
     options = parse_service_options(arguments)
     with _naming_variables(options):
@@ -207,7 +207,7 @@ def make_cluster(
         def say(text: str) -> None:
             print_steadily(console, f"outrider: {text}")
 
-        of_drafts: list[str] = []  # told once nothing is wrong
+        of_drafts: list[str] = []  # printed after all checks have passed
         placed = place_drafts(verify, draft, arguments.draft_placement, gpus, of_drafts.append)
         verify, told = placed.verify, placed.draft
         bound = bound_services(options, placed)
@@ -217,7 +217,7 @@ def make_cluster(
         is_here = _target_here(verify) is not None
         with under("--model"):
             target = resolve_model(verify.model, impl=verify.model_impl)
-        if not is_here:  # one that was has been checked
+        if not is_here:  # a target that was here is among the checks above
             _check_folder(target, verify, gateway)
         if told is not None and told.speculative_algorithm != NGRAM:
             told = place_draft_model(told, verify, target, gpus)
@@ -241,14 +241,14 @@ def make_cluster(
 
 
 def bound_services(options: Mapping[str, ServiceOptions], placed: Placed) -> dict[str, ServiceOptions]:
-    """The services that are to run, with what drafts in its place."""
+    """Return the options of the services to run, with verify's and draft's as placed."""
     found = {"draft": placed.draft, "verify": placed.verify, "gateway": options["gateway"]}
     return {name: one for name, one in found.items() if one is not None}
 
 
 @contextmanager
 def _naming_variables(options: Mapping[str, ServiceOptions]) -> Iterator[None]:
-    """Lines of ConfigErrors that begin with an option begin with its variable where the environment gave its value."""
+    """In ConfigErrors, replace the option that begins a line with its variable if the environment gave its value."""
     try:
         yield
     except ConfigError as error:
@@ -267,7 +267,7 @@ Check = Callable[[], object]
 
 
 def _faults(checks: Iterable[Check]) -> list[str]:
-    """What all of them find wrong, each once."""
+    """Run all checks; return the distinct messages of their ConfigErrors."""
     found: dict[str, None] = {}
     for check in checks:
         try:
@@ -278,9 +278,9 @@ def _faults(checks: Iterable[Check]) -> list[str]:
 
 
 def find_faults(options: Mapping[str, ServiceOptions], gpus: int) -> list[str]:
-    """What keeps these services from starting or from reaching each other, as far as it takes no time to tell.
+    """Return what would keep these services from starting or from reaching each other, as far as quick checks tell.
 
-    Each line names options as `outrider up` spells them. `gpus`: how many this machine has.
+    Each message names options as `outrider up` spells them. `gpus`: the number of GPUs of this machine.
     """
     return _faults(_service_checks(options, gpus))
 
@@ -297,7 +297,7 @@ def _service_checks(options: Mapping[str, ServiceOptions], gpus: int) -> list[Ch
 
 
 def _own_checks(one: ServiceOptions) -> Iterator[Check]:
-    """What a service looks at first."""
+    """Yield the checks that a service makes of its own options when it starts."""
     if isinstance(one, GatewayOptions | VerifyOptions | DraftOptions):
         yield one.check
     if isinstance(one, PeerServiceOptions):
@@ -317,7 +317,7 @@ def _load(find: Callable[[], TlsFiles | None]) -> None:
 
 
 def in_our_flags(service: str, check: Check) -> None:
-    """Run a check of a service; what it says of its options has their names here."""
+    """Run a check of a service, with the flags in its ConfigError renamed to those of `outrider up`."""
     flags = {flag.option.flag: flag.flag for flag in service_flags() if flag.service == service}
     try:
         check()
@@ -327,8 +327,8 @@ def in_our_flags(service: str, check: Check) -> None:
 
 
 def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) -> None:
-    """Raise ConfigError for GPUs that this machine has not."""
-    if Path("/dev/dxg").exists():  # GPUs of Windows, which does not tell how many
+    """Raise ConfigError for GPUs that this machine does not have."""
+    if Path("/dev/dxg").exists():  # WSL: GPUs of Windows, which does not tell how many
         return
     count = f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}" if gpus else "this machine has no GPU"
     for flag, name in (("--device", verify.device), ("--draft-device", draft.device if draft else "")):
@@ -343,13 +343,13 @@ def _check_gpus(verify: VerifyOptions, draft: DraftOptions | None, gpus: int) ->
 
 
 def first_gpu(device: str) -> int:
-    """The number of a --device: 0 where it has none."""
+    """Return the GPU number in a --device; 0 if it has none."""
     number = device.partition(":")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def _check_own_door(options: GatewayOptions, arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a gateway that a command with options of TLS to it starts, and could not speak to."""
+    """Raise ConfigError if this command could not connect to the gateway that it starts, given --connect-tls-*."""
     if "connect_tls_ca" not in arguments:
         return
     way = peer_tls(arguments, "connect")
@@ -363,7 +363,7 @@ def _check_own_door(options: GatewayOptions, arguments: argparse.Namespace) -> N
         host = split_host_port(options.address, "--gateway-address")[0].strip("[]")
         door = door_tls(options)
         _load(lambda: door)
-    except ConfigError:  # told by the gateway's own checks
+    except ConfigError:  # reported by the gateway's own checks
         return
     if door is not None and way is not None and (refusal := find_refusal(door, way, host)) is not None:
         shown, trusted = ({word: f"--{end}-tls-{word}" for word in _TLS_WORDS} for end in ("gateway", "connect"))
@@ -373,7 +373,7 @@ def _check_own_door(options: GatewayOptions, arguments: argparse.Namespace) -> N
 def _refused(
     refusal: CertificateRefusal, door: tuple[str, Mapping[str, str]], caller: tuple[str, Mapping[str, str]]
 ) -> ConfigError:
-    """What is told where one end would not take the other's certificate: of each what it is called, and its flags."""
+    """Return the error for a certificate that the other end would refuse; each end comes with its name and flags."""
     (who, own), (_, other) = (caller, door) if refusal.by_caller else (door, caller)
     flag, fix = own["ca"], "name what that one is signed with"
     if refusal.is_name:
@@ -384,7 +384,7 @@ def _refused(
 
 
 def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
-    """Raise ConfigError for a door and a caller that do not fit each other: it would knock for ever."""
+    """Raise ConfigError if tokens or TLS files of a door and its caller do not fit: the caller would retry for ever."""
     if peer not in options or not is_default(options[caller], field):
         return
     flags = flag_names()
@@ -401,7 +401,7 @@ def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, 
             raise ConfigError(f"{flags[service, name]}: the {other} service {problem}; set {words}, too")
     try:
         tokens, sent = cast(PeerServiceOptions, options[peer]).read_auth_tokens(), peer_token(options[caller], peer)
-    except ConfigError:  # told by the service's own checks
+    except ConfigError:  # reported by the service's own checks
         return
     if tokens and sent not in tokens:
         said, wanted = (
@@ -412,7 +412,7 @@ def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, 
 
 
 def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
-    """Raise ConfigError where a door or its caller would not take the other's certificate: it would knock for ever."""
+    """Raise ConfigError if a door or its caller would refuse the other end's certificate, and so retry for ever."""
     if peer not in options or not is_default(options[caller], field):
         return
     address = options[peer].address
@@ -420,9 +420,9 @@ def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: 
     try:
         door, way = door_tls(options[peer]), peer_tls(options[caller], peer)
         name = "localhost" if is_socket else split_host_port(address, "--address")[0].strip("[]")
-        missing = not door or not way or (door.ca and not way.cert)  # told by _check_link
+        missing = not door or not way or (door.ca and not way.cert)  # reported by _check_link
         refusal = None if missing else find_refusal(cast(TlsFiles, door), cast(TlsFiles, way), name)
-    except ConfigError:  # told by the service's own checks
+    except ConfigError:  # reported by the service's own checks
         return
     if refusal is None:
         return
@@ -433,7 +433,7 @@ def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: 
 
 
 def _target_here(verify: VerifyOptions) -> Path | None:
-    """The target's folder; None for one that is still to be fetched, or made anew. Raises ConfigError."""
+    """Return the target's folder; None if it must still be fetched or converted. Raises ConfigError."""
     with under("--model"):
         folder = given_folder(verify.model)
         return converted_default() if folder is None and not is_hub_id(verify.model) else folder
@@ -445,14 +445,14 @@ def _check_target(verify: VerifyOptions, gateway: GatewayOptions) -> None:
 
 
 def _check_folder(folder: Path, verify: VerifyOptions, gateway: GatewayOptions) -> None:
-    """Raise ConfigError for a target that cannot be served, or whose chat templates cannot be read, or for another
-    tokenizer than its own: the gateway would wait for better ones."""
+    """Raise ConfigError if the target cannot be served, its chat templates cannot be read, or --tokenizer is another
+    model's: the gateway would wait for better ones."""
     # Imported here: Jinja takes a while.
     from outrider.chat_template import ChatTemplate
 
     check_target(folder, verify)
     with under("--model"):
-        for shard in shard_paths(folder):  # of which a download may have broken off
+        for shard in shard_paths(folder):  # a download may have left some incomplete
             tensor_shapes(shard)
     digest = hash_tokenizer(gateway.tokenizer) if gateway.tokenizer else ""
     if digest and digest != hash_tokenizer(folder):
@@ -472,9 +472,9 @@ def _check_draft_model(path: str) -> None:
 
 
 def door_checks(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> Iterator[Check]:
-    """Each raises ConfigError, naming the option, for an address that a service could not bind.
+    """Yield checks that raise ConfigError, naming the option, for an address that a service could not bind.
 
-    Without `fixed_ports` defaults are left to the cluster, which takes free ones.
+    Without `fixed_ports`, default addresses are not checked: the cluster replaces them with free ones.
     """
     taken: dict[str, str] = {}
     for flag in service_flags():
@@ -491,7 +491,7 @@ def door_checks(options: Mapping[str, ServiceOptions], fixed_ports: bool) -> Ite
 
 def _check_door(door: ServiceFlag, address: str, taken: dict[str, str]) -> None:
     flag = door.flag
-    if door.option.name != "address":  # HTTP is spoken through no socket in the file system
+    if door.option.name != "address":  # HTTP doors have no unix sockets
         split_host_port(address, flag)
     if address in taken and not address.endswith(":0"):
         raise ConfigError(f"{flag}: {address} is that of {taken[address]}, too; give each door its own")

@@ -1,4 +1,4 @@
-"""Where drafters run: in the draft service, or colocated: inside verify's rounds on a GPU, in its process on a CPU."""
+"""Choose where drafters run: in a draft service, or colocated: in verify's rounds on a GPU, in its process on a CPU."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from outrider.models.drafters.kinds import choose_drafters, shipped_head
 PLACEMENTS = ("auto", "remote", "colocated")
 NGRAM = ("NGRAM",)
 ROUND_MODELS = ("EAGLE3", "EAGLE", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE", NAIVE_EAGLE)
-"""What drafts inside rounds; the last one there alone."""
+"""Algorithms that can draft inside rounds; the last one can only draft there."""
 _OTHERS = tuple(
     field.name for field in fields(DraftOptions) if field.name not in (*DRAFTING, *SHARED, "target_model_path")
 )
-"""Options that a draft service alone has, and what it may be called by."""
+"""Options that only a draft service has, its address and secrets among them."""
 _MAX_STEPS = 16
-"""--speculative-num-steps of verify at most."""
+"""Highest --speculative-num-steps that verify takes."""
 _CORES_FOR_TWO = 4
-"""Cores from which on a draft service beside verify is faster than drafters in its process. Default model and drafters
-against each other, one request, Xeons with AMX: 0.84 times as fast on 2 cores, 1.07 on 4, 1.12 on 8."""
+"""From this many cores on, a draft service is faster than drafters in verify's process. Measured with the default model
+and drafters, one request, Xeons with AMX: 0.84 times as fast on 2 cores, 1.07 on 4, 1.12 on 8."""
 
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Options of verify and draft, with drafters chosen and a draft model in its place."""
+    """Options of verify and draft, with drafters chosen and the draft model assigned to one of the two."""
 
     verify: VerifyOptions
     draft: DraftOptions | None
-    """None where no draft service is needed: verify has all that drafts."""
+    """None if no draft service is needed, since all drafters run in verify."""
 
 
 def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpus: int, say: Say) -> Placed:
-    """Choose drafters where that was left open, and who runs the draft model; `placement` is one of PLACEMENTS.
+    """Choose drafters where that was left open, and the service that runs them; `placement` is one of PLACEMENTS.
 
-    `say` is told why where n-grams are alone, and which options change nothing.
+    `say` gets the reason if n-grams draft alone, and the names of options that change nothing.
 
-    Raises ConfigError for what cannot be had.
+    Raises ConfigError for combinations that are not supported.
     """
     if is_colocated(verify, draft, placement, gpus):
         return _colocate(verify, draft, say, is_on_gpu(verify, gpus))
@@ -68,12 +68,12 @@ def place_drafts(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
 
 
 def is_on_gpu(verify: VerifyOptions, gpus: int) -> bool:
-    """Whether verify takes a GPU."""
+    """Whether verify uses a GPU."""
     return gpus > 0 and verify.device != "cpu"
 
 
 def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpus: int) -> bool:
-    """Whether verify is to have what drafts: the draft model on a GPU, all of it on a CPU."""
+    """Whether drafters run with verify: the draft model if verify is on a GPU, all drafters on a CPU."""
     if placement != "auto":
         return placement == "colocated"
     on_gpu, names = is_on_gpu(verify, gpus), draft.speculative_algorithm
@@ -95,12 +95,12 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
 
 
 def _of_draft_service(draft: DraftOptions) -> list[str]:
-    """Options of a draft service that were given and that verify has not, as `outrider up` spells them."""
+    """Return the given options that only a draft service has, as `outrider up` spells them."""
     return [flag_names().get(("draft", name), name) for name in _OTHERS if not is_default(draft, name)]
 
 
 def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool) -> Placed:
-    """The options with the draft model at verify; n-grams, if they are named, at the draft service on a GPU alone."""
+    """Move the draft model to verify; on a CPU n-grams, too, while on a GPU a draft service keeps them, if named."""
     if verify.lockstep:
         raise ConfigError("--lockstep: it is for draft services; leave it out, or give --draft-placement remote")
     draft = choose_drafters(draft, verify.model, say)
@@ -122,7 +122,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
             "lower it, or give --draft-placement remote"
         )
     moved: dict[str, Any] = {name: getattr(draft, name) for name in DRAFTING}
-    # N-grams beside the model, too: verify leaves them to the draft service, and goes on where the model cannot draft.
+    # Pass n-grams on, too: on a GPU verify leaves them to the draft service, and it starts if the model cannot draft.
     verify = replace(verify, **moved)
     if not on_gpu:
         return Placed(verify, None)
@@ -135,7 +135,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
 
 
 def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Say) -> DraftOptions:
-    """The options of a draft service with drafters chosen where that was left open."""
+    """Return the draft service's options, with drafters chosen if that was left open."""
     is_open = draft.speculative_algorithm == AUTO and not draft.speculative_draft_model_path
     if is_open and is_on_gpu(verify, gpus) and gpus <= verify.tensor_parallel_size and is_default(draft, "device"):
         if shipped_head(verify.model) is not None:
@@ -145,9 +145,9 @@ def draft_for(draft: DraftOptions, verify: VerifyOptions, gpus: int, say: Say) -
 
 
 def place_draft_model(draft: DraftOptions, verify: VerifyOptions, target: Path, gpus: int) -> DraftOptions:
-    """Options of a draft service with a model, where they were left at their defaults.
+    """Fill in options that a draft service with a model needs, where they were left at their defaults.
 
-    It is told of the target's folder, for heads that share its matrices, and takes a GPU of its own if there is one.
+    The service gets the target's folder, for heads that share the target's matrices, and a free GPU if there is one.
     """
     if is_default(draft, "target_model_path"):
         draft = replace(draft, target_model_path=str(target))
@@ -158,10 +158,10 @@ def place_draft_model(draft: DraftOptions, verify: VerifyOptions, target: Path, 
 
 
 def num_gpus() -> int:
-    """GPUs that the services may use, without loading what could ask them."""
+    """Return the number of GPUs that the services may use, without loading torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # CUDA takes no notice of what stands behind the first that is none.
+        # CUDA ignores everything after the first invalid entry.
         return len(list(takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))))
     devices = Path("/dev")
     return sum(bool(re.fullmatch(r"nvidia\d+", entry.name)) for entry in devices.iterdir()) if devices.is_dir() else 0

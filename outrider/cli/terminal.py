@@ -1,4 +1,4 @@
-"""What the commands print: log lines, what goes on while services start, and answers as they stream."""
+"""Terminal output of the commands: log lines, progress while services start, and answers as they stream."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from outrider.cli.cluster import Cluster
 from outrider.logs import LineWriter
 from outrider.protocol.generation import TokenOrigin, Usage
 
-# Time, level, service and logger of a line of outrider.logs.
+# The head of an outrider.logs line: time, level, service and logger.
 LOG_HEAD = re.compile(r"^\S+Z +[A-Z]+ +\S+ +\S+ ")
 SERVICE_STYLES = {"draft": "green", "verify": "yellow", "gateway": "cyan"}
 
 
 def make_console(*, color: bool = True, stderr: bool = False) -> Console:
-    """A console that knows NO_COLOR and writes no escape codes into files and pipes."""
+    """Return a console that honours NO_COLOR and writes no escape codes into files and pipes."""
     return Console(highlight=False, markup=False, emoji=False, no_color=None if color else True, stderr=stderr)
 
 
 def log_printer(console: Console) -> LineSink:
-    """A sink that prints log lines with their service's name in front."""
+    """Return a sink that prints log lines with their service's name in front."""
 
     def print_line(name: str, line: str) -> None:
         text = Text.assemble((f"{name:<7} | ", SERVICE_STYLES.get(name, "")), printable(line))
@@ -44,14 +44,14 @@ def log_printer(console: Console) -> LineSink:
 
 
 _printing = threading.Lock()
-"""A writer is for one thread at a time, and what there is room for must not be taken by another one."""
+"""Held while writing: a LineWriter is for one thread at a time, and needs the room that it found in the stream."""
 
 
 def print_steadily(console: Console, text: Text | str) -> None:
-    """Print from a thread that also looks after a service, and must neither end nor wait: what a full disk does not
-    take, or a stopped terminal, is dropped.
+    """Print without blocking or failing, for threads that also look after a service.
 
-    Where nobody reads any more, the process is sent SIGHUP, as at the end of a terminal.
+    Text that a full disk or a stopped terminal does not accept is dropped. If the reader is gone, the process gets a
+    SIGHUP, as when a terminal closes.
     """
     with console.capture() as captured:
         console.print(text, soft_wrap=True, end="")
@@ -68,11 +68,11 @@ def print_steadily(console: Console, text: Text | str) -> None:
 
 
 _writer = cache(LineWriter)
-"""Of each stream one, which knows what was left out there."""
+"""The writer of a stream: one for each stream, because it remembers what was dropped there."""
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str = "  ") -> str:
-    """Rows of cells as lines with columns, the numbered ones to the right; nothing is cut, whatever the width."""
+    """Lay out rows of cells as lines of columns, those in `right` right-aligned; cells are never cut."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -85,20 +85,20 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str
 
 
 class StartDisplay:
-    """Shows, where there is a terminal, the newest log line while services start, and nothing afterwards."""
+    """On a terminal, shows the newest log line while services start, and nothing afterwards."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status = console.status("starting", spinner="line")
 
     def __call__(self, name: str, line: str) -> None:
-        """Take a log line; usable as a cluster's `on_line`."""
+        """Show a log line; usable as a cluster's `on_line`."""
         message = LOG_HEAD.sub("", printable(line))
         self._status.update(Text(f"{name}: {message}"[: max(20, self._console.width - 4)]))
 
     @contextmanager
     def started(self, cluster: Cluster) -> Iterator[Cluster]:
-        """Start the cluster with the display on, and end it with the block."""
+        """Start the cluster with the display on, and close the cluster when the block ends."""
         self._console.print(f"starting {', '.join(cluster.services)} as processes of their own")
         begin = time.monotonic()
         with self._status:
@@ -120,7 +120,7 @@ LEGEND = {
 class Painter:
     """Cuts streamed text into runs of one origin.
 
-    A character that several tokens make up belongs to the first of them.
+    A character made up of several tokens gets the origin of the first of them.
     """
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Painter:
 
 
 def drafters_text(drafters: Mapping[str, Sequence[str]]) -> str:
-    """Who drafts in which service, for somebody who sees the names for the first time."""
+    """Say which drafters run in which service, in words for a first-time reader."""
     if not drafters:
         return "nothing: each token is computed by itself"
     words = {"NGRAM": "n-grams of prompt and answers (NGRAM)", "EAGLE3": "a trained head (EAGLE3)"}
@@ -174,7 +174,7 @@ class FinishedAnswer:
 
 
 async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> FinishedAnswer:
-    """Print an answer while it streams, nothing without a `console`; return it. Raises what `chunks` raises."""
+    """Print an answer to `console`, if given, while it streams; return it. Raises what `chunks` raises."""
     painter = Painter()
     parts: list[str] = []
     usage = Usage()
@@ -197,7 +197,7 @@ async def show_answer(chunks: AsyncIterator[Chunk], console: Console | None) -> 
 
 
 def legend() -> Text:
-    """Which colour means which origin."""
+    """Return a line that shows which colour means which origin."""
     text = Text()
     for words, style in LEGEND.values():
         text.append(f" {words} ", style and f"{style} reverse")
@@ -206,7 +206,7 @@ def legend() -> Text:
 
 
 def printable(text: str) -> str:
-    """The text without control characters: a model must not steer the terminal."""
+    """Replace control characters in the text: a model must not control the terminal."""
     return "".join(
         c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else "\N{REPLACEMENT CHARACTER}" for c in text
     )

@@ -1,4 +1,4 @@
-"""`outrider up`: the services until Ctrl-C."""
+"""`outrider up`: run the services until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the services, print what and where they are, and stay until interrupted."""
+    """Start the services, print what they are and where they listen, and run until interrupted."""
     console = make_console(color=not arguments.no_color)
     services: list[str] = []
     try:
@@ -47,14 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def port_hint(message: str, services: Collection[str], arguments: argparse.Namespace) -> str:
-    """How this command takes other ports, where an error says that one cannot be had.
+    """Return advice on how to choose other ports if `message` says that one cannot be bound, else empty text.
 
-    `services`: those that were started, and have named their own options.
+    `services`: those that were started; their messages name their own options.
     """
     if "cannot bind" not in message:
         return ""
     doors = [flag for flag in service_flags() if flag.option.name in ADDRESS_FIELDS]
-    given = given_service_flags(arguments)  # whose ports --ephemeral would leave as they are
+    given = given_service_flags(arguments)  # --ephemeral would not change ports given by these flags
     is_default = any(f"{door.flag}: cannot bind" in message and door.flag not in given for door in doors)
     free = "\nFor free ports add --ephemeral." if (services or is_default) and not arguments.ephemeral else ""
     named = [door.flag for door in doors if door.service in services]
@@ -86,5 +86,5 @@ def _print_summary(console: Console, cluster: Cluster) -> None:
         *(("warning", text) for text in _open_doors(cluster)),
     ]
     lines = [f"  {name:<19} {where}" for name, where in rows if where]
-    # In one piece: what services say at the same time may lie around it, never in it.
+    # Print in one piece, so that log lines of services cannot come in between.
     print_steadily(console, "\n".join(["\nOutrider is up. Ctrl-C stops it.", *lines, ""]))
