@@ -8,8 +8,8 @@
 
 A field `max_requests` is the flag --max-requests and the environment variable OUTRIDER_MAX_REQUESTS; the flag wins.
 Types: int, float, str, bool, Path, tuple[str, ...] (comma separated), and each of them `| None` (empty text is None).
-Whatever is wrong becomes a ConfigError that names the option, the value, the limit and the fix. Paths are meant as
-people write them: see `expand`.
+A wrong value raises a ConfigError that names the option, the value, the limit and the fix. A leading `~` in paths is
+expanded: see `expand`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENV_PREFIX = "OUTRIDER_"
 OptionsT = TypeVar("OptionsT")
 
 MAX_WHOLE = 2**31 - 1
-"""Of whole numbers that have no maximum of their own: messages and memory hold no larger ones."""
+"""Highest value of whole-number options without a maximum of their own: messages and memory hold no larger ones."""
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -60,7 +60,7 @@ def option(
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of an options dataclass declares."""
+    """The declaration of one field of an options dataclass."""
 
     name: str
     kind: type
@@ -74,17 +74,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """As it stands on the command line."""
+        """The option as it is written on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def env(self) -> str:
-        """Its environment variable."""
+        """The option's environment variable."""
         return ENV_PREFIX + self.name.upper()
 
     @property
     def help_text(self) -> str:
-        """What it means, and its limits."""
+        """The help text with the option's limits."""
         limits = []
         if self.choices is not None:
             limits.append(f"One of {', '.join(self.choices)}.")
@@ -96,7 +96,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as it would be given; empty for none and for secrets."""
+        """The default as a user would write it; empty for None and for secrets."""
         return "" if self.secret or self.default is None else _to_text(self, self.default)
 
 
@@ -107,10 +107,10 @@ def parse_options(
     prog: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> OptionsT:
-    """Return the options that the command line and the environment ask for.
+    """Parse the command line and the environment into options.
 
-    `argv` is without the program's name. None takes the process's own, and then a mistake ends the process as
-    argparse does: one line on stderr, exit code 2. With an explicit `argv` a mistake raises ConfigError.
+    `argv` is without the program's name. None takes the process's own arguments, and a mistake then ends the process
+    as argparse does: one line on stderr, exit code 2. With an explicit `argv` a mistake raises ConfigError.
     `--help` prints the options with their defaults and exits.
     """
     name = prog or Path(sys.argv[0]).name
@@ -139,7 +139,7 @@ def parse_options(
 def add_option(
     parser: argparse._ActionsContainer, item: Option, flag: str, dest: str, metavar: str, help: str
 ) -> argparse.Action:
-    """Declare an option to argparse, for which it is text, and absent where it is not given; a switch needs none."""
+    """Declare an option to argparse. Its value is text, absent if not given; a bool's may be left out for true."""
     return parser.add_argument(
         flag,
         dest=dest,
@@ -154,14 +154,14 @@ def add_option(
 def read_options(
     options_type: type[OptionsT], given: Mapping[str, Any], env: Mapping[str, str], spelled: Mapping[str, str]
 ) -> OptionsT:
-    """Options from what argparse has `given` for fields' names, else from the environment, else by default.
+    """Return options with values from `given` (argparse's, by field name), else the environment, else the defaults.
 
-    `spelled` has the flags of fields that the user knows under another one than their own. Raises ConfigError.
+    `spelled` has the flags of fields that the user knows under other flags than their own. Raises ConfigError.
     """
     values: dict[str, Any] = {}
     for item in describe_options(options_type):
         if item.name in given:
-            # argparse takes the -- out of --name=-- and leaves an empty list.
+            # For --name=-- argparse drops the -- and leaves an empty list.
             text = "--" if given[item.name] == [] else given[item.name]
             values[item.name] = _from_text(item, text, spelled.get(item.name, item.flag))
         elif item.env in env and (env[item.env] or item.optional or item.kind in (str, tuple)):
@@ -298,7 +298,7 @@ def _to_text(item: Option, value: Any) -> str:
 
 
 def check_text(text: str, source: str) -> None:
-    """Raise ConfigError, naming `source`, for bytes of a command line or an environment that are no UTF-8."""
+    """Raise ConfigError, naming `source`, if a text of the command line or the environment is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -306,7 +306,7 @@ def check_text(text: str, source: str) -> None:
 
 
 def expand(name: str | Path) -> Path:
-    """The path that a name is, its `~` filled in. Raises ConfigError for a home that is not there."""
+    """Return `name` as a path with `~` expanded. Raises ConfigError if that home does not exist."""
     try:
         return Path(name).expanduser()
     except RuntimeError:

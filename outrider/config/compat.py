@@ -1,6 +1,6 @@
-"""Options of SGLang and vLLM, for those who know them: what each is called here, or why it is not here.
+"""Options of SGLang and vLLM, for users who know them: the name of each here, or why Outrider does not have it.
 
-docs/speculative-options.md is the same table for readers; a test holds the two together.
+docs/speculative-options.md is the same table for readers; a test keeps the two in step.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Foreign:
-    """An option that other engines have.
+    """An option of another engine.
 
-    It is `renamed` to the first of ours that a service has, or `moot` (accepted with a warning that says why it changes
-    nothing), or `refused` with a reason. With `moot_values` only these are moot, and all others are refused.
+    It is `renamed` to the first of these options that a service has, or `moot` (accepted with a warning that says why
+    it changes nothing), or `refused` with a reason. With `moot_values` only these values are moot, all others refused.
     """
 
     flag: str
-    """Ends with * for a family."""
+    """Ends with * for a family of options."""
     renamed: tuple[str, ...] = ()
     moot: str = ""
     refused: str = ""
@@ -66,7 +66,7 @@ _RENAMED = {
     "--speculative-ngram-max-trie-depth": "--branch-length",
     "--speculative-ngram-capacity": "--capacity",
 }
-"""What is called otherwise here: each by the first of these that a command has."""
+"""Options with another name here: the first of the names listed that a command has."""
 _MOOT_SWITCHES = {
     "--enable-prefix-caching": "prefixes are always shared; --disable-radix-cache stops it",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
@@ -88,14 +88,14 @@ _MOOT = {
     "--speculative-adaptive-config": "how much is verified follows measured acceptance, without tuning",
     "--torch-compile-max-bs": "nothing is compiled by torch",
 }
-"""The same for options that take a value."""
+"""Options with a value that change nothing here, and why."""
 _REFUSED_SWITCHES = {
     "--trust-remote-code": "code of a checkpoint is never run",
     "--enable-multi-layer-eagle": "one MTP layer drafts all positions; heads with a layer for each are not supported",
     "--enable-dp-attention": "a verify service is one replica; start several behind one gateway",
     "--speculative-skip-dp-mlp-sync": "there is no data-parallel attention here",
 }
-"""Switches that are not to be had, and why."""
+"""Switches that are refused, and why."""
 _REFUSED = {
     "--host": _ADDRESS,
     "--port": _ADDRESS,
@@ -112,7 +112,7 @@ _REFUSED = {
     "--speculative-ngram-external-*": "the trie is filled by prompts and answers alone",
     "--decoupled-spec-role": "drafts are services of their own: `outrider up`, or --draft of verify",
 }
-"""The same for options that take a value. A flag that ends with * is a family."""
+"""Options with a value that are refused, and why. A flag that ends with * is a family."""
 _ONE_REPLICA = (
     "one verify service is one replica",
     "start several behind one gateway, each with --device cuda:N; --tensor-parallel-size divides a model among GPUs",
@@ -141,7 +141,7 @@ _BY_VALUE = {
     "--speculative-moe-runner-backend": (*_NO_EXPERTS, ("auto",)),
     "--speculative-moe-a2a-backend": (*_NO_EXPERTS, ("none",)),
 }
-"""Why the values named last change nothing, and why all others are not to be had."""
+"""(why the values listed last change nothing, why all other values are refused, the values)"""
 
 FOREIGN = (
     *(Foreign(flag, renamed=tuple(ours.split())) for flag, ours in _RENAMED.items()),
@@ -154,31 +154,31 @@ FOREIGN = (
 
 
 def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[str]:
-    """The command line in our own words.
+    """Translate other engines' options in a command line to Outrider's.
 
-    `known` are the flags that the command has: an argument with one of these stays, with hyphens where it has
-    underscores. Whatever is moot is told to `warn` and left out. What belongs to another service stays, and is unknown
-    there.
-    Raises ConfigError for what is refused, with the reason.
+    `known` are the flags that the command has: arguments with one of these stay, with underscores in the flag replaced
+    by hyphens. `warn` is told of moot options, which are left out. Options of another service stay, for the parser to
+    reject.
+    Raises ConfigError with the reason for refused options.
     """
     translated: list[str] = []
     words = list(argv)
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        # vLLM takes underscores as well.
+        # vLLM accepts underscores as well.
         hyphened = flag.replace("_", "-") if flag.startswith("--") else flag
         entry = None if hyphened in known else next((it for it in FOREIGN if fnmatchcase(hyphened, it.flag)), None)
         if entry is None:
             translated.append(hyphened + equals + value if hyphened in known else word)
             continue
         if entry.renamed:
-            # The draft service's, though verify has an option of our name, too.
+            # An option of the draft service, even if verify has an option of the same new name.
             is_anothers = entry.flag.startswith("--speculative-draft-") and "--target-model-path" not in known
             ours = "" if is_anothers else next((flag for flag in entry.renamed if flag in known), "")
             translated.append(ours + equals + value if ours else word)
             continue
-        # A switch may be given a value by an equals sign alone.
+        # A switch can take a value only after an equals sign.
         if entry.takes_value and not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
         _judge(entry, flag, value, warn, known)
@@ -186,7 +186,7 @@ def translate(argv: Sequence[str], known: Collection[str], warn: Warn) -> list[s
 
 
 def _judge(entry: Foreign, flag: str, value: str, warn: Warn, known: Collection[str]) -> None:
-    """Warn of what is moot, raise for what is refused."""
+    """Warn of a moot option; raise ConfigError for a refused one."""
     is_moot = value in entry.moot_values if entry.moot_values else bool(entry.moot)
     shown = f"{flag} {value}".rstrip() if entry.takes_value else flag
     if not is_moot:

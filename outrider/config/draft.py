@@ -9,13 +9,13 @@ from outrider.config.service import GRPC_DOOR, PeerServiceOptions, check_device
 from outrider.errors import ConfigError
 
 AUTO = ("AUTO",)
-"""In the place of drafters: those that `outrider.models.drafters.kinds.choose_drafters` finds for the target."""
+"""Stands for the drafters that `outrider.models.drafters.kinds.choose_drafters` finds for the target."""
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
 """Heads that guess a block of tokens in one forward."""
 ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS, "NEXTN", "STANDALONE")
-"""Drafters with a model: one of them at most."""
+"""Drafters with a model; at most one of them can be named."""
 NAIVE_EAGLE = "NAIVE_EAGLE"
-"""A head that guesses one token, inside verify's rounds on a GPU alone."""
+"""A head that guesses one token; it only runs inside verify's rounds on a GPU."""
 _OF_MODELS = (
     "speculative_draft_model_revision",
     "speculative_eagle_topk",
@@ -28,7 +28,7 @@ _OF_MODELS = (
     "rank_by_noise",
     "draft_ahead",
 )
-"""Options that n-grams do not read; device and dtype are often those of a deployment, whatever drafts."""
+"""Options that n-grams do not read. Device and dtype are left out: deployments often set them whatever drafts."""
 _OF_NGRAMS = (
     "match_type",
     "min_match_window_size",
@@ -45,7 +45,7 @@ _OF_NGRAMS = (
 
 @dataclass(frozen=True)
 class SpeculativeOptions(PeerServiceOptions):
-    """What drafts, in a draft service or with verify."""
+    """Options of the drafters, which run in a draft service or with verify."""
 
     speculative_algorithm: tuple[str, ...] = option((), "Which drafters guess.")
     speculative_draft_model_path: str = option(
@@ -68,13 +68,13 @@ class SpeculativeOptions(PeerServiceOptions):
     )
 
     def check_window(self) -> None:
-        """Raise ConfigError for first tokens of contexts without last ones."""
+        """Raise ConfigError for a sink without a window."""
         if self.speculative_draft_sink_size and not self.speculative_draft_window_size:
             raise ConfigError("--speculative-draft-sink-size: is beside --speculative-draft-window-size; give both")
 
 
 DRAFTING = tuple(field.name for field in fields(SpeculativeOptions) if field.name.startswith("speculative_"))
-"""Options of what drafts, wherever it does."""
+"""Names of the options of drafters, which both verify and draft services have."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class DraftOptions(SpeculativeOptions):
     )
 
     def check(self) -> None:
-        """Raise ConfigError where options do not fit each other, whatever machine and models are."""
+        """Raise ConfigError if options contradict each other, independent of machine and models."""
         check_device(self.device)
         check_drafters(self.speculative_algorithm, self.lockstep, model_path=self.speculative_draft_model_path)
         _ordered(
@@ -190,7 +190,7 @@ class DraftOptions(SpeculativeOptions):
             )
 
     def unused(self) -> str:
-        """A warning of options that were given and that none of the drafters named reads; empty without any."""
+        """Return a warning that names the given options which none of the drafters reads; empty if there are none."""
         names = self.speculative_algorithm
         if names == AUTO:
             return ""
@@ -201,9 +201,9 @@ class DraftOptions(SpeculativeOptions):
 
 
 def check_drafters(names: tuple[str, ...], lockstep: bool = False, *others: str, model_path: str = "") -> None:
-    """Raise ConfigError unless these drafters run together, one with the model in `model_path` if there is one.
+    """Raise ConfigError unless these drafters can run together, and one has a model if `model_path` is given.
 
-    `others` are known beside those of a draft service.
+    `others`: names that are allowed beside those of a draft service.
     """
     if names == AUTO:
         return

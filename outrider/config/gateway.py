@@ -130,7 +130,7 @@ class GatewayOptions(ServiceOptions):
     key_fix: ClassVar[str] = KEY_FIX
 
     def check(self) -> None:
-        """Raise ConfigError where options do not fit each other."""
+        """Raise ConfigError if options contradict each other, or one has a value that cannot be used."""
         if not self.verify:
             raise ConfigError("--verify: no address; name at least one verify replica, like 127.0.0.1:50052")
         check_named_once(self.verify, "--verify")
@@ -155,9 +155,9 @@ class GatewayOptions(ServiceOptions):
             raise ConfigError("--api-key-file: --api-key is set too; use one of them")
 
     def read_api_keys(self) -> dict[str, str]:
-        """The bearer tokens of clients and their tenants, none when everybody may come in. Raises ConfigError."""
+        """Return the clients' bearer tokens and their tenants; none if the doors are open. Raises ConfigError."""
         return read_api_keys(self.api_key, self.api_key_file)
 
     def read_api_key(self) -> str:
-        """A bearer token that opens the doors, empty when everybody may come in. Raises ConfigError."""
+        """Return one bearer token that opens the doors; empty if they are open anyway. Raises ConfigError."""
         return next(iter(self.read_api_keys()), "")

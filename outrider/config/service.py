@@ -1,4 +1,4 @@
-"""Options that every service has, the secrets and TLS files that they name, and the key that tools send a gateway."""
+"""Options that every service has, the secrets and TLS files they name, and the key that tools send to a gateway."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from outrider.errors import ConfigError
 from outrider.logs import LEVELS
 
 MAX_TOKENS = 1024
-"""Bearer tokens that one door may take."""
+"""Most bearer tokens of one door."""
 
 
 def read_secret(value: str, file: str | Path | None, flag: str) -> str:
-    """The secret of `flag` or, if that is empty, of `flag`-file; empty when neither is set. Raises ConfigError."""
+    """Return the secret of `flag`, or that in `flag`-file; empty if neither is set. Raises ConfigError."""
     tokens = read_secrets(value, file, flag)
     if len(tokens) > 1:
         raise ConfigError(f"{flag}-file: {file} has {len(tokens)} lines; one token is sent, so write one")
@@ -27,11 +27,11 @@ def read_secret(value: str, file: str | Path | None, flag: str) -> str:
 
 
 KEY_FIX = "set OUTRIDER_API_KEY or --api-key-file"
-"""What helps where a gateway asks for no key, or refuses what it was sent."""
+"""Advice for a gateway that asks for no key, or refuses the key that it was sent."""
 
 
 def gateway_key(arguments: argparse.Namespace) -> str:
-    """The key of the environment or of --api-key-file, a gateway's own file included; empty without either.
+    """Return the key in OUTRIDER_API_KEY or in --api-key-file, which may be a gateway's own file; empty without either.
 
     Raises ConfigError.
     """
@@ -45,13 +45,13 @@ def gateway_key(arguments: argparse.Namespace) -> str:
 
 
 def read_secrets(value: str, file: str | Path | None, flag: str) -> tuple[str, ...]:
-    """The secrets of `flag` or those of `flag`-file, one a line; none when neither is set. Raises ConfigError."""
+    """Return the secret of `flag`, or those in `flag`-file, one a line; none if neither is set. Raises ConfigError."""
     if not file:
         return (value,) if value else ()
     if value:
         raise ConfigError(f"{flag}-file: {flag} is set too; use one of them")
     try:
-        # Not by Path, which has RuntimeError for a home that is not there.
+        # Not Path.expanduser, which raises RuntimeError for a home that does not exist.
         text = Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
@@ -66,9 +66,9 @@ def read_secrets(value: str, file: str | Path | None, flag: str) -> tuple[str, .
 
 
 def read_api_keys(value: str, file: str | Path | None) -> dict[str, str]:
-    """The keys of --api-key or --api-key-file, each with the name of its tenant; empty: the key is a tenant of its own.
+    """Return the keys of --api-key or --api-key-file, each with its tenant's name.
 
-    A line of the file is a key or, behind white space, a key and its tenant's name. Raises ConfigError.
+    An empty name makes the key a tenant of its own. A line of the file is KEY or KEY TENANT. Raises ConfigError.
     """
     if not file:
         check_token(value, "--api-key")
@@ -85,39 +85,39 @@ def read_api_keys(value: str, file: str | Path | None) -> dict[str, str]:
 
 
 def check_named_once(addresses: Sequence[str], option: str) -> None:
-    """Raise ConfigError, naming `option`, where one of several replicas is there twice."""
+    """Raise ConfigError, naming `option`, if an address of a replica is listed twice."""
     if len(set(addresses)) < len(addresses):
         raise ConfigError(f"{option}: an address is named twice; name each replica once")
 
 
 def check_token(token: str, option: str) -> None:
-    """Raise ConfigError, naming `option` but not the token, unless it is empty or can travel in a header."""
+    """Raise ConfigError, naming `option` but not the token, unless the token is empty or can travel in a header."""
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{option} holds a space or a character beyond ASCII; use letters, digits, ._~+/-=")
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of one end; empty text is no file."""
+    """PEM files of one end of a connection; empty text means no file."""
 
     cert: str = ""
-    """Own certificate, with those between it and the root behind it."""
+    """This end's certificate, followed by those between it and the root."""
     key: str = ""
-    """Its private key, not encrypted."""
+    """Private key of `cert`, not encrypted."""
     ca: str = ""
-    """Certificates that the other end's must be signed with."""
+    """Certificates that the other end's certificate must be signed with."""
     name: str = ""
-    """What the other end's certificate must be made out to, if that is not its address."""
+    """Name that the other end's certificate must be issued for, if that is not its address."""
     prefix: str = "--tls"
-    """What error messages call the options."""
+    """How the options' flags begin in error messages."""
 
     def flag(self, word: str) -> str:
-        """The option that names a file."""
+        """Return the flag of the option that names a file; `word` is "cert", "key", "ca" or "name"."""
         return f"{self.prefix}-{word}"
 
 
 def door_tls(options: object) -> TlsFiles | None:
-    """The files of a service's own door; None where it is open. Raises ConfigError where they do not go together."""
+    """Return the TLS files of a service's own door; None if it has no TLS. Raises ConfigError if they do not fit."""
     files = _read(options, "tls_", "--tls")
     if files.ca and not files.cert:
         missing = f"set {files.flag('cert')} and {files.flag('key')} too"
@@ -126,7 +126,7 @@ def door_tls(options: object) -> TlsFiles | None:
 
 
 def peer_token(options: object, peer: str) -> str:
-    """The bearer token that is sent to `peer`, "verify" or "draft"; empty without one. Raises ConfigError."""
+    """Return the bearer token to send to `peer`, "verify" or "draft"; empty if none is set. Raises ConfigError."""
     value, file = (str(getattr(options, f"{peer}_auth_token{end}")) for end in ("", "_file"))
     token = read_secret(value, file, f"--{peer}-auth-token")
     check_token(token, f"--{peer}-auth-token{f'-file: {file}' if file else ''}")
@@ -134,9 +134,9 @@ def peer_token(options: object, peer: str) -> str:
 
 
 def peer_tls(options: object, peer: str) -> TlsFiles | None:
-    """The files for channels to `peer`: "verify", "draft", or "connect" for a tool's way to a gateway.
+    """Return the TLS files for channels to `peer`: "verify", "draft", or "connect" for a tool's channel to a gateway.
 
-    None where they are plain. Raises ConfigError.
+    None if the channels have no TLS. Raises ConfigError.
     """
     files = _read(options, f"{peer}_tls_", f"--{peer}-tls")
     if not files.ca and (files.cert or files.name):
@@ -155,7 +155,7 @@ def _read(options: object, field: str, prefix: str) -> TlsFiles:
 
 
 def check_device(name: str) -> None:
-    """Raise ConfigError for a --device that no machine has."""
+    """Raise ConfigError for a --device that cannot exist on any machine."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ConfigError(f'--device: {name!r} is no device; use "auto", "cpu", "cuda" or "cuda:0"')
 
@@ -188,7 +188,7 @@ class ServiceOptions:
         0.0, "Seconds after which a gRPC connection takes no new calls; 0 for any age.", minimum=0, maximum=31536000
     )
     key_fix: ClassVar[str] = "set a bearer token (docs/security.md)"
-    """What helps where the doors are open to all; options are called differently by `outrider up`."""
+    """Advice for doors that are open to everybody; `outrider up` has other names for the options."""
 
     @property
     def is_guarded(self) -> bool:
@@ -216,7 +216,7 @@ class PeerServiceOptions(ServiceOptions):
     )
 
     def read_auth_tokens(self) -> dict[str, str]:
-        """The tokens that open the door, of no tenant; none when everybody may come in. Raises ConfigError."""
+        """Return the tokens that open the door, each without a tenant; none if it is open. Raises ConfigError."""
         tokens = read_secrets(self.auth_token, self.auth_token_file, "--auth-token")
         for token in tokens:
             check_token(token, f"--auth-token-file: {self.auth_token_file}" if self.auth_token_file else "--auth-token")

@@ -11,9 +11,9 @@ from outrider.errors import ConfigError
 
 MAX_RANKS = 16
 LEAST_TOKENS = 512
-"""Of a KV cache: rounds are warmed up in as many."""
+"""Smallest KV cache, in tokens: warming up rounds needs this many."""
 LEAST_SIZED_TOKENS = 1024
-"""The same, where its size follows from a GPU's memory."""
+"""Smallest KV cache, in tokens, when its size follows from a GPU's memory."""
 _DETERMINISTIC_ROUND_TOKENS = 64
 
 
@@ -161,7 +161,7 @@ class VerifyOptions(SpeculativeOptions):
     )
 
     def check(self) -> None:
-        """Raise ConfigError where options do not fit each other, whatever machine and model are."""
+        """Raise ConfigError if options contradict each other, independent of machine and model."""
         check_device(self.device)
         check_named_once(self.draft, "--draft")
         names, path = self.speculative_algorithm, self.speculative_draft_model_path
@@ -187,7 +187,7 @@ class VerifyOptions(SpeculativeOptions):
             self.check_inside(models[0])
 
     def check_inside(self, name: str) -> None:
-        """Raise ConfigError if rounds cannot take trees that the model of `name` grows inside them, on a GPU."""
+        """Raise ConfigError if rounds on a GPU cannot take trees that the drafter `name` grows inside them."""
         if self.plans_on_host:
             raise ConfigError(
                 "--attention-backend: flashinfer plans rounds on the host, which does not know the trees that "
@@ -196,12 +196,12 @@ class VerifyOptions(SpeculativeOptions):
 
     @property
     def wants_flashinfer(self) -> bool:
-        """Whether attention is to be that of FlashInfer, in part at least, which is for GPUs alone."""
+        """Whether FlashInfer, which needs a GPU, computes at least some of the attention."""
         return self.attention_backend in ("flashinfer", "mixed") and self.device != "cpu"
 
     @property
     def plans_on_host(self) -> bool:
-        """See AttentionBackend."""
+        """Whether the attention plans rounds on the host: see AttentionBackend."""
         return self.wants_flashinfer and self.attention_backend == "flashinfer"
 
     def _check_flashinfer(self) -> None:
@@ -214,20 +214,20 @@ class VerifyOptions(SpeculativeOptions):
 
     @property
     def max_round_tokens(self) -> int:
-        """Tokens that a round may have on a GPU, chunks of prompts apart."""
+        """Most tokens of a round on a GPU, not counting chunks of prompts."""
         if self.deterministic:
             return _DETERMINISTIC_ROUND_TOKENS
         return max(self.max_running_requests + self.max_draft_tokens, 1)
 
     def longest_request(self, num_tokens: int) -> int:
-        """Tokens of the longest request that a KV cache of so many has room for, beside draft tokens."""
+        """Return the tokens of the longest request that a KV cache of `num_tokens` can hold beside draft tokens."""
         return num_tokens // self.page_size * self.page_size - self.max_draft_tokens - self.page_size
 
     def check_lengths(self, positions: int, num_tokens: int | None = None) -> None:
-        """Raise ConfigError for a KV cache that is too small, or a context over that or over the model's `positions`.
+        """Raise ConfigError if the KV cache is too small, or the context longer than it or than the model allows.
 
-        `num_tokens`: of the KV cache as it was sized; before that `max_total_tokens` is checked, if it was given.
-        `positions`: 0 for unknown.
+        `positions`: the model's; 0 if unknown. `num_tokens`: the KV cache's size; None before it is known, when
+        `max_total_tokens` is checked instead, if given.
         """
         if self.context_length == 1:
             raise ConfigError(
@@ -258,6 +258,6 @@ class VerifyOptions(SpeculativeOptions):
             )
 
     def draft_model(self, target: str) -> DraftOptions:
-        """What drafts with verify, as a draft service would be told of it; none if none is named."""
+        """Return options as for a draft service with verify's own drafters; just NGRAM if none is named."""
         named = {name: getattr(self, name) for name in DRAFTING} | {"target_model_path": target}
         return replace(DraftOptions(**named), speculative_algorithm=self.speculative_algorithm or ("NGRAM",))
