@@ -1,1 +1,1 @@
-"""gRPC as every service uses it: server, channel, statuses, the life of a process."""
+"""gRPC as every service uses it: server, channels, statuses and process lifecycle."""

@@ -1,6 +1,6 @@
-"""The context of a request, which travels as metadata beside its messages: client, tenant and deadline.
+"""The context of a request: client, tenant and deadline.
 
-Set once at a door; every channel passes it on with the calls that the request's tasks make.
+A door sets it once. Every channel passes client and deadline on with the calls that the request's tasks make.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from contextvars import ContextVar
 AUTHORIZATION_KEY = "authorization"
 REQUEST_ID_KEY = "x-request-id"
 CLIENT_KEY = "x-outrider-client"
-"""Metadata: on whose behalf a call is made, for fair turns. Letters and digits, one part a level, "/" between them."""
+"""Metadata: the client on whose behalf a call is made, for fair turns. Levels of letters and digits, joined by "/"."""
 USER_KEY = "x-user"
-"""Metadata of a client's call: which of its users it is made for."""
+"""Metadata of a client's call: the client's user for whom it is made."""
 
 MAX_CHARACTERS = 64
-"""Of a client or a request id in metadata."""
+"""Longest client or request id in metadata."""
 
 client: ContextVar[str] = ContextVar("outrider_client", default="")
-"""The client that the current task works for; empty where none is known."""
+"""The client that the current task works for; empty if unknown."""
 
 tenant: ContextVar[str] = ContextVar("outrider_tenant", default="")
-"""Digest of whoever the current task's text belongs to; empty at a door that cannot tell its clients apart."""
+"""Digest of the owner of the current task's text; empty at a door that cannot tell its clients apart."""
 
 deadline: ContextVar[float | None] = ContextVar("outrider_deadline", default=None)
-"""When the current task's answer is of no use any more, by time.monotonic(); None for never."""
+"""Time, by time.monotonic(), after which the current task's answer is useless; None for no deadline."""
 
 _NOT_IN_CLIENT = re.compile(r"[^A-Za-z0-9/]")
 _NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:-]")
 
 
 def seconds_left() -> float | None:
-    """Seconds until the current deadline, at least 0; None without one."""
+    """Return the seconds until the current deadline, at least 0; None without a deadline."""
     end = deadline.get()
     return None if end is None else max(0.0, end - time.monotonic())
 
@@ -48,8 +48,8 @@ def limit_time(seconds: float | None, limit: float) -> None:
 def name_client(token: str, user: str, tenant_name: str = "") -> None:
     """Set client and tenant of the current task, from its bearer token and the user that the client names.
 
-    The tenant is the one that the token's owner has configured, else the token itself. None of the three leaves this
-    process: what travels is a digest of each.
+    The tenant is `tenant_name`, if one is configured for the token, else the token itself. Only digests of the three
+    leave this process.
     """
     tenant.set(_tenant_digest("name", tenant_name) if tenant_name else _tenant_digest("key", token) if token else "")
     client.set(f"{_digest(token)}/{_digest(user)}" if token or user else "")
@@ -62,17 +62,17 @@ def name_user(user: str) -> None:
 
 
 def salted_tenant(cache_salt: str) -> str:
-    """The current task's tenant, narrowed by its client's `cache_salt`; no client reaches another's."""
+    """Return the current task's tenant, narrowed by its client's `cache_salt`; no client can reach another's tenant."""
     return _tenant_digest("salt", f"{tenant.get()}/{cache_salt}") if cache_salt else tenant.get()
 
 
 def clean_client(given: str | bytes | None) -> str:
-    """The client that a peer names, with harmless characters alone, of bounded length."""
+    """Return the client that a peer names, reduced to harmless characters and bounded length."""
     return _clean(given, _NOT_IN_CLIENT)
 
 
 def clean_request_id(given: str | bytes | None) -> str:
-    """A client's request id with harmless characters alone, of bounded length; a fresh one if nothing is left."""
+    """Return a client's request id, reduced to harmless characters and bounded length; a new one if nothing is left."""
     return _clean(given, _NOT_IN_REQUEST_ID) or uuid.uuid4().hex
 
 

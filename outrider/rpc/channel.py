@@ -1,4 +1,4 @@
-"""Channels to other services: keepalive as their servers expect it, token and request id on every call."""
+"""Channels to other services, with the keepalive that their servers expect, and token and request id on every call."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def open_channel(
     tls: TlsSource | None = None,
     option: str = "address",
 ) -> grpc.aio.Channel:
-    """Return a channel to "host:port", "unix:/path" or "dns:..."; it connects at the first call and again by itself.
+    """Return a channel to "host:port", "unix:/path" or "dns:..."; it connects at the first call and reconnects.
 
-    Called inside the event loop. ConfigError, naming `option`, if the address is malformed. Each call carries the
-    bearer token, if one is given, the current request id, client and deadline.
-    When files of `tls` are replaced, new calls use the new ones, and those under way go on.
+    Must be called inside the event loop. Raises ConfigError, naming `option`, if the address is malformed. Each call
+    carries the bearer token, if one is given, and the current request id, client and deadline.
+    When files of `tls` are replaced, new calls use the new files, and calls under way continue.
     """
     if not address.startswith("dns:"):
         check_peer_address(address, option)
     check_token(auth_token, "auth token")
     logs.hide_secret(auth_token)
     options, target = channel_options(max_message_bytes), grpc_target(address)
-    # A certificate cannot name a socket's path, which gRPC would look for in it.
+    # gRPC would check a socket's path against the certificate, which cannot name a path.
     name = "" if tls is None else tls.files.name or ("localhost" if unix_path(address) is not None else "")
     if name:
         options.append(("grpc.ssl_target_name_override", name))
@@ -57,7 +57,7 @@ def open_channel(
 class _TaggedChannel(grpc.aio.Channel):
     """A channel with metadata and a deadline on each call.
 
-    New calls use another connection once the files of TLS have changed. `close` cancels the calls that are left.
+    New calls use a new connection once the TLS files have changed. `close` cancels the calls that are left.
     grpc.aio's interceptors would put a task and a queue between a stream and its messages; this costs a tuple a call.
     """
 
@@ -69,7 +69,7 @@ class _TaggedChannel(grpc.aio.Channel):
         self._channel = dial()
         self._calls: WeakSet[grpc.aio.Call] = WeakSet()
         self._closing: set[asyncio.Task[None]] = set()
-        """Of each channel that was in use before and has calls left."""
+        """A task for each former channel that still has calls, which closes it after the last one."""
 
     async def __aenter__(self) -> _TaggedChannel:
         return self
@@ -78,7 +78,7 @@ class _TaggedChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        # grpc.aio forgets streams that nobody is reading from at the moment; their servers would go on for nothing.
+        # grpc.aio does not cancel streams that are not being read at the moment; their servers would go on for nothing.
         if not grace:
             self._cancel_calls()
         await self._channel.close(grace)
@@ -130,7 +130,7 @@ class _TaggedChannel(grpc.aio.Channel):
         return call
 
     def _tags(self, metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
-        """The caller's metadata, with what it left out."""
+        """Return the caller's metadata plus the default entries that it lacks."""
         pairs = tuple(metadata or ())
         given = {key for key, _ in pairs}
         defaults = (
@@ -141,7 +141,7 @@ class _TaggedChannel(grpc.aio.Channel):
         return pairs + tuple((key, value) for key, value in defaults if value and key not in given)
 
     def _renew(self) -> None:
-        """Make another channel if the files have changed; the present one is closed when its last call ends."""
+        """Open a new channel if the TLS files have changed; the current one is closed when its last call ends."""
         if self._tls is None or (version := self._tls.current()[0]) == self._tls_version:
             return
         task = asyncio.create_task(_close_behind(tuple(self._calls), self._channel))
@@ -151,6 +151,6 @@ class _TaggedChannel(grpc.aio.Channel):
 
 
 async def _close_behind(calls: Sequence[grpc.aio.Call], channel: grpc.aio.Channel) -> None:
-    """Close a channel when these calls have ended, however they do."""
+    """Close a channel when these calls have ended, whatever their outcome."""
     await asyncio.gather(*(call.code() for call in calls), return_exceptions=True)
     await channel.close()

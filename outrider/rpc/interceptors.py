@@ -1,4 +1,4 @@
-"""The one boundary that every call passes: request id, token, strict decoding, and exceptions turned into statuses."""
+"""The boundary that every call passes: request id, token, strict decoding, and exceptions turned into statuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _Deserializer = Callable[[bytes], Any]
 _LENGTH_DELIMITED = 2
 _FIXED_SIZES = {1: 8, 5: 4}
 _MAX_PARTS = 4096
-"""Messages or fields of a request that are looked at to say which one is wrong; decoding runs in the event loop."""
+"""Most messages or fields of a request examined to find the wrong one, since decoding runs in the event loop."""
 _MAX_UNKNOWN_BYTES = 65536
 _STRANGER_LOG_SECONDS = 10.0
 _STRANGER = UnauthenticatedError("", "missing or wrong bearer token", "send the metadata 'authorization: Bearer TOKEN'")
@@ -49,10 +49,10 @@ _logger = logs.get_logger(__name__)
 
 
 class BoundaryInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler. A request of one message is read here, and refused if it is not there in time.
+    """Wraps every handler. A request of one message is read here, and refused if it does not arrive in time.
 
     In a request stream each message is decoded when it is read, so `InvalidRequestError` is raised from the handler's
-    own `async for` or `context.read()`; a handler that reads in a task of its own lets it through to its caller.
+    own `async for` or `context.read()`; a handler that reads in a separate task must pass the error on to its caller.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         on_refused: Callable[[OutriderError], None] | None = None,
     ) -> None:
-        """`auth_tokens`: each with its tenant's name. Callers `for_peers` may say on whose behalf they call.
+        """`auth_tokens`: each with its tenant's name. With `for_peers`, callers may say on whose behalf they call.
 
-        `on_refused` hears of calls that no handler sees.
+        `on_refused` is called for calls that are refused before a handler sees them.
         """
         self.message_seconds = message_seconds
         self.max_message_bytes = max_message_bytes
         self.on_refused = on_refused
         self.strangers = logs.ThrottledWarnings(_logger, _STRANGER_LOG_SECONDS)
-        """Of calls without a right token: who has a wrong one calls again and again."""
+        """Warnings of calls without a valid token, throttled: a caller with a wrong token retries again and again."""
         self._auth_tokens = {token.encode(): tenant for token, tenant in auth_tokens.items()}
         self._allow_unknown_fields = frozenset(allow_unknown_fields)
         self._for_peers = for_peers
@@ -95,7 +95,7 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
         if self._for_peers:
             call.client = clean_client(metadata.get(CLIENT_KEY))
         else:
-            # A door with one token knows nothing of its clients by it.
+            # A single token does not tell clients apart.
             if token is not None and len(self._auth_tokens) > 1:
                 call.token, call.tenant = token.decode(), self._auth_tokens[token]
             call.user = str(metadata.get(USER_KEY, ""))
@@ -109,9 +109,9 @@ class BoundaryInterceptor(grpc.aio.ServerInterceptor):
 
 
 def matching_token(authorization: bytes, tokens: Collection[bytes]) -> bytes | None:
-    """Which of `tokens` "Bearer TOKEN" carries; None for any other text.
+    """Return the one of `tokens` that "Bearer TOKEN" carries; None for any other text.
 
-    All are always compared, each in a time that does not depend on where the two differ.
+    All tokens are always compared, each in a time that does not depend on where the two differ.
     """
     scheme, _, given = authorization.partition(b" ")
     given = given.strip()
@@ -128,13 +128,13 @@ class _BoundaryCall:
     request_id: str
     authorized: bool
     client: str | None = None
-    """Named by a peer; None where token and user determine it."""
+    """The client that a peer names; None if token and user determine it."""
     token: str = ""
     tenant: str = ""
     user: str = ""
 
     async def enter(self, context: Any) -> None:
-        """Begin the call in its own task; refuse it if it must not run."""
+        """Set the call's context in its own task; abort the call if it is not authorized."""
         logs.request_id.set(self.request_id)
         if self.client is None:
             name_client(self.token, self.user, self.tenant)
@@ -146,7 +146,7 @@ class _BoundaryCall:
             await context.abort(*status_from_error(_STRANGER, self.request_id))
 
     async def read(self, context: Any) -> Any:
-        """The message of a call that has one. grpc itself would wait for it as long as its sender likes."""
+        """Read the message of a call that has one, within a time limit, which grpc itself does not have."""
         try:
             return await self._read(context)
         except OutriderError as error:
@@ -162,7 +162,7 @@ class _BoundaryCall:
             text = f"the message did not arrive within {seconds:g} s; send it faster"
             raise DeadlineError(text, code="request_timeout") from None
         if message is grpc.aio.EOF:
-            # Of a larger one grpc tells its sender, and nobody here.
+            # If the message was too large, grpc tells the sender, but not this side.
             text = f"the call ended without a message of at most {most} bytes"
             raise InvalidRequestError("", text, "send one", code="no_message")
         return message
@@ -175,7 +175,7 @@ class _BoundaryCall:
         """End the call with the status that belongs to `error`."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
-        # A read or write failed in the core: the peer is gone, or this server is stopping. Nobody is left to tell.
+        # A read or write failed in the core: the peer is gone, or this server is stopping. No status can be sent.
         if isinstance(error, grpc.aio.InternalError):
             raise asyncio.CancelledError from error
         if context.done() or context.cancelled():
@@ -193,19 +193,19 @@ class _BoundaryCall:
         code, message, metadata = status_from_error(public_error, self.request_id)
         try:
             await context.abort(code, message, metadata)
-        except grpc.aio.InternalError as lost:  # the same, and nobody had told the context yet
+        except grpc.aio.InternalError as lost:  # the peer is gone, but the context did not know yet
             raise asyncio.CancelledError from lost
         raise AssertionError("unreachable: abort always raises")
 
 
 def _wrap(handler: Any, call: _BoundaryCall, lenient: bool) -> grpc.RpcMethodHandler[Any, Any]:
-    """The same handler with the boundary around it, with as many answers.
+    """Wrap the handler with the boundary, as a stream handler with as many answers as before.
 
-    On the wire one message is a stream of one, either way: only a stream can be read with a time limit.
+    On the wire a single message is a stream of one, either way, and only a stream can be read with a time limit.
     """
     decode = handler.request_deserializer
     if not call.authorized:
-        decode = None  # `enter` refuses it before anything that it sends is read
+        decode = None  # `enter` refuses the call before any of its messages is read
     elif decode is not None:
         decode = strict(decode, allow_unknown=lenient)
     return grpc.stream_stream_rpc_method_handler(
@@ -262,7 +262,7 @@ def check_known(message: Message) -> None:
     if not num_unknown:
         return
     fix = "remove it, or use a server that knows it"
-    # The rest names the field; a message of millions of parts or unknown fields is not worth that.
+    # The rest finds the field's name, which would take too long with millions of parts or unknown fields.
     found = None if num_unknown > _MAX_UNKNOWN_BYTES else _first_unknown(message)
     if found is None:
         name = message.DESCRIPTOR.full_name
@@ -274,7 +274,7 @@ def check_known(message: Message) -> None:
 
 
 def _first_unknown(message: Message) -> tuple[str, int, Message] | None:
-    """Path, number and message of the first unknown field in what may be looked at."""
+    """Return path, number and message of the first unknown field among the first _MAX_PARTS messages."""
     for path, part in islice(_all_parts(message, ""), _MAX_PARTS):
         unknown: Any = UnknownFieldSet(part)  # the published types do not say that it can be iterated
         for field in unknown:
@@ -283,7 +283,7 @@ def _first_unknown(message: Message) -> tuple[str, int, Message] | None:
 
 
 def _all_parts(message: Message, path: str) -> Iterator[tuple[str, Message]]:
-    """`message` and all messages inside it, each with its path."""
+    """Yield `message` and all messages inside it, each with its path."""
     yield path, message
     for field, value in message.ListFields():
         if field.message_type is not None:
@@ -292,7 +292,7 @@ def _all_parts(message: Message, path: str) -> Iterator[tuple[str, Message]]:
 
 
 def _parts(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Message]]:
-    """The messages in a field's value, each with its name."""
+    """Yield the messages in a field's value, each with its name."""
     if isinstance(value, Message):
         yield field.name, value
     elif field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -317,9 +317,9 @@ def _malformed(descriptor: Descriptor | None, data: bytes) -> InvalidRequestErro
 
 
 def _texts(descriptor: Descriptor, data: bytes, prefix: str) -> Iterator[str]:
-    """For each field in `data`: its name if it is a string that is not UTF-8, else "". Ends at unreadable bytes."""
+    """Yield for each field in `data` its name if it is a string that is not UTF-8, else ""; stop at malformed bytes."""
     try:
-        Empty.FromString(data)  # to a message without fields everything is unknown: this checks the form alone
+        Empty.FromString(data)  # all fields are unknown to Empty, so this checks only that the bytes are well-formed
     except DecodeError:
         return
     for number, wire_type, value in _split(data):
@@ -337,7 +337,7 @@ def _texts(descriptor: Descriptor, data: bytes, prefix: str) -> Iterator[str]:
 
 
 def _split(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Number, wire type and, if it has a length, value of each field of well-formed bytes, up to the first group."""
+    """Yield each field's number, wire type and value (empty if not length-delimited), up to the first group."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -354,7 +354,7 @@ def _split(data: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at` and where it ends."""
+    """Return the varint at `at` and the offset behind it."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,4 +1,4 @@
-"""The life of a service process: logging, signals, exit codes, and the file that says where it can be reached."""
+"""Lifecycle of a service process: logging, signals, exit codes, and the ready file that tells its addresses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from outrider.logs import configure_logging, get_logger, mend_streams, redact
 if sys.platform == "win32":
     from asyncio import new_event_loop
 else:
-    # A gateway's process takes a fifth less for a token than with asyncio's own.
+    # A gateway's process takes a fifth less time for a token than with asyncio's own loop.
     from uvloop import new_event_loop
 
 EXIT_OK = 0
@@ -37,20 +37,20 @@ EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
 _NO_OPTIONS = ("API_KEY", "HEADS", "HOME", "MODELS")
-"""Variables that other parts read, and the folder of docker/compose.yaml."""
+"""Variables that other parts read (names without the prefix), and MODELS, the folder of docker/compose.yaml."""
 _LIKENESS = 0.8
-"""Of two names, 0 to 1, from which one is taken for the other."""
+"""Similarity of two names, 0 to 1, from which on one counts as a misspelling of the other."""
 
 OptionsT = TypeVar("OptionsT", bound=ServiceOptions)
 
 
 def exit_text(code: int) -> str:
-    """A process's exit code in words."""
+    """Return a process's exit code in words."""
     if code >= 0:
         return f"exit code {code}"
     try:
         return signal.Signals(-code).name
-    except ValueError:  # signals of real time have no names
+    except ValueError:  # real-time signals have no names
         return f"signal {-code}"
 
 
@@ -90,10 +90,10 @@ def run_service(main: Callable[[OptionsT, asyncio.Event], Coroutine[Any, Any, in
 
 
 def with_variable(message: str, options: Any, env: Mapping[str, str]) -> str:
-    """What an error that begins with an option says where its value is that of the environment."""
+    """Return `message` with the option that begins it replaced by its variable if its value came from there."""
     for item in describe_options(type(options)):
         if message.startswith(f"{item.flag}:") and env.get(item.env):
-            with suppress(ConfigError):  # of one that was not read, since the option was given
+            with suppress(ConfigError):  # an invalid variable was never read: the flag was given
                 given = read_options(type(options), {}, {item.env: env[item.env]}, {})
                 if getattr(given, item.name) == getattr(options, item.name):
                     return f"{item.env} (environment){message.removeprefix(item.flag)}"
@@ -101,9 +101,9 @@ def with_variable(message: str, options: Any, env: Mapping[str, str]) -> str:
 
 
 def misspelt_variables(variables: Iterable[str]) -> list[tuple[str, str]]:
-    """Of variables' names those that name no option of any service, but nearly do, each with that option's.
+    """Return the variables that nearly match the variable of an option of any service, each with that one.
 
-    A service's environment may hold options of the others, and what has nothing to do with them.
+    A service's environment may also hold other services' options, and unrelated variables.
     """
     services = (GatewayOptions, VerifyOptions, DraftOptions)
     options = (option for service in services for option in describe_options(service))
@@ -123,7 +123,7 @@ async def _with_signals(
     stop = asyncio.Event()
     interrupts = 0
 
-    # Plain handlers, not the loop's: they run between two bytecodes even while a callback keeps the loop busy.
+    # Plain signal handlers, not the loop's: they run between two bytecodes even while a callback blocks the loop.
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
         interrupts += number == signal.SIGINT
@@ -149,7 +149,7 @@ async def _with_signals(
 
 
 def _only_config_error(error: BaseException) -> ConfigError | None:
-    """The ConfigError that `error` is, or that a task group has wrapped."""
+    """Return `error` if it is a ConfigError, or the single ConfigError that task groups have wrapped; else None."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error if isinstance(error, ConfigError) else None
@@ -158,9 +158,9 @@ def _only_config_error(error: BaseException) -> ConfigError | None:
 def write_ready_file(
     path: str | Path, *, address: str, metrics_address: str = "", rest_address: str = "", **about: str
 ) -> None:
-    """Write the addresses that were really bound, as JSON, in one step: a reader sees all of it or no file.
+    """Write the bound addresses and `about` as JSON, atomically: a reader sees the whole content or no file.
 
-    `about` is what else there is to tell. Does nothing for an empty path. ConfigError if the file cannot be written.
+    Does nothing for an empty path. Raises ConfigError if the file cannot be written.
     """
     if not str(path):
         return
@@ -180,7 +180,7 @@ def write_ready_file(
 
 
 def _check_ready_file(path: str) -> None:
-    """ConfigError for a file that could not be written later, when the model has been loaded."""
+    """Raise ConfigError now for a ready file that could not be written later, after the model has been loaded."""
     folder = Path(path).parent
     if path and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(
@@ -189,7 +189,7 @@ def _check_ready_file(path: str) -> None:
 
 
 def remove_ready_file(path: str | Path) -> None:
-    """Remove the file of `write_ready_file`, if it is there. ConfigError if it cannot be removed."""
+    """Remove the file of `write_ready_file`, if it exists. Raises ConfigError if it cannot be removed."""
     if not str(path):
         return
     try:

@@ -1,4 +1,4 @@
-"""A gRPC server as every service runs it, with health, and what the options of a service say of it."""
+"""The gRPC server that every service runs, with health, and its arguments from a service's options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DoorOptions(TypedDict):
 
 
 def door_options(options: ServiceOptions, auth_tokens: Mapping[str, str]) -> DoorOptions:
-    """The arguments; `auth_tokens` open the door. Raises ConfigError, naming the file of TLS that is of no use."""
+    """Return the arguments; `auth_tokens` open the door. Raises ConfigError, naming a TLS file that cannot be used."""
     files = door_tls(options)
     return DoorOptions(
         address=options.address,
@@ -63,7 +63,7 @@ def door_options(options: ServiceOptions, auth_tokens: Mapping[str, str]) -> Doo
 
 
 def peer_source(options: ServiceOptions, peer: str) -> TlsSource | None:
-    """The TLS of channels to `peer` ("verify", "draft"); None where they are plain. Raises ConfigError."""
+    """Return the TLS of channels to `peer` ("verify", "draft"); None if they have no TLS. Raises ConfigError."""
     files = peer_tls(options, peer)
     return TlsSource(files) if files is not None else None
 
@@ -71,18 +71,18 @@ def peer_source(options: ServiceOptions, peer: str) -> TlsSource | None:
 class GrpcServer:
     """One listening address with health, the boundary interceptor and, if asked for, reflection.
 
-    Made inside the event loop; add servicers to `grpc`, then `start`, warm up, `set_serving(True)`, and `stop` at last.
+    Create it in the event loop; add servicers to `grpc`, then `start`, warm up, `set_serving(True)`, finally `stop`.
 
     `address` is "host:port" (port 0 takes a free one) or "unix:/path". `service_names` are the full names that health
     answers for. `max_message_bytes` bounds a message either way. With `auth_tokens`, each with its tenant's name, every
     method but health needs one of these bearer tokens. With `tls` clients must speak TLS, and show a certificate if it
-    has a `ca`. Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") take messages of newer peers;
-    elsewhere an unknown field is refused. `for_peers`: callers are services of ours, and may say on whose behalf they
-    call. A connection older than `max_connection_age` seconds takes no new calls; 0 for any age. Over `max_connections`
-    new ones are closed; 0 for any number. One that has not said in `handshake_seconds` what it is, is closed. A call
-    whose one message is not there after `message_seconds` is refused. `on_refused` hears of calls that no servicer
-    sees.
-    `key_fix` tells what would keep out others, where everybody is let in who reaches the address.
+    has a `ca`. Methods in `allow_unknown_fields` ("/outrider.v1.DraftService/Speculate") accept messages of newer
+    peers; elsewhere an unknown field is refused. With `for_peers`, callers are Outrider services and may say on whose
+    behalf they call. A connection older than `max_connection_age` seconds takes no new calls; 0 for any age. Above
+    `max_connections` new connections are closed; 0 for any number. A connection whose handshake takes longer than
+    `handshake_seconds` is closed. A call whose one message has not arrived after `message_seconds` is refused.
+    `on_refused` is called for calls refused before a servicer sees them. `key_fix` is the advice in the warning of a
+    door that is open to everybody who can reach its address.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class GrpcServer:
             service.enable_server_reflection([*service_names, "grpc.health.v1.Health", service.SERVICE_NAME], self.grpc)
 
     async def start(self) -> str:
-        """Bind and accept calls; health says NOT_SERVING. Return the address really bound.
+        """Bind and accept calls; health says NOT_SERVING. Return the address that was bound.
 
-        ConfigError when the address cannot be bound.
+        Raises ConfigError if the address cannot be bound.
         """
         check_free(self.address)
         path = unix_path(self.address)
-        if path is not None:  # what is there is the socket of a process that is gone
+        if path is not None:  # `check_free` lets only the socket of a dead process pass
             path.unlink(missing_ok=True)
         try:
             if self._tls is None:
@@ -158,21 +158,21 @@ class GrpcServer:
         return self.address
 
     def set_serving(self, serving: bool) -> None:
-        """Let health say SERVING, or NOT_SERVING again."""
+        """Set the health to SERVING or NOT_SERVING."""
         self._health.set_serving(serving)
         _logger.info("serving on %s" if serving else "not serving on %s", self.address)
 
     async def stop(self, grace: float) -> None:
-        """Say NOT_SERVING, take no new calls, give running ones `grace` seconds to finish, then cancel them."""
+        """Say NOT_SERVING, take no new calls, give running calls `grace` seconds to finish, then cancel them."""
         self._health.close()
         await self.grpc.stop(grace)
 
 
 class HealthServicer:
-    """Health of the server as a whole ("") and of each named service, all of them alike.
+    """Health of the server as a whole ("") and of each named service, which all share one status.
 
-    The library's own servicer starts as SERVING, stops telling a service's other watchers when one of them leaves, and
-    keeps watchers open while the server drains, so that each drain would last its whole grace.
+    Replaces the library's servicer, which starts as SERVING, stops notifying a service's other watchers when one
+    leaves, and keeps watchers open while the server drains, so that each drain would last its whole grace.
     """
 
     def __init__(self, service_names: Sequence[str]) -> None:
@@ -182,12 +182,12 @@ class HealthServicer:
         self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool) -> None:
-        """Say SERVING or NOT_SERVING from now on; without effect after `close`."""
+        """Set the status to SERVING or NOT_SERVING; without effect after `close`."""
         self._serving = serving and not self._closed
         self._wake()
 
     def close(self) -> None:
-        """Say NOT_SERVING for good and end every Watch."""
+        """Set the status to NOT_SERVING for good and end every Watch."""
         self._closed = True
         self._serving = False
         self._wake()
@@ -202,16 +202,16 @@ class HealthServicer:
         return _Status.SERVING if self._serving else _Status.NOT_SERVING
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """Answer with the present status; NOT_FOUND for a service that is not here."""
+        """Answer with the current status; NOT_FOUND for a service that is not here."""
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:80]!r} here")
         return _Status(status=self._status(request.service))
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        """Stream the present status and each later one."""
+        """Stream the current status and each later one."""
         last = None
         while True:
-            # Taken before the status: a change while this one is being sent must not be slept through.
+            # Read before the status, so that a change while the status is being sent is not missed.
             changed, closed = self._changed, self._closed
             status = self._status(request.service)
             if status != last:
@@ -223,9 +223,9 @@ class HealthServicer:
 
 
 def _check_socket(path: Path, option: str) -> None:
-    """ConfigError unless nothing is there that could be a socket, or that of a process that is gone.
+    """Raise ConfigError unless `path` is free, or the socket of a dead process.
 
-    gRPC would unlink whatever is there, a living server's socket included.
+    gRPC would unlink whatever is there, even a live server's socket.
     """
     try:
         mode = path.lstat().st_mode
@@ -249,7 +249,7 @@ def _check_socket(path: Path, option: str) -> None:
 
 
 def check_free(address: str, option: str = "--address") -> None:
-    """ConfigError, naming `option`, if an address cannot be bound; gRPC would not say why, and print to stderr."""
+    """Raise ConfigError, naming `option`, if an address cannot be bound: gRPC prints to stderr and gives no reason."""
     check_address(address, option)
     path = unix_path(address)
     if path is not None:
@@ -269,7 +269,7 @@ def check_free(address: str, option: str = "--address") -> None:
 
 
 def bind_error(host: str, port: int) -> str:
-    """Why no server can listen there; empty where one can. Raises OSError for a host that is not found."""
+    """Return why no server can listen there; empty if one can. Raises OSError for a host that is not found."""
     reason, bindable = "", False
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, protocol, _, target in found:
@@ -281,7 +281,7 @@ def bind_error(host: str, port: int) -> str:
             bindable = True
         except OSError as error:
             reason = error.strerror or str(error)
-            # "localhost" is two addresses: one that this machine lacks is no harm, one that is taken is.
+            # "localhost" has two addresses: it is fine if this machine lacks one, but not if one is taken.
             if error.errno == errno.EADDRINUSE:
                 return reason
     return "" if bindable else reason

@@ -1,7 +1,7 @@
-"""Errors on the wire: OutriderError to a gRPC status with google.rpc details, and back.
+"""Convert OutriderError to a gRPC status with google.rpc details, and back.
 
-The details: ErrorInfo always (reason = the error's code, domain = "outrider"), BadRequest when a field is at fault,
-RetryInfo when trying later helps.
+The details are ErrorInfo always (reason = the error's code, domain = "outrider"), BadRequest for invalid requests, and
+RetryInfo if trying later helps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.errors import (
 DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
 
-# A peer refuses more than 8 KB of metadata, and a message is in there up to four times, percent-encoded or in base64.
+# Peers refuse more than 8 KB of metadata, which can hold the message up to four times, percent-encoded or in base64.
 _MAX_TEXT_BYTES = 640
 _MAX_WORD_BYTES = 128
 
@@ -64,18 +64,18 @@ def status_from_error(error: OutriderError, request_id: str = "") -> tuple[grpc.
 def error_from_rpc(
     error: grpc.aio.AioRpcError, peer: str = "the service", *, names_addresses: bool = True
 ) -> OutriderError:
-    """Return what a failed call means to its caller, to raise or to report; `peer` names the called side in messages.
+    """Convert a failed call's error for its caller, to raise or to report; `peer` names the called side in messages.
 
-    `names_addresses`: whether messages may quote what gRPC says of connections, addresses and sockets included.
+    `names_addresses`: whether messages may quote gRPC's details of connections, which can name addresses and sockets.
 
-    An error that an Outrider service raised comes back as the same class with field, code and retry_after. Anything
-    else is judged by its status: a peer that is away, gone in mid-call or too slow is an UnavailableError (code
-    "peer_timeout" for a deadline, "peer_cancelled" when the peer's side ended the call), a full one an OverloadedError.
+    An error that an Outrider service raised comes back as the same class with field, code and retry_after. Other errors
+    are converted by status: a peer that is down, gone in mid-call or too slow is an UnavailableError (code
+    "peer_timeout" for a deadline, "peer_cancelled" if the peer's side ended the call), a full one an OverloadedError.
     A call that this side cancelled never gets here: grpc.aio raises asyncio.CancelledError for it.
     """
     status = _decode_status(error)
     info = _detail(status, error_details_pb2.ErrorInfo)
-    # Whose credentials a peer refuses has to be told of that, not of a wrong request.
+    # Refused credentials are a fault of this side's setup, not of the request: `_from_status` says so.
     is_stranger = error.code() is grpc.StatusCode.UNAUTHENTICATED
     if status is not None and info is not None and info.domain == DOMAIN and not is_stranger:
         return _from_details(error.code(), status, info)
@@ -83,7 +83,7 @@ def error_from_rpc(
 
 
 def details_of(error: grpc.aio.AioRpcError) -> str:
-    """What gRPC says of a failed call; with what it means where the other end speaks HTTP/1 or TLS."""
+    """Return gRPC's details of a failed call; explain them if the other end speaks HTTP/1 or TLS."""
     text = error.details() or ""
     if "Expected SETTINGS frame" in text or "missing selected ALPN" in text:
         return _NO_GRPC
@@ -114,12 +114,12 @@ def _from_details(code: grpc.StatusCode, status: status_pb2.Status, info: error_
 
 
 def _from_status(code: grpc.StatusCode, details: str, peer: str, names_addresses: bool) -> OutriderError:
-    """The meaning of a status that no Outrider service wrote."""
+    """Convert a status that no Outrider service wrote."""
     kind = grpc.StatusCode
     is_too_large = code is kind.RESOURCE_EXHAUSTED and "message larger than max" in details
     suffix = f": {_clip(details, _MAX_TEXT_BYTES)}" if details and (names_addresses or is_too_large) else ""
     if is_too_large:
-        # The side that complains tells which message it was: the request on its way out or in, or the answer.
+        # The side that complains shows which message it was: a request sent or received, or an answer.
         if details.startswith(("SERVER: Received", "CLIENT: Sent")):
             return InvalidRequestError(
                 "", f"the request is larger than {peer} takes{suffix}", "send less", code="request_too_large"
@@ -145,9 +145,9 @@ def _from_status(code: grpc.StatusCode, details: str, peer: str, names_addresses
 
 
 def _is_lost_connection(code: grpc.StatusCode, details: str) -> bool:
-    """Whether a stream ended by a peer that is gone shows as another status, which it does when the end comes late."""
+    """Whether this status means that the peer is gone: a stream that ends late shows it as INTERNAL or UNKNOWN."""
     if code is grpc.StatusCode.INTERNAL:
-        # The second is what grpc.aio makes of a write that the end of the stream overtook.
+        # grpc.aio raises the second for a write that the end of the stream overtook.
         return "RST_STREAM" in details or details == "Internal error from Core"
     return code is grpc.StatusCode.UNKNOWN and "Stream removed" in details
 
@@ -173,7 +173,7 @@ def _detail(status: status_pb2.Status | None, kind):  # type: ignore[no-untyped-
 
 
 def _clip(text: str, max_bytes: int) -> str:
-    """`text` as legal UTF-8 of at most so many bytes, cut between characters."""
+    """Return `text` as valid UTF-8 of at most `max_bytes` bytes, cut between characters."""
     data = text.encode("utf-8", "replace")
     if len(data) <= max_bytes:
         return data.decode("utf-8")

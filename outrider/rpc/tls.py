@@ -1,4 +1,4 @@
-"""TLS from files that may be replaced while a service runs: new connections use what lies there then."""
+"""TLS from files that may be replaced while a service runs: new connections use the new files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _KEY_KINDS = tuple(
         "301006072a8648ce3d020106052b81040022",  # P-384
     )
 )
-"""What a certificate calls the kinds of key that gRPC takes. Others, such as Ed25519, OpenSSL alone would take: REST
-would work, and no call of gRPC."""
+"""DER algorithm identifiers, as in certificates, of the kinds of key that gRPC takes. OpenSSL takes more, such as
+Ed25519: with these REST would work, but no gRPC call."""
 
 _OTHER_NAMES = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
@@ -43,7 +43,7 @@ _OTHER_TIMES = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 _Stamp = tuple[tuple[int, int, int], ...]
-"""Inode, size and modification time of each file: what changes when one is replaced or written."""
+"""Inode, size and modification time of each file, which change when one is replaced or written."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class TlsMaterial:
 
 
 class TlsSource:
-    """The content of TLS files. Each look at it costs three calls of stat; any thread may look.
+    """The current content of TLS files. Thread-safe; each access costs three stat calls.
 
-    Files that are replaced by some that cannot be used change nothing, and a line in the log says so. Replace them by
-    renaming, as Kubernetes and certbot do, or write the key first: what does not fit together is not taken.
+    If new files cannot be used, the former content stays in use and the log says so. Replace files by renaming, as
+    Kubernetes and certbot do, or write the key first: a certificate and key that do not fit together are not used.
     """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Reads them. Raises ConfigError that names option, file and fix."""
+        """Read the files. Raises ConfigError that names option, file and fix."""
         self.files = files
         self._lock = threading.Lock()
         self._stamp = _stamp(files)
@@ -75,7 +75,7 @@ class TlsSource:
         _warn_of_files(files)
 
     def current(self) -> tuple[int, TlsMaterial]:
-        """A number that rises with each change, and what to use now."""
+        """Return a version that rises with each change, and the content to use now."""
         with self._lock:
             self._reload()
             return self._version, self._material
@@ -95,7 +95,7 @@ class TlsSource:
                 )
             self._refused = stamp
             return
-        if settled:  # if not, the next connection finds them written to the end
+        if settled:  # else a file is still being written: the next connection tries again
             self._stamp, self._material, self._refused = stamp, material, None
             self._version += 1
             _logger.info("%s: the files have changed and are used from now on", self.files.prefix)
@@ -103,7 +103,7 @@ class TlsSource:
 
 
 def server_credentials(source: TlsSource) -> grpc.ServerCredentials:
-    """Credentials of a gRPC server; with `ca` among the files each client needs a certificate."""
+    """Return credentials of a gRPC server; with `ca` among the files each client needs a certificate."""
     known_version, material = source.current()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
@@ -114,7 +114,7 @@ def server_credentials(source: TlsSource) -> grpc.ServerCredentials:
         known_version = version
         return _configuration(material)
 
-    # The published types do not know that a fetcher may return None, for no change.
+    # The published types do not know that a fetcher may return None for "no change".
     renew: Any = fetch
     return grpc.dynamic_ssl_server_credentials(_configuration(material), renew, bool(source.files.ca))
 
@@ -124,15 +124,15 @@ def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration
 
 
 def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
-    """Credentials of a channel; a channel keeps what it was made with."""
+    """Return credentials of a channel, which keeps them for its life."""
     return grpc.ssl_channel_credentials(material.ca, material.key or None, material.cert or None)
 
 
 def http_context(source: TlsSource) -> ssl.SSLContext:
-    """A context for an HTTP server, each of whose connections uses the files of its time."""
+    """Return a context for an HTTP server; each new connection uses the files as they are then."""
     context = source.current()[1].context
 
-    # OpenSSL asks at the begin of each handshake, also where the client names no server.
+    # OpenSSL calls this at the start of each handshake, even if the client names no server.
     def renew(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
         present = source.current()[1].context
         if present is not first:
@@ -143,7 +143,7 @@ def http_context(source: TlsSource) -> ssl.SSLContext:
 
 
 class _ClientContext(ssl.SSLContext):
-    """Holds a server's certificate against `name`, where there is one, in the place of its address."""
+    """A client context that checks a server's certificate against `name`, if set, instead of the server's address."""
 
     name = ""
 
@@ -164,7 +164,7 @@ class _ClientContext(ssl.SSLContext):
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context for an HTTP client, by files with `ca`. Raises ConfigError that names option, file and fix."""
+    """Return a context for an HTTP client; needs `files.ca`. Raises ConfigError that names option, file and fix."""
     load_material(files)
     context = _ClientContext(ssl.PROTOCOL_TLS_CLIENT)
     context.name = files.name
@@ -176,21 +176,21 @@ def client_context(files: TlsFiles) -> ssl.SSLContext:
 
 @dataclass(frozen=True)
 class CertificateRefusal:
-    """Why one end of a connection takes not the other's certificate."""
+    """Why one end of a connection refuses the other's certificate."""
 
     by_caller: bool
-    """Which end: it is the server's else."""
+    """Whether the client refuses the server's certificate; otherwise the server refuses the client's."""
     is_name: bool
-    """Whether the certificate is a good one, made out to another name."""
+    """Whether the certificate is valid, but issued for another name."""
     is_time: bool
-    """Whether it is past its time, or before it."""
+    """Whether the certificate has expired or is not valid yet."""
     reason: str
 
 
 def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefusal | None:
-    """What comes of a handshake between a server and its caller, here in memory: None, or who refuses.
+    """Try a handshake between a server and its caller in memory; return who refuses and why, None if both agree.
 
-    `name`: what the caller would call the server, if its files name nothing else.
+    `name`: the server's name to the caller, unless the caller's files have another.
 
     Raises ConfigError as `load_material` does.
     """
@@ -205,9 +205,9 @@ def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefu
 
 
 def _meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[bool, ssl.SSLError] | None:
-    """A handshake in memory: None, or whether the client refuses, and why."""
+    """Do a handshake in memory; return None on success, else whether the client refused, and its error."""
     for context in (server, client):
-        # As gRPC does: certificates between may be trusted as such.
+        # As in gRPC, intermediate certificates can be trusted directly.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
@@ -225,12 +225,12 @@ def _meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[bo
 
 
 def load_material(files: TlsFiles) -> TlsMaterial:
-    """Reads the files. Raises ConfigError unless they can be read and fit together."""
+    """Read the files. Raises ConfigError unless they can be read and fit together."""
     content = {word: _read(files, word) for word in ("cert", "key", "ca")}
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    # A resumed session would pass by the certificates of its time.
+    # Without tickets, since a resumed session would bypass the current certificates.
     context.options |= ssl.OP_NO_TICKET
     context.num_tickets = 0
     if files.cert:
@@ -263,12 +263,12 @@ def _attempt(problem: str, action: Callable[[], None]) -> None:
 
 
 def _no_password() -> bytes:
-    # Without it OpenSSL would ask on the terminal.
+    # Without this callback OpenSSL would ask for a password on the terminal.
     raise ValueError("the key is encrypted")
 
 
 def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text))  # Path has RuntimeError for a home that is not there
+    return Path(os.path.expanduser(text))  # Path.expanduser raises RuntimeError for a home that does not exist
 
 
 def _read(files: TlsFiles, word: str) -> bytes:
@@ -286,7 +286,7 @@ def _read(files: TlsFiles, word: str) -> bytes:
 
 
 def _stamp(files: TlsFiles) -> _Stamp:
-    """The stamp of the files that are named. Raises ConfigError if one is not there."""
+    """Return the stamp of the configured files. Raises ConfigError if one is missing."""
     found = []
     for word in ("cert", "key", "ca"):
         if text := getattr(files, word):
@@ -306,8 +306,8 @@ def _unreadable(files: TlsFiles, word: str, error: OSError) -> ConfigError:
 
 
 def _warn_of_files(files: TlsFiles) -> None:
-    """Log if more than its owner may use the private key, and if the certificate is not valid today."""
-    with suppress(ConfigError, OSError):  # replaced meanwhile: who uses them will say so
+    """Warn if others than its owner can use the private key, or if the certificate is not valid today."""
+    with suppress(ConfigError, OSError):  # replaced in the meantime: the next reload reports it
         if files.cert:
             _warn_of_dates(files)
     mode = 0
@@ -324,7 +324,7 @@ def _warn_of_files(files: TlsFiles) -> None:
 
 
 def _warn_of_dates(files: TlsFiles) -> None:
-    """Of a certificate that a server may have; OpenSSL tells no dates of one that is for clients alone."""
+    """Warn if the certificate is not valid today; OpenSSL does not check dates of certificates only for clients."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.load_verify_locations(_path(files.cert))

@@ -1,6 +1,6 @@
-"""Settings of the wire that both ends of a connection must agree on, and the addresses they understand.
+"""gRPC settings that both ends of a connection must agree on, and the formats of addresses.
 
-A DNS name among the addresses of peers stands for all addresses behind it, and is followed as they change.
+A DNS name among the addresses of peers stands for all its addresses; it is looked up again and again for changes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _logger = get_logger(__name__)
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 DEFAULT_HANDSHAKE_SECONDS = 20.0
 MAX_STREAMS = 4096
-"""Calls on one connection at once; a client's further ones wait there."""
+"""Most calls on one connection at once; further calls wait in the client."""
 
 MAX_UNIX_PATH_BYTES = 107
-"""The kernel's limit of a socket's path."""
+"""The kernel's limit for a socket's path."""
 
 KEEPALIVE_SECONDS = 10
 KEEPALIVE_TIMEOUT_SECONDS = 5
@@ -36,17 +36,17 @@ _DNS_SCHEME = "dns:"
 
 
 def _common_options(max_message_bytes: int) -> ChannelOptions:
-    """Options of both ends: a dead peer is noticed within 15 seconds, idle or busy; messages are bounded."""
+    """Return options of both ends: a dead peer is noticed within 15 seconds, idle or busy; messages are bounded."""
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Of pings that are no keepalive: with each message gRPC measures the connection, and sends no keepalive until
-        # that is answered. By itself it waits for a minute.
+        # Timeout of other pings than keepalive: gRPC pings to measure the connection with each message, and sends no
+        # keepalive until that ping is answered. The default timeout is a minute.
         ("grpc.http2.ping_timeout_ms", (KEEPALIVE_SECONDS + KEEPALIVE_TIMEOUT_SECONDS) * 1000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
-        # A limit of what others may send must not break off our own answers, which can be longer than what was asked.
+        # The limit on what peers may send must not cut off our own answers, which can be longer than the requests.
         ("grpc.max_send_message_length", max(max_message_bytes, DEFAULT_MAX_MESSAGE_BYTES)),
     ]
 
@@ -57,18 +57,18 @@ def server_options(
     max_connections: int = 0,
     handshake_seconds: float = DEFAULT_HANDSHAKE_SECONDS,
 ) -> ChannelOptions:
-    """Options of a server. Ages are in seconds; 0 is no bound of a connection's age, or of how many there are."""
+    """Return options of a server. Times are in seconds; 0 means no limit to the age or the number of connections."""
     age = [("grpc.max_connection_age_ms", max(1, round(max_connection_age * 1000)))] if max_connection_age else []
     handshake_ms = max(1, round(handshake_seconds * 1000))
     return [
         *age,
         *([("grpc.max_allowed_incoming_connections", max_connections)] if max_connections else []),
         *_common_options(max_message_bytes),
-        # TLS and, behind it, HTTP/2's first frames.
+        # Limits of the TLS handshake and, after it, of HTTP/2's first frames.
         ("grpc.server_handshake_timeout_ms", handshake_ms),
         ("grpc.http2.settings_timeout", handshake_ms),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        # Half of what clients are set to: jitter never makes an honest client look like a flood (too_many_pings).
+        # Half the clients' interval, so that jitter never makes an honest client look like a flood (too_many_pings).
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
         # A second server on the same port must fail, not take every other connection.
         ("grpc.so_reuseport", 0),
@@ -76,14 +76,14 @@ def server_options(
 
 
 def channel_options(max_message_bytes: int) -> ChannelOptions:
-    """Options of a client."""
+    """Return options of a client."""
     return [
         *_common_options(max_message_bytes),
         # A peer that comes back is found again within two seconds.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms", 2000),
-        # And at another address of its name: gRPC itself asks again for a name after 30 seconds at the soonest.
+        # The same for a peer at a new address of its name: by default gRPC waits 30 seconds between look-ups of a name.
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
         # Services talk to each other directly, whatever http_proxy says.
         ("grpc.enable_http_proxy", 0),
@@ -98,7 +98,7 @@ def unix_path(address: str) -> Path | None:
 
 
 def grpc_target(address: str) -> str:
-    """What gRPC calls an address: a socket's path is part of a URI there, in which `#`, `?` and `%` mean something."""
+    """Return an address in gRPC's form, where a socket's path is part of a URI: `#`, `?` and `%` are escaped."""
     path = address.removeprefix("unix:")
     return address if path == address else f"unix:{quote(os.fsencode(path))}"
 
@@ -120,14 +120,14 @@ def check_address(address: str, option: str) -> None:
 
 
 def check_peer_address(address: str, option: str) -> None:
-    """`check_address`, of where somebody else listens."""
+    """Raise ConfigError as `check_address` does, and for port 0, where no peer can listen."""
     check_address(address, option)
     if unix_path(address) is None and split_host_port(address, option)[1] == 0:
         raise ConfigError(f"{option}: {address!r} has port 0, where nobody listens; use the port that the service has")
 
 
 def is_http_url(text: str) -> bool:
-    """Whether it is the URL of something that HTTP or HTTPS can reach."""
+    """Whether `text` is an HTTP or HTTPS URL with a host and without port 0."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -136,15 +136,15 @@ def is_http_url(text: str) -> bool:
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can reach an address: a unix socket, or one of loopback."""
+    """Whether only this machine can reach an address: a unix socket or a loopback address."""
     host = address.rpartition(":")[0].strip("[]")
     return unix_path(address) is not None or host in ("localhost", "::1") or host.startswith("127.")
 
 
 def split_host_port(address: str, option: str, others: str = "") -> tuple[str, int]:
-    """Return host and port of "host:port" ("[::1]:port" for IPv6); ConfigError, naming `option`, for anything else.
+    """Return host and port of "host:port" ("[::1]:port" for IPv6); raise ConfigError, naming `option`, otherwise.
 
-    `others`: what the error says may be there in its place.
+    `others`: other forms that the error says are allowed, too.
     """
     if "://" in address:
         raise ConfigError(f"{option}: {address!r} is a URL; use host:port{others}")
@@ -155,7 +155,7 @@ def split_host_port(address: str, option: str, others: str = "") -> tuple[str, i
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ConfigError(f"{option}: {address!r} is not an address; put an IPv6 host in brackets, like [::1]:50051")
     try:
-        host.encode("idna")  # as a lookup does, which would raise this
+        host.encode("idna")  # a lookup does this, too, and would raise the error later
     except UnicodeError as error:
         raise ConfigError(
             f"{option}: {address!r} is not an address: {error.__cause__ or error}; use a host's name or number"
@@ -164,20 +164,20 @@ def split_host_port(address: str, option: str, others: str = "") -> tuple[str, i
 
 
 class PeerAddresses:
-    """Addresses as an option lists them, those behind "dns:///name:port" in the name's place.
+    """The addresses that an option lists, with each "dns:///name:port" (gRPC's notation) replaced by its addresses.
 
-    A channel of gRPC to such a name, spelled as gRPC spells it, would keep to one of its addresses, or take one call
-    after the other to the next. Who must know its peers apart needs a channel to each.
+    A gRPC channel to such a name would use only one of the addresses, or spread calls over them in turn. A caller that
+    must tell its peers apart needs a channel to each.
     """
 
     def __init__(self, given: Sequence[str], option: str, *, seconds: float) -> None:
-        """`seconds` lie between two look-ups. Raises ConfigError, naming `option`, for what is no address."""
+        """Look names up every `seconds`. Raises ConfigError, naming `option`, for a malformed address."""
         self._seconds = seconds
         self.lookup: Callable[[str, int], Awaitable[Collection[str]]] = look_up
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._names: dict[str, tuple[str, int]] = {}
         self._found: dict[str, tuple[str, ...]] = {}
-        """By entry of the list, what it stands for: of a name the last answer that was good."""
+        """Addresses of each entry of the list; for a name those of the last successful look-up."""
         self._problems: dict[str, str] = {}
         for address in given:
             if address.startswith(_DNS_SCHEME):
@@ -193,14 +193,14 @@ class PeerAddresses:
 
     @property
     def now(self) -> tuple[str, ...]:
-        """What is known now, each address once; nothing of names before `follow` has looked."""
+        """The addresses known now, each once; names have none before `follow` has looked them up."""
         return tuple(dict.fromkeys(address for found in self._found.values() for address in found))
 
     async def follow(self) -> AsyncIterator[tuple[str, ...]]:
-        """Yields the addresses, and again whenever they have changed; ends where there are no names.
+        """Yield the addresses, and again whenever they change; end after the first if there are no names.
 
-        A look-up that fails or finds nothing changes nothing: a DNS server that is away takes no peer along, and of
-        peers that have gone their own connections tell.
+        A look-up that fails or finds nothing changes nothing: no peer is lost because a DNS server is down, and peers
+        that are gone are noticed by their own connections.
         """
         last = self.now
         if last:
@@ -229,13 +229,13 @@ class PeerAddresses:
 
 
 async def look_up(host: str, port: int) -> Collection[str]:
-    """All addresses, "host:port", by the system's resolver, which knows /etc/hosts and search domains.
+    """Return all addresses of `host` as "host:port". The system's resolver uses /etc/hosts and search domains.
 
-    IPv6 addresses only where there are none of IPv4: a replica with one of each must not count twice. Raises OSError or
-    UnicodeError.
+    IPv6 addresses are returned only if there are no IPv4 ones: a replica with both must not count twice. Raises OSError
+    or UnicodeError.
     """
     answer: Future[Collection[str]] = Future()
-    answer.set_running_or_notify_cancel()  # so that it takes an answer also when nobody waits for it any more
+    answer.set_running_or_notify_cancel()  # then setting a result works even after the caller was cancelled
 
     def ask() -> None:
         try:
@@ -246,13 +246,13 @@ async def look_up(host: str, port: int) -> Collection[str]:
             found = {f"{place[0]}:{port}" for family, *_, place in places if family == socket.AF_INET}
             answer.set_result(found or {f"[{place[0]}]:{port}" for *_, place in places})
 
-    # Not in the loop's pool, whose threads the process waits for at its end: a server that is away takes long to ask.
+    # Not in the loop's pool: the process waits for the pool's threads at exit, and a look-up can take long.
     threading.Thread(target=ask, name=f"look up {host}", daemon=True).start()
     return await asyncio.wrap_future(answer)
 
 
 def _split_name(address: str, option: str) -> tuple[str, int]:
-    """Host and port of "dns:///host:port" or "dns:host:port". Raises ConfigError."""
+    """Return host and port of "dns:///host:port" or "dns:host:port". Raises ConfigError."""
     rest = address.removeprefix(_DNS_SCHEME)
     if rest.startswith("//"):
         server, slash, rest = rest.removeprefix("//").partition("/")
