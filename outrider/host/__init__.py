@@ -1,1 +1,1 @@
-"""A service in two processes: a door that talks to the world, and an engine that does nothing but its own work."""
+"""A service in two processes: a door for all network traffic, and an engine that only does the model's work."""

@@ -1,8 +1,7 @@
-"""Frames between a door and its engine process: how they are packed, and those of both services.
+"""Frames between a door and its engine process: their packing, and the frames that verify and draft share.
 
-A frame is four bytes of length, little-endian, and one message of msgpack. Structs travel as they are, numpy's arrays
-and errors as extensions.
-Both ends are the same release on the same machine, so nothing here has a version. Torch-free.
+A frame is a length of four bytes, little-endian, and one msgpack message. Structs are encoded directly, numpy arrays
+and errors as extensions. Both ends are the same release on the same machine, so nothing here has a version. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from outrider.errors import InternalError, OutriderError
 from outrider.protocol.speculation import Features, VerifyMessage
 
 MAX_FRAME_BYTES = 1 << 30
-"""A longer frame is no frame: one end has lost its place."""
+"""Longest frame; a higher length means that one end has lost its place in the stream."""
 
 OptionsT = TypeVar("OptionsT")
 ServedT = TypeVar("ServedT")
@@ -27,35 +26,35 @@ _LENGTH = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, Generic[OptionsT], frozen=True, array_like=True, tag=1):
-    """door -> engine, first: load what the options name and serve it."""
+    """door -> engine, first: load and serve what the options name."""
 
     options: OptionsT
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """door -> engine: end after what is in progress."""
+    """door -> engine: end after the current work."""
 
 
 class Ready(msgspec.Struct, Generic[ServedT], frozen=True, array_like=True, tag=1):
-    """engine -> door, first: all is loaded and warm."""
+    """engine -> door, first: everything is loaded and warm."""
 
     served: ServedT
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """engine -> door, instead of Ready: the options, the model or the machine do not allow a start."""
+    """engine -> door, instead of Ready: the engine cannot start with these options, model and machine."""
 
     message: str
 
 
 class SessionDown(msgspec.Struct, frozen=True, array_like=True, tag=20):
-    """door -> engine: a session of a verify and a draft service is over; everything of it is to be freed."""
+    """door -> engine: a session of a verify and a draft service is over; free everything that belongs to it."""
 
     session: int
 
 
 class SessionLost(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """engine -> door: end this session, whose other side has hung up, is silent, or makes no sense."""
+    """engine -> door: end this session, whose other side has hung up, is silent, or sends nonsense."""
 
     session: int
 
@@ -82,7 +81,7 @@ _ERRORS = {
 
 
 def _to_wire(value: Any) -> Any:
-    """What msgpack has no word for: numbers and arrays of numpy, and errors for clients."""
+    """Encode values that msgpack does not know: numpy's numbers and arrays, and errors for clients."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -99,7 +98,7 @@ def _from_wire(code: int, data: memoryview) -> Any:
         return np.frombuffer(values, dtype).reshape(shape)
     if code == _ERROR:
         name, known = msgspec.msgpack.decode(data)
-        # One of another module is not for clients: they are told no more than that.
+        # An error class of another module is not for clients: they get an InternalError.
         kind = _ERRORS.get(name, InternalError)
         error = kind.__new__(kind, known["message"])
         vars(error).update(known)
@@ -111,14 +110,14 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 
 
 def decoder(frames: Any) -> msgspec.msgpack.Decoder[Any]:
-    """Decodes frames of these types: a union of structs."""
+    """Return a decoder of frames of these types: a union of structs."""
     return msgspec.msgpack.Decoder(frames, ext_hook=_from_wire)
 
 
 def pack(frame: msgspec.Struct) -> bytearray:
-    """The frame as bytes, length first.
+    """Return the frame as bytes, length first.
 
-    Raises TypeError for what does not travel, InternalError for a frame that the other end would not take.
+    Raises TypeError for values that cannot be encoded, InternalError for a frame too long for the other end.
     """
     data = bytearray(_LENGTH.size)
     _encoder.encode_into(frame, data, _LENGTH.size)
@@ -137,19 +136,19 @@ class FrameReader:
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """The bodies of the frames that are complete now. Raises InternalError for an absurd length."""
+        """Add bytes; return the bodies of the frames that are now complete. Raises InternalError for a bad length."""
         if self._data:
             self._data += data
             bodies, used = self._cut(memoryview(self._data))
             del self._data[:used]
             return bodies
-        # Nearly always: whole frames, each of which is copied once.
+        # The usual case is whole frames, each copied only once.
         bodies, used = self._cut(memoryview(data))
         self._data += data[used:]
         return bodies
 
     def _cut(self, data: memoryview) -> tuple[list[bytes], int]:
-        """The bodies that are complete, and how many bytes they take with their lengths."""
+        """Return the complete bodies, and how many bytes they and their lengths take."""
         bodies, start = [], 0
         with data:
             while len(data) - start >= _LENGTH.size:

@@ -1,4 +1,4 @@
-"""How an engine process begins, tied to its parent, without which it does not live on; and how it ends.
+"""Start of an engine process, which is tied to its parent's life, and its end.
 
     python -m outrider.host.launch PARENT_PID MODULE [ARGUMENT ...]
 
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> None:
     tie_to_parent(int(parent_pid))
     code = import_for_good(name).main(rest)
     if code == EXIT_FAILURE:
-        # At once: what a broken CUDA context holds may hang or abort when it is freed.
+        # Exit without cleanup: freeing what a broken CUDA context holds may hang or abort.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

@@ -1,10 +1,10 @@
-"""A line: a socket between the engines of a verify and a draft service of one host, for what their stream would carry.
+"""A line: a socket between the engines of a verify and a draft service on one host, in place of their stream.
 
-The gRPC stream stays: it brings the hellos, of which the draft's names the socket, and its end is the session's. The
-messages in between take the line, past two event loops, protobuf and HTTP/2, and so does what is said of features that
-lie in a ring: an answer may wait for them. A line that is lost, or that brings what
-is no frame, ends the session, which is then dialled anew. Both ends must belong to the same user: each asks the kernel
-before it sends or reads anything. Torch-free.
+The gRPC stream stays open: it carries the hellos (the draft's names the socket), and its end is the session's. The
+messages in between take the line, which bypasses two event loops, protobuf and HTTP/2. So do notices of features in a
+ring, because an answer may wait for them. A line that breaks, or carries bytes that are no frame, ends the session,
+which is then dialled again. Both ends must belong to the same user: each asks the kernel before it sends or reads
+anything. Torch-free.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from outrider.rpc.transport import MAX_UNIX_PATH_BYTES
 log = get_logger(__name__)
 
 MAX_LINE_FRAME_BYTES = 32 << 20
-"""An Open of a million tokens fits."""
+"""Longest frame; an Open of a million tokens fits."""
 MAX_UNSENT_BYTES = 8 << 20
-"""Bytes that may wait for an end that does not read; more only wait while it does."""
+"""Bytes that may wait for an end that does not read; more may wait only while the end reads."""
 MAX_STALL_SECONDS = 2.0
-"""How long more bytes than that may wait without one being read; then the line is lost."""
+"""Longest time that more than MAX_UNSENT_BYTES may wait without one being read; then the line is closed."""
 _MAX_PENDING_CALLS = 16
 """Calls that the kernel holds until they are accepted."""
 _CREDENTIALS = struct.Struct("3i")
@@ -46,9 +46,9 @@ FrameT = TypeVar("FrameT")
 
 
 def host_id() -> str:
-    """Names this host and this start of it, also in containers; empty where the system does not tell.
+    """Return an id of this host since its boot, also in containers; empty if the system has none.
 
-    The kernel draws it at random when it boots.
+    The kernel draws it at random at boot.
     """
     try:
         return _BOOT_ID.read_text().strip()
@@ -57,10 +57,10 @@ def host_id() -> str:
 
 
 class LineHello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """verify -> draft, first: which session this is."""
+    """verify -> draft, first: names the session."""
 
     token: str
-    """Of the draft's hello."""
+    """The token of the line in the draft's hello."""
 
 
 class VerifyBatch(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -80,17 +80,17 @@ class DraftBatch(msgspec.Struct, frozen=True, array_like=True):
 
     messages: list[DraftMessage]
     released: int = 0
-    """Number of the last features of a `FeatureBatch` that the draft is done with; 0 if that is not new."""
+    """Sequence number of the last features from a `FeatureBatch` that the draft has released; 0 if unchanged."""
 
 
 OnLine = LineHello | VerifyBatch | FeatureBatch
-"""What verify says on a line."""
+"""Messages from verify on a line."""
 
 
 def packing(kinds: Sequence[object]) -> str:
-    """Names how messages of these types are packed: other fields, or values of their enumerations, give another name.
+    """Return a name of how messages of these types are packed; it changes with fields and values of enumerations.
 
-    At times other words in what describes the types do, too.
+    It may also change with the types' descriptions alone.
     """
     told = msgspec.inspect.multi_type_info(kinds), msgspec.json.schema_components(kinds)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
@@ -98,9 +98,9 @@ def packing(kinds: Sequence[object]) -> str:
 
 @cache
 def line_host() -> str:
-    """Whose lines an engine can take part in: those of this host, since its start, and of releases that pack alike.
+    """Return a name of this host since its boot and of how this release packs; engines need equal ones for a line.
 
-    Empty where the system does not name the host.
+    Empty if the system does not name the host.
     """
     host = host_id()
     return f"{host}/{packing((OnLine, DraftBatch))}" if host else ""
@@ -111,7 +111,7 @@ to_verify: msgspec.msgpack.Decoder[DraftBatch] = decoder(DraftBatch)
 
 
 class Line(Pipe[FrameT]):
-    """One end. It never waits for the other: what does not read loses the line."""
+    """One end of a line. Sending never blocks: if the other end does not read, the line is closed."""
 
     max_frame_bytes = MAX_LINE_FRAME_BYTES
     max_reads = 1
@@ -119,12 +119,12 @@ class Line(Pipe[FrameT]):
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
         super().__init__(sock, decoder)
         self._read_at = 0.0
-        """When the other end was last seen to read, or to have little to read."""
+        """When the other end last read something or had at most MAX_UNSENT_BYTES to read."""
 
     def send(self, frame: msgspec.Struct) -> None:
-        """Send a frame, after all earlier ones; lost, with the line, if too much waits for too long.
+        """Send a frame after all earlier ones; if too much waits for too long, the line is closed and frames are lost.
 
-        Many prompts of one batch go as several frames.
+        A VerifyBatch that is too long for one frame goes as several.
         """
         packed = pack(frame)
         if len(packed) > MAX_LINE_FRAME_BYTES and isinstance(frame, VerifyBatch) and len(frame.messages) > 1:
@@ -136,7 +136,7 @@ class Line(Pipe[FrameT]):
             self.flush()
 
     def flush(self) -> None:
-        """See Pipe."""
+        """Send as `Pipe.flush` does; close the line if the other end has stalled for too long."""
         before = len(self._backlog)
         super().flush()
         left = len(self._backlog)
@@ -153,14 +153,14 @@ class Line(Pipe[FrameT]):
 
 
 class Listener:
-    """The draft's end before anybody has called.
+    """The draft engine's listening socket.
 
-    The socket's name is in no file system and lasts as long as the process, but containers do not see each other's; so
-    it may lie in a folder that they share.
+    By default the socket's name is in no file system and lasts as long as the process. Containers cannot see each
+    other's names, so the socket can also lie in a folder that they share.
     """
 
     def __init__(self, folder: str = "") -> None:
-        """Raises OSError where there can be none."""
+        """Bind and listen. Raises OSError if that fails."""
         self.host = line_host()
         name = f"outrider-{secrets.token_hex(8)}"
         self.path = str(Path(folder) / name) if folder else f"@{name}"
@@ -168,7 +168,7 @@ class Listener:
         self._socket.setblocking(False)
         if folder:
             _remove_dead(Path(folder))
-        # By another name until it listens: one that does not is a dead process's to a draft that starts meanwhile.
+        # Under another name until it listens: a draft starting meanwhile would take it for a dead process's socket.
         begun = str(Path(folder) / f".{name}") if folder else self.path
         self._socket.bind(_kernel_name(begun))
         self._socket.listen(_MAX_PENDING_CALLS)
@@ -176,11 +176,11 @@ class Listener:
             os.rename(begun, self.path)
 
     def fileno(self) -> int:
-        """The socket's descriptor, for who waits for several."""
+        """Return the socket's descriptor, for waiting on several."""
         return self._socket.fileno()
 
     def accept(self) -> list[Line[OnLine]]:
-        """Who has called; others than this user are sent away."""
+        """Return lines to the callers that wait; close connections of other users."""
         found: list[Line[OnLine]] = []
         while True:
             try:
@@ -200,7 +200,7 @@ class Listener:
 
 
 def listen(where: str) -> Listener | None:
-    """A listener as the option --local-line wants it; None where there is to be none, or can be none."""
+    """Return a listener as --local-line asks for; None if the option is off or the system does not allow one."""
     if where == "off" or not hasattr(socket, "SO_PEERCRED") or not host_id():
         return None
     folder = "" if where == "auto" else where
@@ -212,8 +212,8 @@ def listen(where: str) -> Listener | None:
 
 
 def dial(host: str, path: str, token: str) -> Line[DraftBatch] | None:
-    """A line to the draft that has named this socket; None where it cannot be reached, or is not this user's, or is of
-    a release that packs messages otherwise: the stream, whose messages are protobuf, serves both."""
+    """Open a line to the draft that has named this socket; None if it cannot be reached, is another user's, or packs
+    messages differently (another release): the stream, whose messages are protobuf, works without a line."""
     if not token or not host or host != line_host() or not hasattr(socket, "SO_PEERCRED"):
         return None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -234,14 +234,14 @@ def _is_same_user(sock: socket.socket) -> bool:
 
 
 def _kernel_name(path: str) -> str:
-    """Raises OSError for what the kernel would cut or refuse."""
+    """Return a socket's name as the kernel takes it. Raises OSError for a name that the kernel would cut or refuse."""
     if not path or "\0" in path or len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
         raise OSError(f"{path!r} is no name of a socket")
     return "\0" + path[1:] if path.startswith("@") else path
 
 
 def _remove_dead(folder: Path) -> None:
-    """Remove sockets of processes that ended without doing so."""
+    """Remove sockets that processes have left behind."""
     for path in folder.glob("outrider-*"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:

@@ -1,4 +1,4 @@
-"""The door's side of an engine process: the process itself, and the door's ends of its sockets."""
+"""The door's side of an engine process: the process, and the door's ends of its sockets."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ log = get_logger(__name__)
 KEPT_KERNELS = 256
 """Kernels in each cache.
 
-oneDNN compiles one for each shape of a product, some 0.5 MB each, and a shape is a number of rows times a weight: five
-weights in a decoder make this the last 50 widths of a forward. One that is not there any more costs 0.6 ms.
+oneDNN compiles one for each shape of a product, some 0.5 MB each, and a shape is a number of rows times a weight: with
+five weights in a decoder this keeps the last 50 widths of a forward. Compiling an evicted kernel again costs 0.6 ms.
 """
 
 KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KEPT_KERNELS), "LRU_CACHE_CAPACITY": str(KEPT_KERNELS)}
-"""Variables for the environment of a process, to be there before its first product.
+"""Environment variables that a process needs before its first product.
 
-The first is oneDNN's cache, the second that of torch's layer above it (ideep), which holds on to the same kernels. Left
-alone each keeps 1024, and a service grows for hours, by up to 0.6 GB.
+The first limits oneDNN's cache, the second that of torch's layer above it (ideep), which holds the same kernels. By
+default each keeps 1024 kernels, and a service grows for hours, by up to 0.6 GB.
 """
 
 STOP_SECONDS = 3.0
-"""How long an engine that was told to stop may take; then it is killed."""
+"""Longest time that an engine may take to stop; then it is killed."""
 _SWITCH_SECONDS = 0.0001
 _MOST_LOOK_SECONDS = 1.0
-"""Between two looks at whether an engine stands still."""
+"""Longest time between two checks whether an engine stands still."""
 
 FrameT = TypeVar("FrameT")
 ServedT = TypeVar("ServedT")
@@ -49,33 +49,33 @@ ServedT = TypeVar("ServedT")
 class FrameConnection(asyncio.Protocol, Generic[FrameT]):
     """The door's end of a socket to an engine. Everything happens on the event loop.
 
-    What is no frame breaks the connection, as an engine that dies does.
+    Bytes that are no frame break the connection, just as an engine that dies does.
     """
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
-        """`decoder`: of the frames that the engine sends."""
+        """`decoder`: for the frames that the engine sends."""
         self._decode = decoder.decode
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.Event()
         self._writable = asyncio.Event()
-        """Set while the socket takes what is sent, and for good once the engine is gone."""
+        """Set while the socket takes data, and for good once the engine is gone."""
         self._writable.set()
 
     @abstractmethod
     def receive(self, frame: FrameT) -> None:
-        """Handle a frame of the engine."""
+        """Handle a frame from the engine."""
 
     def on_lost(self) -> None:
-        """The engine has hung up; called once."""
+        """Handle the engine's hanging up; called once."""
 
     def send(self, frame: msgspec.Struct) -> None:
-        """Send a frame, after all earlier ones; to an engine that is gone it is lost."""
+        """Send a frame, after all earlier ones; it is lost if the engine is gone."""
         if self._transport is not None and not self._lost.is_set():
             self._transport.write(pack(frame))
 
     async def writable(self) -> None:
-        """Wait until most of what was sent has left, so that others have their turn."""
+        """Wait until most of the sent data has left, so that other tasks have their turn."""
         await self._writable.wait()
 
     async def lost(self) -> None:
@@ -102,7 +102,7 @@ class FrameConnection(asyncio.Protocol, Generic[FrameT]):
             self.take(self._decode(body))
 
     def take(self, frame: Any) -> None:
-        """A frame has come."""
+        """Dispatch a frame that has arrived."""
         self.receive(frame)
 
     def pause_writing(self) -> None:
@@ -121,43 +121,43 @@ class FrameConnection(asyncio.Protocol, Generic[FrameT]):
 
 
 class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
-    """The socket on which an engine is started, says what it serves or why it cannot, and is told to stop."""
+    """The socket that starts an engine, brings what it serves or why it cannot, and tells it to stop."""
 
     SILENCE: ClassVar[str]
-    """What has not happened where the engine stands still, for the log: "no round has ended"."""
+    """The log's words for an engine that stands still, such as "no round has ended"."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        """`decoder`: of `Ready[ServedT] | Refused | FrameT`."""
+        """`decoder`: for `Ready[ServedT] | Refused | FrameT`."""
         super().__init__(decoder)
         self.alive = False
-        """Whether the engine serves; False for good once it was told to stop or is gone."""
+        """Whether the engine serves; False for good once it is told to stop or is gone."""
         self.stopping = False
         """Whether the engine was told to stop."""
         self.failed = False
-        """Whether the engine went while it served."""
+        """Whether the engine hung up while it served."""
         self.num_signs = 0
-        """How often the engine has shown that it works."""
+        """Signs so far that the engine works."""
         self.ready: asyncio.Future[ServedT] = asyncio.get_running_loop().create_future()
-        """What the engine serves, once it does. ConfigError when it cannot, InternalError when it died."""
-        # An error that nobody waits for is no fault of asyncio's to log.
+        """What the engine serves, once it does. ConfigError if it cannot serve, InternalError if it died."""
+        # Mark the error as seen, so that asyncio does not log it when nobody waits for it.
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
 
     def on_ready(self, served: ServedT) -> None:
-        """The engine serves."""
+        """Handle the engine's start of serving."""
 
     @property
     @abstractmethod
     def num_requests(self) -> int:
-        """Requests that it has."""
+        """Number of requests that the engine has."""
 
     @abstractmethod
     def expects_sign(self) -> bool:
-        """Whether an engine that works would give a sign soon; asks for one where it gives none by itself."""
+        """Whether a working engine would give a sign soon; ask for one if it gives none by itself."""
 
     async def stands_still(self, seconds: float) -> None:
-        """Return once a sign was expected for so long, and none came.
+        """Return once a sign has been expected for `seconds` and none has come.
 
-        Its own time counts, look by look: what came while this process was stopped has not been read yet.
+        Adds up its own sleeps, not the clock: if this process was stopped, it has not read the signs of that time yet.
         """
         step = min(seconds / 4, _MOST_LOOK_SECONDS)
         silence = 0.0
@@ -167,12 +167,12 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
             silence = silence + step if is_expected and num_signs == self.num_signs else 0.0
 
     def stop(self) -> None:
-        """Let the engine end after what it does now."""
+        """Tell the engine to end after its current work."""
         self.alive, self.stopping = False, True
         self.send(Stop())
 
     def take(self, frame: Any) -> None:
-        """See the base."""
+        """Handle the engine's `Ready` or `Refused`; pass other frames to `receive`."""
         if isinstance(frame, Ready):
             self.alive = True
             self.on_ready(frame.served)
@@ -192,7 +192,7 @@ class EngineConnection(FrameConnection[FrameT], Generic[FrameT, ServedT]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EngineProcess(Generic[ServedT]):
-    """One engine process, tied to this one: whichever way the door ends, the kernel ends the engine, too."""
+    """An engine process, tied to this one: however the door ends, the engine ends, too."""
 
     _process: subprocess.Popen[bytes]
     _engine: EngineConnection[Any, ServedT]
@@ -208,9 +208,9 @@ class EngineProcess(Generic[ServedT]):
         others: Sequence[FrameConnection[Any]] = (),
         environment: Mapping[str, str] | None = None,
     ) -> EngineProcess[ServedT]:
-        """Run `module` as an engine, connect its sockets, and have it load what `options` name; it is not ready yet.
+        """Run `module` as an engine, connect its sockets, and send it `options`; `ready` waits until it serves.
 
-        Call it on the main thread. `environment`: variables that the process gets whatever this one has.
+        Call this on the main thread. `environment`: variables that override those of this process.
         """
         connections = [engine, *others]
         pairs = [socket.socketpair() for _ in connections]
@@ -226,9 +226,9 @@ class EngineProcess(Generic[ServedT]):
         return cls(process, engine, others)
 
     async def ready(self, stop: asyncio.Event) -> ServedT | None:
-        """What the engine serves, once it does; None when `stop` is set before.
+        """Wait until the engine serves, and return what it serves; None if `stop` is set before.
 
-        Raises ConfigError when the engine cannot serve with these options, InternalError when it died.
+        Raises ConfigError if the engine cannot serve with these options, InternalError if it died.
         """
         ready, stopped = self._engine.ready, asyncio.create_task(stop.wait())
         ends: list[asyncio.Future[Any]] = [ready, stopped]
@@ -242,9 +242,9 @@ class EngineProcess(Generic[ServedT]):
             raise InternalError(f"the engine ended at its start ({await self._ending()})") from None
 
     async def until_stopped(self, stop: asyncio.Event, watchdog_timeout: float) -> None:
-        """Return when told to stop, or when the engine died: a supervisor then starts the service anew.
+        """Return when `stop` is set, or when the engine died; a supervisor then restarts the service.
 
-        One that stands still for `watchdog_timeout` seconds is killed; 0 for any number.
+        An engine that stands still for `watchdog_timeout` seconds is killed; 0 disables this.
         """
         watchdog = asyncio.create_task(self._kill_when_still(watchdog_timeout))
         ends = [asyncio.create_task(stop.wait()), asyncio.create_task(self._engine.lost())]
@@ -263,12 +263,12 @@ class EngineProcess(Generic[ServedT]):
         self._kill()
 
     def _kill(self) -> None:
-        """End an engine that may not answer any more."""
+        """Kill an engine that may not answer any more."""
         self._engine.alive = False
         self._process.kill()
 
     async def stop(self) -> None:
-        """End the engine after what it does now, so that every open stream is told."""
+        """Tell the engine to end after its current work, so that it ends every open stream properly; wait for that."""
         self._engine.stop()
         try:
             await asyncio.wait_for(self._engine.lost(), STOP_SECONDS)
@@ -276,7 +276,7 @@ class EngineProcess(Generic[ServedT]):
             log.warning("the engine did not stop within %g s; killing it", STOP_SECONDS)
 
     async def close(self) -> None:
-        """Make sure that the process is gone; an engine that was not stopped before is killed."""
+        """Make sure that the process is gone; kill an engine that still runs."""
         if not self._engine.gone:
             self._kill()
         ending = await self._ending()
@@ -290,36 +290,36 @@ class EngineProcess(Generic[ServedT]):
             log.debug("the engine process ended (%s)", ending)
 
     async def _ending(self) -> str:
-        """How the process ended, in words; kills one that has hung up and yet goes on."""
+        """Return in words how the process ended; kill it if it has hung up but still runs."""
         try:
             code = await asyncio.to_thread(self._process.wait, STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
             return "it hung up, went on and was killed"
-        # Nobody else who kills it says why.
+        # The kernel's out-of-memory killer gives no reason.
         return "killed by signal 9, out of memory perhaps" if code == -signal.SIGKILL else exit_text(code)
 
 
 def switch_threads_often() -> None:
-    """Have threads of this process take turns often: one that renders a metrics page must not keep commits waiting for
-    Python's own 5 ms, nor one that compiles a grammar a burst."""
+    """Switch between this process's threads more often than Python's default of 5 ms, so that commits need not wait for
+    a thread that renders a metrics page, nor a burst for one that compiles a grammar."""
     sys.setswitchinterval(_SWITCH_SECONDS)
 
 
 def spawn(
     module: str, descriptors: Sequence[int], environment: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
-    """Run a module's `main` as an engine, with these descriptors as its arguments, and others behind them.
+    """Run a module's `main` as an engine. Its arguments are the descriptors, followed by `arguments`.
 
-    Call it on the main thread: on Linux the end of the starting thread is what ends the child.
-    `environment`: variables that it gets whatever this process has.
+    Call this on the main thread: on Linux the end of the starting thread ends the child.
+    `environment`: variables that override those of this process.
     """
     launcher = [sys.executable, "-m", "outrider.host.launch", str(os.getpid())]
-    # Threads that spin while they wait starve the services beside them on the same cores, and themselves: measured
-    # with one busy process beside it on 2 cores, a 57 ms forward took 746 ms.
+    # Threads that spin while they wait starve other services on the same cores, and themselves: with one busy process
+    # beside it on 2 cores, a forward took 746 ms instead of 57 ms.
     env = {"OMP_WAIT_POLICY": "passive", **KERNEL_CACHES, **os.environ, **(environment or {})}
-    # Ctrl-C reaches the whole process group. Blocked signals stay so in a child: the door alone decides what follows.
+    # Ctrl-C reaches the whole process group. Signals blocked here stay blocked in the child: only the door reacts.
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(

@@ -1,14 +1,14 @@
-"""Memory that the ranks of a tensor-parallel model share on one host: messages of rank 0, and words to each other.
+"""Memory that the ranks of a tensor-parallel model share on one host, for messages of rank 0 and for exchanges.
 
-One piece of anonymous memory, whose descriptor followers inherit. No locks and no system calls: each number has one
-writer, and who waits looks until it has changed. What was written before a number must be seen before it: x86-64 orders
-writes so, other processors need fences, which Python has none of. Torch-free.
+It is one piece of anonymous memory, whose descriptor followers inherit. It needs no locks and no system calls: each
+number has one writer, and a waiting rank polls until it changes. Data written before a number must be visible before
+the number is: x86-64 orders writes so; other processors need fences, which Python does not have. Torch-free.
 
-    numbers     of each rank: exchanges entered, bytes of messages read; and once, bytes of messages written
-    words       of each rank: why it cannot go on
-    messages    a ring of bytes that rank 0 writes and every other rank reads all of
-    boxes       two of each rank, used in turn: who writes a box again knows that all have read it, since they have
-                entered the exchange after it
+    numbers     for each rank: exchanges entered, bytes of messages read; and one for all: bytes of messages written
+    words       for each rank: why it cannot go on
+    messages    a ring of bytes that rank 0 writes, and that every other rank reads completely
+    boxes       two for each rank, used in turn: a rank that reuses a box knows that all others have read it, since
+                they have entered the exchange after that
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from outrider.errors import ConfigError, InternalError
 
 TIMEOUT_SECONDS = 10.0
-"""How long a rank is waited for."""
+"""Default for the longest wait for a rank."""
 START_SECONDS = 1800.0
-"""How long at the start, when ranks read weights and compile kernels."""
+"""Longest wait for a rank during the start, when ranks read weights and compile kernels."""
 BOX_BYTES = 1 << 20
 RING_BYTES = 1 << 22
 _LINE = 8
-"""Numbers of 8 bytes in a cache line: ranks do not write to the same one."""
+"""Numbers of 8 bytes in a cache line. Each rank's numbers have a line of their own."""
 _WORDS_BYTES = 1024
 _ENTERED, _READ = range(2)
 _HEADER = struct.Struct("<ii")
@@ -41,10 +41,10 @@ _SPIN_LOOKS = 200
 _YIELD_SECONDS = 0.002
 _NAP_SECONDS = 0.0002
 _CALM_SECONDS = 1.0
-"""After so long without a message a follower looks for one less often."""
+"""A follower that has waited this long for a message polls less often."""
 _CALM_NAP_SECONDS = 0.002
 _ORDERED_MACHINES = ("x86_64", "AMD64")
-"""Whose processors show everybody their writes in the order of the program."""
+"""Machines whose writes become visible to all processors in program order."""
 
 
 class RankError(InternalError):
@@ -52,13 +52,13 @@ class RankError(InternalError):
 
 
 class RankMemory:
-    """One rank's view. Every rank calls `swap` and `trade` equally often and in the same order."""
+    """One rank's view of the memory. All ranks must call `swap` and `trade` equally often and in the same order."""
 
     def __init__(self, descriptor: int, rank: int, world: int, seconds: float = TIMEOUT_SECONDS) -> None:
-        """`seconds`: how long other ranks are waited for, once all have started (`started`)."""
+        """`seconds`: longest wait for other ranks, once all have started (see `started`)."""
         self.rank, self.world, self.descriptor = rank, world, descriptor
         self.check: Callable[[], None] = lambda: None
-        """Called now and then by who waits; may raise."""
+        """Called now and then while waiting; may raise."""
         self.fault = ""
         """Why the ranks cannot go on, once that is known."""
         self._seconds = seconds
@@ -72,11 +72,11 @@ class RankMemory:
         self._boxes: NDArray[np.uint8] = boxes.reshape(2, world, BOX_BYTES)
         self._num_entered = 0
         self._at = 0
-        """Bytes of messages that this rank has written, or read."""
+        """Bytes of messages that this rank has written (rank 0) or read (the others)."""
 
     @classmethod
     def create(cls, world: int, seconds: float = TIMEOUT_SECONDS) -> RankMemory:
-        """Memory for so many ranks, as rank 0 sees it. Raises ConfigError where the system has no such memory."""
+        """Create memory for `world` ranks; return rank 0's view. Raises ConfigError if the system does not allow it."""
         if sys.platform != "linux":
             raise ConfigError("--tensor-parallel-size: ranks share memory as Linux alone has it; leave it at 1")
         if (machine := platform.machine()) not in _ORDERED_MACHINES:
@@ -89,11 +89,11 @@ class RankMemory:
         return cls(descriptor, 0, world, seconds)
 
     def started(self) -> None:
-        """From now on no rank may take long."""
+        """Limit waits from now on to the `seconds` of the constructor, instead of START_SECONDS."""
         self._limit = self._seconds
 
     def send(self, kind: int, body: bytes | bytearray | memoryview = b"") -> None:
-        """Leave a message for all other ranks. Waits while the ring is full. Raises RankError."""
+        """Send a message to all other ranks; wait while the ring is full. Raises RankError."""
         view = memoryview(_HEADER.pack(kind, len(body)) + bytes(body)).cast("B")
         while len(view):
             space = RING_BYTES - (self._at - self._slowest())
@@ -109,14 +109,14 @@ class RankMemory:
             view = view[count:]
 
     def receive(self) -> tuple[int, bytes]:
-        """The next message of rank 0, which may come at any time."""
+        """Return kind and body of rank 0's next message, which may begin at any time. Raises RankError."""
         kind, length = _HEADER.unpack(self._read(_HEADER.size, is_begin=True))
         return kind, self._read(length)
 
     def swap(self, part: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Give `part` [n], n the same on all ranks and at most BOX_BYTES, and get [world, n], of all.
+        """Exchange `part` [n], n equal on all ranks and at most BOX_BYTES; return the parts of all ranks [world, n].
 
-        What is returned is overwritten in the exchange after the next one. Raises RankError.
+        The returned array is overwritten in the exchange after the next one. Raises RankError.
         """
         size, number = len(part), self._num_entered + 1
         boxes: NDArray[np.uint8] = self._boxes[number % 2]
@@ -130,7 +130,7 @@ class RankMemory:
         return found
 
     def trade(self, data: bytes) -> list[bytes]:
-        """Bytes of all ranks, in their order. Raises RankError."""
+        """Exchange bytes of any length; return those of all ranks, in order. Raises RankError."""
         lengths = self.swap(np.frombuffer(struct.pack("<q", len(data)), np.uint8)).copy().view(np.int64)[:, 0].tolist()
         found = [bytearray() for _ in lengths]
         for first in range(0, max(lengths), BOX_BYTES):
@@ -142,21 +142,21 @@ class RankMemory:
         return [bytes(whole[:length]) for whole, length in zip(found, lengths, strict=True)]
 
     def is_behind(self, rank: int) -> bool:
-        """Whether a rank has messages left to read."""
+        """Whether a rank has not read all messages of this one, which is rank 0."""
         return bool(self._numbers[rank, _READ] < self._at)
 
     def num_read(self, rank: int) -> int:
-        """Bytes of messages that a rank has read."""
+        """Return the bytes of messages that a rank has read."""
         return int(self._numbers[rank, _READ])
 
     def say(self, words: str) -> None:
-        """Leave word why this rank cannot go on."""
+        """Record why this rank cannot go on."""
         data = words.encode()[: _WORDS_BYTES - 1]
         start = self._words + self.rank * _WORDS_BYTES
         self._map[start : start + _WORDS_BYTES] = data.ljust(_WORDS_BYTES, b"\0")
 
     def said(self, rank: int) -> str:
-        """What a rank has left word of, if anything."""
+        """Return what a rank has recorded with `say`; empty if nothing."""
         start = self._words + rank * _WORDS_BYTES
         return self._map[start : start + _WORDS_BYTES].rstrip(b"\0").decode(errors="replace")
 
@@ -180,7 +180,7 @@ class RankMemory:
         return bytes(found)
 
     def _wait(self, is_there: Callable[[], bool], culprit: Callable[[], int], is_patient: bool = False) -> None:
-        """Look until something is there. Raises RankError, naming the `culprit`, after the time that ranks have."""
+        """Poll until `is_there`. Raises RankError, naming the `culprit`, after the limit unless `is_patient`."""
         for _ in range(_SPIN_LOOKS):
             if is_there():
                 return

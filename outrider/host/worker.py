@@ -1,4 +1,4 @@
-"""The engine's side of an engine process: its sockets, start and end, cores, and when Python's garbage is collected."""
+"""The engine's side of an engine process: its sockets, start and end, cores, and when it collects Python's garbage."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from outrider.logs import configure_logging, get_logger
 from outrider.rpc.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_OK
 
 _MIN_YOUNG_OBJECTS = 2000
-"""Objects made since the last collection that are worth one."""
+"""New objects since the last collection that make another one worthwhile."""
 _OVERDUE_OBJECTS = 10 * _MIN_YOUNG_OBJECTS
 _YOUNG_PER_MIDDLE = 32
-"""Collections of the young generation to one of the middle one."""
+"""Collections of the young generation for each one of the middle generation."""
 _YOUNG_PER_FULL = 4096
-"""Collections of the young generation to a full one: some hundred thousand objects of a service that never idles, a few
-milliseconds."""
+"""Collections of the young generation for each full one, which takes a few milliseconds for the some hundred thousand
+objects of a service that never idles."""
 
 
 def disable_automatic_collection() -> None:
-    """From now on `GarbageCollector` alone collects. What lives now is never looked at again."""
+    """Leave all collections to `GarbageCollector` from now on. Objects that live now are never examined again."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 class GarbageCollector:
-    """Collects beside other work after `disable_automatic_collection`; before that it leaves all to Python."""
+    """Collects garbage at chosen times after `disable_automatic_collection`; before that Python does it alone."""
 
     def __init__(self, *, looks_at_all: bool = True) -> None:
-        """`looks_at_all`: whether all generations are collected now and then also while there is work."""
+        """`looks_at_all`: whether to collect all generations now and then even while there is work."""
         self._looks_at_all = looks_at_all
         self._num_collections = 0
 
     @property
     def overdue(self) -> bool:
-        """Whether so many objects were made since the last collection that the next should not wait for spare time."""
+        """Whether there are so many new objects that the next collection should not wait for spare time."""
         return not gc.isenabled() and gc.get_count()[0] >= _OVERDUE_OBJECTS
 
     def collect_young(self) -> None:
-        """Collect the young objects, if there are many: about 0.1 ms. To be called while a round runs."""
+        """Collect the young objects if there are many, in about 0.1 ms. Call it while a round runs."""
         if gc.isenabled() or gc.get_count()[0] < _MIN_YOUNG_OBJECTS:
             return
         self._num_collections += 1
@@ -60,14 +60,15 @@ class GarbageCollector:
             gc.collect(0 if self._num_collections % _YOUNG_PER_MIDDLE else 1)
 
     def collect_all(self) -> None:
-        """Collect all generations, if many objects were made since: nobody waits."""
+        """Collect all generations if there are many new objects. Call it when nobody waits."""
         if not gc.isenabled() and gc.get_count()[0] >= _MIN_YOUNG_OBJECTS:
             gc.collect()
 
     def collect_and_freeze(self) -> None:
-        """The same where nothing lives that may end in a cycle, such as a request: what is left is not looked at again.
+        """Collect all generations, and never examine the remaining objects again.
 
-        A service that keeps much, such as tries of texts, would look at all of it each time: seconds for millions.
+        Call it when no object lives that may end in a cycle, such as a request. A service that keeps much, such as
+        tries of texts, would examine all of it each time, which takes seconds for millions of objects.
         """
         if not gc.isenabled() and (self._num_collections or gc.get_count()[0] >= _MIN_YOUNG_OBJECTS):
             gc.collect()
@@ -78,7 +79,7 @@ class GarbageCollector:
 log = get_logger(__name__)
 
 MAX_BACKLOG_BYTES = 4 << 20
-"""Bytes that may wait for a door that does not read; with more, the engine waits, too."""
+"""Most bytes that may wait for a door that does not read; above that the engine blocks."""
 
 _BUFFER_BYTES = 1 << 18
 
@@ -86,18 +87,18 @@ FrameT = TypeVar("FrameT")
 
 
 class Pipe(Generic[FrameT]):
-    """Frames to and from the door.
+    """The engine's end of a socket that carries frames to and from the door.
 
-    Sending never blocks while the door reads; what the kernel does not take at once leaves with a later call. When
-    the door is gone, `closed` is set and what is sent is lost.
+    Sending never blocks while the door reads; bytes that the kernel does not take at once are sent by a later call.
+    When the door is gone, `closed` is set and frames to send are lost.
     """
 
     max_frame_bytes = MAX_FRAME_BYTES
     max_reads = 4
-    """Buffers that are read in one go: a door that goes on sending must not hold up what the engine does."""
+    """Most buffers to read in one go, so that a door that keeps sending does not hold up the engine."""
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[FrameT]) -> None:
-        """`decoder`: of the frames that the other end sends."""
+        """`decoder`: for the frames that the other end sends."""
         sock.setblocking(False)
         self.closed = False
         self._socket = sock
@@ -113,7 +114,7 @@ class Pipe(Generic[FrameT]):
         return len(self._backlog)
 
     def fileno(self) -> int:
-        """The socket's descriptor, for who waits for several; also of one that is closed by now."""
+        """Return the socket's descriptor, for waiting on several; also after the pipe was closed."""
         return self._descriptor
 
     def send(self, frame: msgspec.Struct) -> None:
@@ -124,7 +125,7 @@ class Pipe(Generic[FrameT]):
             self.drain(None, MAX_BACKLOG_BYTES)
 
     def flush(self) -> None:
-        """Hand the kernel what it takes of earlier frames."""
+        """Send as much of earlier frames as the kernel takes without blocking."""
         while self._backlog and not self.closed:
             try:
                 del self._backlog[: self._socket.send(self._backlog)]
@@ -134,7 +135,7 @@ class Pipe(Generic[FrameT]):
                 self.closed = True
 
     def drain(self, timeout: float | None, max_left: int = 0) -> None:
-        """Wait until at most `max_left` bytes are left to send, at most `timeout` seconds for each step forward."""
+        """Wait until at most `max_left` bytes are left to send; give up after `timeout` seconds without progress."""
         self.flush()
         while len(self._backlog) > max_left and not self.closed:
             if not _wait([], [self], timeout):
@@ -142,9 +143,9 @@ class Pipe(Generic[FrameT]):
             self.flush()
 
     def receive(self) -> list[FrameT]:
-        """Frames that have come, without waiting: all, or of very many the first.
+        """Return frames that have arrived, without waiting; if there are very many, only the first ones.
 
-        Raises InternalError or msgspec's errors for what is none.
+        Raises InternalError or msgspec's errors for bytes that are no frame.
         """
         frames: list[FrameT] = []
         for _ in range(self.max_reads):
@@ -163,7 +164,7 @@ class Pipe(Generic[FrameT]):
         return frames
 
     def receive_from(self, who: str) -> list[FrameT]:
-        """The same, but an end that sends what is no frame is closed, with a word in the log: `who` it was."""
+        """Receive as `receive` does, but if the bytes are no frame, close the pipe and log that `who` sent them."""
         try:
             return self.receive()
         except (InternalError, msgspec.MsgspecError) as error:
@@ -172,15 +173,15 @@ class Pipe(Generic[FrameT]):
             return []
 
     def wait(self, timeout: float | None) -> None:
-        """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest can go."""
+        """Wait up to `timeout` seconds (None: for ever) until bytes arrive or unsent ones can be sent."""
         if not self.closed:
             wait_for_any([self], timeout)
 
 
 def wait_for_any(pipes: Sequence[Pipe[Any]], timeout: float | None, others: Sequence[Any] = ()) -> None:
-    """Wait up to `timeout` seconds, None for ever, until something comes or an unsent rest of the pipes can go.
+    """Wait up to `timeout` seconds (None: for ever) until bytes arrive or unsent ones of the pipes can be sent.
 
-    None of the pipes is closed. `others`: what else something may come from, each with a descriptor.
+    No pipe may be closed. `others`: further objects with a `fileno` to read from.
     """
     _wait([*pipes, *others], [pipe for pipe in pipes if pipe.backlog], timeout)
     for pipe in pipes:
@@ -188,11 +189,11 @@ def wait_for_any(pipes: Sequence[Pipe[Any]], timeout: float | None, others: Sequ
 
 
 def _wait(reading: Sequence[Any], writing: Sequence[Any], timeout: float | None) -> bool:
-    """Wait for one that can be read or written; whether there is any."""
+    """Wait until one of these can be read or written; return whether there is one."""
     try:
         return any(select.select(reading, writing, [], timeout))
     except ValueError:
-        # `select` takes no descriptor above 1023, and `poll` waits for whole milliseconds, which are long here.
+        # `select` takes no descriptor above 1023. `poll` does, but waits for whole milliseconds, which are long here.
         asked = dict.fromkeys(reading, select.POLLIN)
         poll = select.poll()
         for one in {*reading, *writing}:
@@ -201,7 +202,7 @@ def _wait(reading: Sequence[Any], writing: Sequence[Any], timeout: float | None)
 
 
 FLUSH_SECONDS = 2.0
-"""How long the last frames may wait for the door to read them."""
+"""Longest wait for the door to read the last frames."""
 _CORE_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 ServedT = TypeVar("ServedT")
@@ -209,12 +210,12 @@ ServedT = TypeVar("ServedT")
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine(Generic[ServedT]):
-    """An engine that has not run yet."""
+    """An engine that was built but does not run yet."""
 
     served: ServedT
-    """What the door is told of it."""
+    """What `Ready` tells the door about the engine."""
     run: Callable[[], bool]
-    """Serves the door until it says Stop; returns whether it did: it may hang up, and the engine may fail."""
+    """Serves the door; returns whether the door said Stop. Otherwise the door hung up or the engine failed."""
 
 
 def run_worker(
@@ -223,15 +224,15 @@ def run_worker(
     decoders: Sequence[msgspec.msgpack.Decoder[Any]],
     build: Callable[..., BuiltEngine[Any]],
 ) -> int:
-    """Serve the door at the other end of inherited sockets; returns the exit code.
+    """Serve the door at the other end of inherited sockets; return the exit code.
 
-    `arguments`: the sockets' descriptors, the one that brings `Start` first; `decoders`: of what comes on each.
+    `arguments`: the sockets' descriptors, first the one that brings `Start`. `decoders`: for the frames on each socket.
     `build` gets the options and a pipe for each socket.
     """
     with ExitStack() as stack:
         pipes = []
         for argument, decoder in zip(arguments, decoders, strict=True):
-            os.set_inheritable(int(argument), False)  # processes that this one starts do not get it
+            os.set_inheritable(int(argument), False)  # child processes must not get the socket
             sock = stack.enter_context(socket.socket(fileno=int(argument)))
             pipes.append(Pipe[Any](sock, decoder))
         start = await_start(pipes[0])
@@ -242,7 +243,7 @@ def run_worker(
 
 
 def await_start(pipe: Pipe[Any]) -> Start[Any] | None:
-    """What the door sends first; None when it is gone before. Raises InternalError for another frame."""
+    """Wait for the door's first frame and return it; None if the door hangs up. Raises InternalError unless Start."""
     while not pipe.closed:
         for frame in pipe.receive():
             if not isinstance(frame, Start):
@@ -253,7 +254,7 @@ def await_start(pipe: Pipe[Any]) -> Start[Any] | None:
 
 
 def run_engine(pipe: Pipe[Any], build: Callable[[], BuiltEngine[Any]]) -> int:
-    """Build an engine, tell the door `Ready` or `Refused`, and run it to its end; returns the exit code."""
+    """Build an engine, send the door `Ready` or `Refused`, and run the engine to its end; return the exit code."""
     try:
         built = build()
     except ConfigError as error:
@@ -270,9 +271,9 @@ def run_engine(pipe: Pipe[Any], build: Callable[[], BuiltEngine[Any]]) -> int:
 
 
 def pin_to_cores(text: str) -> None:
-    """From now on the calling thread, and threads that it starts, run on these cores alone; on any if `text` is empty.
+    """Pin the calling thread, and threads that it starts later, to these cores; do nothing if `text` is empty.
 
-    `text` is a list as `taskset -c` takes it: "4", "0,8-11". Raises ConfigError, naming --engine-cpus.
+    `text` is a list as for `taskset -c`: "4", "0,8-11". Raises ConfigError, naming --engine-cpus.
     """
     if wanted := check_cores(text):
         os.sched_setaffinity(0, wanted)
@@ -280,7 +281,7 @@ def pin_to_cores(text: str) -> None:
 
 
 def check_cores(text: str) -> set[int]:
-    """The cores that --engine-cpus names, none if it is empty. Raises ConfigError for those that are not there."""
+    """Return the cores that --engine-cpus names, none if it is empty. Raises ConfigError for unavailable cores."""
     if not text.strip():
         return set()
     if not hasattr(os, "sched_setaffinity"):
@@ -295,7 +296,7 @@ def check_cores(text: str) -> set[int]:
 
 
 def parse_cores(text: str) -> set[int]:
-    """The cores of a list as `taskset -c` takes it. Raises ConfigError."""
+    """Parse a list of cores as for `taskset -c`. Raises ConfigError."""
     cores: set[int] = set()
     for part in text.split(","):
         found = _CORE_RANGE.fullmatch(part.strip())
@@ -307,7 +308,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def format_cores(cores: set[int]) -> str:
-    """As short as they can be written: "0,8-11"."""
+    """Format cores as a short list with ranges: "0,8-11"."""
     parts: list[list[int]] = []
     for core in sorted(cores):
         if parts and core == parts[-1][-1] + 1:
