@@ -1,4 +1,4 @@
-"""Tables between structs and protobuf messages whose fields bear the same names, made once at import."""
+"""Codecs between structs and protobuf messages with equal field names, from tables that are built once at import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Convert = Callable[[Any], Any]
 class StructCodec(Generic[StructT, MessageT]):
     """Encodes a struct as a message and back, field by field.
 
-    A field that is unset on the wire takes the struct's default, or None where it has none.
+    A field that is unset on the wire gets the struct's default, or None if it has none.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class StructCodec(Generic[StructT, MessageT]):
         decoders: Mapping[str, Callable[[MessageT], Any]] | None = None,
         local: Collection[str] = (),
     ) -> None:
-        """Raises TypeError where a field of the struct has no counterpart.
+        """Build the tables. Raises TypeError if a field of the struct has no counterpart.
 
-        `packed`: fields that are lists here and bytes in the message, with `array`'s code of a value (little-endian).
-        `nested`: fields that are structs, or lists of them. `encoders`: fields of the message that are made of the
-        whole struct. `decoders`: fields of the struct that are made of the whole message. `local`: fields of the struct
-        that the message lacks.
+        `packed`: fields that are lists here and bytes in the message, with `array`'s type code (little-endian).
+        `nested`: fields that are structs, or lists of them. `encoders`: fields of the message computed from the whole
+        struct. `decoders`: fields of the struct computed from the whole message. `local`: fields of the struct that the
+        message does not have.
         """
         packed, nested, encoders, decoders = packed or {}, nested or {}, encoders or {}, decoders or {}
         self.struct, self._message = struct, message
@@ -74,11 +74,11 @@ class StructCodec(Generic[StructT, MessageT]):
             for name in self._decoded
             if known[name].has_presence
         ]
-        # Small structs of which a message brings many.
+        # A fast path for small structs, of which a message brings many.
         self._is_plain = not (self._convert_in or self._unset or decoders or local)
 
     def encode(self, struct: StructT) -> MessageT:
-        """The message of a struct."""
+        """Return the struct as a message."""
         fields = dict(zip(self._encoded, self._of_struct(struct), strict=True))
         for name, convert in self._convert_out:
             fields[name] = convert(fields[name])
@@ -87,7 +87,7 @@ class StructCodec(Generic[StructT, MessageT]):
         return self._message(**fields)
 
     def decode(self, message: MessageT) -> StructT:
-        """The struct of a message. Raises InvalidRequestError for an array that is no array."""
+        """Return the message as a struct. Raises InvalidRequestError for a packed array of the wrong size."""
         values = self._of_message(message)
         if self._is_plain:
             return self.struct(*values)
@@ -103,14 +103,14 @@ class StructCodec(Generic[StructT, MessageT]):
 
 
 def _reader(names: list[str]) -> Callable[[object], tuple[Any, ...]]:
-    """Reads these attributes; `attrgetter` gives no tuple of a single one."""
+    """Return a function that reads these attributes into a tuple, which `attrgetter` does not do for a single one."""
     if len(names) > 1:
         return attrgetter(*names)
     return lambda source: tuple(getattr(source, name) for name in names)
 
 
 def _container(hint: Any) -> Convert:
-    """What collects the values of a repeated field or of a map: list, tuple, frozenset or dict."""
+    """Return the type that collects values of a repeated field or a map: list, tuple, frozenset or dict."""
     origin: Any = get_origin(hint)
     return list if origin is Sequence else origin
 

@@ -1,4 +1,4 @@
-"""What gateways and verify services say of requests, in gRPC and in frames between door and engine. Torch-free."""
+"""Messages between gateways and verify services, in gRPC and in frames between door and engine. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TokenOrigin(IntEnum):
     """Where a committed token came from; numbers as in common.proto."""
 
     UNSPECIFIED = 0
-    """A newer protocol's word."""
+    """A value of a newer protocol."""
     ACCEPTED = 1
     """A draft token that the target agreed with."""
     BONUS = 2
@@ -39,7 +39,7 @@ class VerifyInfo(msgspec.Struct, frozen=True, array_like=True):
     """What a verify replica serves."""
 
     model: str
-    """As clients know it."""
+    """Name of the model for clients."""
     model_path: str
     """Folder of the checkpoint, which holds the tokenizer."""
     tokenizer_hash: str
@@ -66,10 +66,10 @@ class VerifyLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One answer to a tokenized prompt, as the gateway asks verify for it.
+    """The gateway's request to verify for one answer to a tokenized prompt.
 
-    Verify's door hands it to the engine once every field lies within the model's limits; it has added the model's
-    end-of-sequence tokens to `stop_token_ids` then, and set `disable_speculation` where there is no draft to ask.
+    Verify's door checks that every field is within the model's limits, adds the model's end-of-sequence tokens to
+    `stop_token_ids`, sets `disable_speculation` if there is no draft, and passes the request to the engine.
     """
 
     request_id: str
@@ -82,28 +82,29 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_logprobs: int | None = None
     """None: no log-probabilities of the prompt; k: those of its tokens and of the k most likely at each position."""
     trace: bool = False
-    """Whether the tree that each round verified is told."""
+    """Whether updates include the tree that each round verified."""
     priority: int = 0
-    """Lower is earlier."""
+    """Lower values are served earlier."""
     tenant: str = ""
-    """Whose text this is (outrider.rpc.call.salted_tenant): nothing learned from it serves another tenant."""
+    """Owner of the text (outrider.rpc.call.salted_tenant): nothing learned from it serves another tenant."""
     skip_prefix_cache: bool = False
-    """Whether the whole prompt is computed, whatever the radix cache has of it."""
+    """Whether to compute the whole prompt, even if the radix cache has a prefix of it."""
     min_tokens: int = 0
-    """Tokens that end an answer are masked until it has so many."""
+    """Tokens that end an answer are masked until it has this many tokens."""
     bad_words: list[list[int]] = []
-    """Sequences of tokens that the output never has; the last token of one is masked behind the others."""
+    """Sequences of tokens that the output never contains: the last token of each is masked after the others."""
     client: str = ""
-    """On whose behalf; requests of equal priority take turns by client. Verify's door says so, not the message."""
+    """On whose behalf the request is made; requests of equal priority take turns by client. Verify's door sets it from
+    the call's metadata: it is not in the message."""
 
     @property
     def answer_end(self) -> AnswerEnd:
-        """When the answer may end."""
+        """The tokens that end the answer, and its shortest length."""
         return AnswerEnd(self.stop_token_ids, self.min_tokens)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one committed token, under the raw distribution."""
+    """Natural-log probabilities of one committed token and of the top ones, under the raw distribution."""
 
     logprob: float
     top: Sequence[tuple[int, float]]
@@ -111,16 +112,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, eq=False):
-    """Natural-log probabilities of N consecutive prompt tokens, each given all before it; of the raw distribution."""
+    """Natural-log probabilities of N consecutive prompt tokens, each given all before, under the raw distribution."""
 
     start: int
     """Position of the first one; at least 1, since the prompt's first token has none."""
     logprobs: NDArray[np.float32]
     """[N]."""
     ranks: NDArray[np.uint32]
-    """[N]: place of the prompt's token among all tokens, ties going to the lower id; 1 is the likeliest."""
+    """[N]: rank of the prompt's token among all tokens, ties going to the lower id; 1 is the likeliest."""
     top_ids: NDArray[np.int32]
-    """[N, K]: the K most likely tokens, likeliest first, equal ones in the order of their ids."""
+    """[N, K]: the K most likely tokens, likeliest first, equally likely ones by id."""
     top_logprobs: NDArray[np.float32]
     """[N, K]."""
 
@@ -137,26 +138,27 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
 
 class RoundTree(msgspec.Struct, frozen=True, array_like=True):
-    """What a round verified for one request, and what became of it. Nodes are parents first."""
+    """The tree that a round verified for one request, and what the round committed. Parents come before children."""
 
     position: int
-    """Of the first token that the round committed."""
+    """Position of the first token that the round committed."""
     num_tokens: int
-    """Committed by the round: the accepted ones, then the target's own unless a limit or a stop token cut it off."""
+    """Tokens that the round committed: the accepted ones, then the target's own unless a limit or stop token cut it
+    off."""
     parents: Sequence[int] = ()
     """Index of each node's parent; -1 below the root."""
     token_ids: Sequence[int] = ()
     drafters: Sequence[int] = ()
-    """Who found each node, as an index into `drafter_names`."""
+    """The drafter that found each node, as an index into `drafter_names`."""
     scores: Sequence[float] = ()
-    """The drafter's natural-log chance that a node is committed given that its parent is."""
+    """The drafter's natural-log probability that a node is committed, given that its parent is."""
     accepted: Sequence[int] = ()
     """Indices of accepted nodes, the child of the root first."""
     drafter_names: Sequence[str] = ()
 
 
 class RoundCounts(msgspec.Struct, frozen=True, array_like=True):
-    """One verify round of one answer."""
+    """Counts of one verify round of one answer."""
 
     num_draft_tokens: int
     """Tree nodes that were verified."""
@@ -165,44 +167,44 @@ class RoundCounts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenerationUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """News of one answer: tokens that one or more rounds committed, or its end."""
+    """An update of one answer: tokens that one or more rounds committed, or its end."""
 
     token_ids: Sequence[int] = ()
     origins: Sequence[TokenOrigin] = ()
-    """One a token."""
+    """One for each token."""
     logprobs: Sequence[TokenLogprobs] = ()
-    """One a token where asked for, else none."""
+    """One for each token if asked for, else empty."""
     rounds: Sequence[RoundCounts] = ()
     finish_reason: FinishReason | None = None
     cached_prompt_tokens: int = 0
-    """Prompt tokens whose KV came from the radix cache, where it tells of tokens."""
+    """Prompt tokens whose KV came from the radix cache, in updates with tokens."""
     prompt_logprobs: Sequence[PromptLogprobs] = ()
-    """Of prompt tokens that chunks of prefill have computed."""
+    """Log-probabilities of prompt tokens that chunks of prefill have computed."""
     round_trees: Sequence[RoundTree] = ()
-    """Of `rounds`, for a request that is traced."""
+    """Trees of `rounds`, for a request with `trace`."""
     queue_seconds: float = 0.0
-    """Seconds that the request waited for its first place in a round, where it tells of tokens."""
+    """Seconds that the request waited for its first place in a round, in updates with tokens."""
     error: OutriderError | None = None
-    """Why the answer ends without being complete; over gRPC it is the call's status."""
+    """Why the answer ends incomplete; over gRPC this is the call's status."""
 
     @property
     def last(self) -> bool:
-        """Whether nothing follows."""
+        """Whether this is the answer's last update."""
         return self.finish_reason is not None or self.error is not None
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tree nodes verified in all of its rounds."""
+        """Tree nodes verified in all of the update's rounds."""
         return sum(counts.num_draft_tokens for counts in self.rounds)
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Draft tokens committed in all of its rounds."""
+        """Draft tokens committed in all of the update's rounds."""
         return sum(counts.num_accepted_tokens for counts in self.rounds)
 
 
 def join_updates(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
-    """Updates of one answer that follow each other, as one."""
+    """Join consecutive updates of one answer into one."""
     if len(updates) == 1:
         return updates[0]
     return GenerationUpdate(
@@ -220,23 +222,23 @@ def join_updates(updates: Sequence[GenerationUpdate]) -> GenerationUpdate:
 
 
 class Usage(msgspec.Struct, array_like=True):
-    """What a request used; the counters of rounds are sums over its answers."""
+    """A request's usage; the counters of rounds are sums over its answers."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Committed and part of the answers."""
+    """Committed tokens that are part of the answers."""
     cached_prompt_tokens: int = 0
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_reasoning_tokens: int = 0
-    """Of the committed ones, where reasoning is told apart."""
+    """Committed tokens of reasoning, if reasoning is told apart from answers."""
     num_committed_tokens: int = 0
-    """What the rounds committed, those behind a stop string included."""
+    """Tokens that the rounds committed, including those behind a stop string."""
 
     @classmethod
     def total(cls, parts: Iterable[Usage]) -> Usage:
-        """The sum of several usages."""
+        """Return the sum of several usages."""
         return cls(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
     @property

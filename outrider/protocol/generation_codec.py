@@ -1,4 +1,4 @@
-"""Between what gateways and verify services say of requests, and protobuf."""
+"""Conversion between the messages of gateways and verify services and protobuf."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from outrider.sampling.params import SamplingParams
 from outrider.v1 import common_pb2, draft_pb2, verify_pb2
 
 MAX_CHOICES_ON_WIRE = 4096
-"""A message of some megabytes holds a million empty texts; they are counted before an object is made of each."""
+"""Most choices of a grammar in a message. A few megabytes can hold a million empty texts, so they are counted first."""
 
 Sampled = verify_pb2.VerifyServiceGenerateRequest | draft_pb2.Open
-"""Messages with sampling fields, and with the grammar and the choice index beside them."""
+"""Messages with sampling fields, a grammar and a choice index."""
 
 
 def encode_grammar(grammar: Grammar | None) -> common_pb2.Grammar | None:
-    """A grammar as a message; None stays None, which leaves the field unset."""
+    """Return a grammar as a message; None stays None, which leaves the field unset."""
     if grammar is None:
         return None
     value: Any = grammar.source
@@ -42,12 +42,12 @@ def encode_grammar(grammar: Grammar | None) -> common_pb2.Grammar | None:
         value = True
     elif grammar.kind is GrammarKind.CHOICE:
         value = common_pb2.Grammar.Choices(texts=grammar.choices)
-    # Kinds bear the names of the message's fields.
+    # The kinds' values are the names of the message's fields.
     return common_pb2.Grammar(**{grammar.kind.value: value})
 
 
 def decode_grammar(message: common_pb2.Grammar) -> Grammar:
-    """The grammar of a message that was sent. Raises InvalidRequestError if it says nothing, or far too much."""
+    """Return a message's grammar. Raises InvalidRequestError if it is empty or has too many choices."""
     match kind := message.WhichOneof("kind"):
         case "json_object" if message.json_object:
             return Grammar(GrammarKind.JSON_OBJECT)
@@ -62,13 +62,14 @@ def decode_grammar(message: common_pb2.Grammar) -> Grammar:
 
 
 def decode_sampling(message: Sampled) -> SamplingParams:
-    """Sampling fields of a message, unset ones at their defaults. Raises InvalidRequestError for a bad grammar."""
+    """Return a message's sampling parameters, with defaults for unset ones. Raises InvalidRequestError for a bad
+    grammar."""
     grammar = decode_grammar(message.grammar) if message.HasField("grammar") else None
     return replace(SAMPLING.decode(message.sampling), choice_index=message.choice_index, grammar=grammar)
 
 
 def encode_logprobs(entry: TokenLogprobs) -> common_pb2.TokenLogprobs:
-    """Log-probabilities at one token as a message."""
+    """Return one token's log-probabilities as a message."""
     top = [common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top]
     return common_pb2.TokenLogprobs(logprob=entry.logprob, top=top)
 
@@ -78,7 +79,7 @@ def _decode_logprobs(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 def encode_prompt_logprobs(part: PromptLogprobs) -> common_pb2.PromptLogprobs:
-    """As a message."""
+    """Return log-probabilities of prompt tokens as a message."""
     return common_pb2.PromptLogprobs(
         start=part.start,
         logprobs=part.logprobs.tolist(),
@@ -90,7 +91,7 @@ def encode_prompt_logprobs(part: PromptLogprobs) -> common_pb2.PromptLogprobs:
 
 
 def decode_prompt_logprobs(message: common_pb2.PromptLogprobs) -> PromptLogprobs:
-    """From a message. Raises ValueError if its lengths disagree."""
+    """Return a message's log-probabilities of prompt tokens. Raises ValueError if its lengths disagree."""
     shape = (len(message.logprobs), message.num_top)
     if len(message.ranks) != shape[0]:
         raise ValueError(f"{len(message.ranks)} ranks of {shape[0]} tokens")
@@ -108,7 +109,7 @@ _REASONS = {int(reason): reason for reason in FinishReason}
 
 
 def _decode_reason(message: verify_pb2.VerifyServiceGenerateResponse) -> FinishReason | None:
-    """A word of a newer protocol is STOP."""
+    """Return a message's finish reason, or None if unset; a reason of a newer protocol counts as STOP."""
     if message.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED:
         return None
     return _REASONS.get(message.finish_reason, FinishReason.STOP)

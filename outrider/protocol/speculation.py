@@ -1,10 +1,9 @@
-"""Messages between verify and draft services, of the speculation stream and of the features stream.
+"""Messages between verify and draft services, on the speculation stream and on the features stream.
 
 The same structs cross gRPC (`outrider.protocol.speculation_codec` maps them to protobuf), the sockets between a door
 and its engine, and the lines between engines of one host (both msgpack, `outrider.host.frames`). Arrays are plain
-lists: mirror and author work on lists, and for messages of eight nodes lists are faster than numpy's arrays. All
-messages but `Hello` name a request by the number that verify gave it in this session. docs/protocol.md has the rules
-that join them.
+lists: mirror and author work on lists, and for messages of eight nodes lists are faster than numpy arrays. All messages
+but `Hello` name a request by the number that verify gave it in this session. docs/protocol.md has the protocol's rules.
 """
 
 from __future__ import annotations
@@ -19,59 +18,59 @@ from outrider.sampling.params import SamplingParams
 PROTOCOL_VERSION = 1
 
 FEATURE_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Formats of features, and the bytes of a value."""
+"""Number formats of features, and the bytes of a value."""
 
 MAX_FEATURE_BYTES = 1 << 18
-"""Features that one message may carry, and what a part of a projection may have."""
+"""Most bytes of features in one message, and of a part of a projection."""
 
 MAX_FEATURE_PIECES = 256
-"""Features of different requests, or of different positions, that may come in one message, within those bytes."""
+"""Most `Features` in one message, of different requests or positions, within MAX_FEATURE_BYTES."""
 
 MAGIC_BYTES = 32
-"""At either end of a ring: what a draft reads first."""
+"""Bytes of the magic at either end of a ring, which a draft reads first."""
 
 
 class LineOffer(msgspec.Struct, frozen=True, array_like=True):
     """A socket of the draft's engine (outrider.host.line)."""
 
     host: str
-    """Names the host, its start, and how messages on the line are packed."""
+    """Names the host since its boot, and how messages on the line are packed."""
     path: str
     token: str = ""
-    """Names the session there; empty before there is one."""
+    """Names the session on the line; empty before there is a session."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """First message both ways. Zero or empty fields mean "as the other side has it"."""
+    """First message in both directions. Zero or empty fields mean "as the other side has it"."""
 
     protocol_version: int = 0
     noise_version: int = 0
     model: str = ""
     tokenizer_hash: str = ""
     vocab_size: int = 0
-    """Token ids at or past this are illegal."""
+    """Token ids must be below this."""
     hidden_size: int = 0
-    """Of the target."""
+    """Hidden size of the target."""
     feature_layers: tuple[int, ...] = ()
     """Layers of the target whose hidden states the drafter takes, in order; empty for none."""
     max_positions: int = 0
     """Longest sequence that the draft serves; 0 for any. The target's may be longer."""
     sources: tuple[str, ...] = ()
-    """Names of the draft's drafters, as far as they are told to clients; a node's source is an index into them."""
+    """Names of the draft's drafters, for clients; a node's source is an index into them."""
     num_layers: int = 0
-    """Of the target; verify's hello only."""
+    """Number of layers of the target; verify's hello only."""
     features_token: str = ""
     """Names the session to the features stream; the draft's hello only."""
     projection_columns: int = 0
-    """Of the matrix that the drafter offers (outrider.tree.handshake); the draft's hello only, 0 for none."""
+    """Columns of the matrix that the drafter offers (outrider.tree.handshake); the draft's hello only, 0 for none."""
     projection_hash: str = ""
-    """Names this matrix."""
+    """Hash that names the offered matrix."""
     features_optional: bool = False
-    """Whether requests are served without features, too, by drafters that take none; the draft's hello only."""
+    """Whether drafters that take no features serve requests without them, too; the draft's hello only."""
     line: LineOffer | None = None
-    """Where the draft's engine may be spoken to by an engine of its host; the draft's hello only."""
+    """Socket on which an engine of the same host can reach the draft's engine; the draft's hello only."""
     drafts_on_demand: bool = False
-    """Whether one tree is grown after each commit and no more, as on a CPU; the draft's hello only."""
+    """Whether the draft grows only one tree after each commit, as on a CPU; the draft's hello only."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -83,11 +82,11 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1):
     sampling: SamplingParams
     credit: int
     tenant: str = ""
-    """Whose text this is: what a draft learns from it serves requests of the same tenant alone."""
+    """Owner of the text: what a draft learns from it serves only requests of the same tenant."""
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """verify -> draft: newly committed tokens, and what verify has seen of the tree."""
+    """verify -> draft: newly committed tokens, and how much of the tree verify has received."""
 
     request: int
     length_before: int
@@ -99,7 +98,7 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """verify -> draft: grow no more for now."""
+    """verify -> draft: stop growing for now."""
 
     request: int
 
@@ -118,7 +117,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Grow(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """draft -> verify: nodes first_id, first_id + 1, ...; without nodes it acknowledges commits."""
+    """draft -> verify: nodes first_id, first_id + 1, ...; a message without nodes acknowledges commits."""
 
     request: int
     epoch: int
@@ -129,7 +128,7 @@ class Grow(msgspec.Struct, frozen=True, array_like=True, tag=6):
     token_ids: list[int] = []
     scores: list[float] = []
     sources: bytes = b""
-    """A byte a node."""
+    """One byte for each node."""
 
 
 class DeclineReason(Enum):
@@ -145,7 +144,7 @@ class DeclineReason(Enum):
 
 
 class Decline(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """draft -> verify: this request is not served."""
+    """draft -> verify: the draft does not serve this request."""
 
     request: int
     reason: DeclineReason
@@ -161,27 +160,27 @@ class FeatureRing(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes
     num_bytes: int
     magic: bytes = b""
-    """What its first and its last bytes are; MAGIC_BYTES of them."""
+    """The ring's first and also its last MAGIC_BYTES bytes."""
 
 
 class FeaturesBegin(msgspec.Struct, frozen=True, array_like=True):
-    """verify -> draft, first on the features stream: whose features these are, and how they look."""
+    """verify -> draft, first on the features stream: the session of the features, and their format."""
 
     token: str
     layers: tuple[int, ...]
     width: int
-    """Values of a position: one layer behind the other, or if projected the columns of the product."""
+    """Values of a position: those of all layers in order, or if projected the columns of the product."""
     dtype: str
     """"bfloat16", "float16" or "float32"."""
     ring: FeatureRing | None = None
     projected: bool = False
-    """Whether features were multiplied with the matrix that the draft offers."""
+    """Whether verify multiplies features with the matrix that the draft offers."""
     wants_projection: bool = False
-    """Whether the draft shall send that matrix."""
+    """Whether verify asks for that matrix."""
 
     @property
     def row_bytes(self) -> int:
-        """Of one position."""
+        """Bytes of one position."""
         return self.width * FEATURE_ITEM_BYTES[self.dtype]
 
 
@@ -190,11 +189,11 @@ class FeaturesAccept(msgspec.Struct, frozen=True, array_like=True):
 
     uses_ring: bool = False
     window: int = 0
-    """Bytes that may be sent and not released; 0 leaves it to verify."""
+    """Most bytes that verify may send before they are released; 0 leaves it to verify."""
     projects: bool = False
-    """Whether the matrix follows that verify wants."""
+    """Whether the draft will send the matrix that verify asked for."""
     takes_batches: bool = False
-    """Whether features of several requests may come in one message."""
+    """Whether one message may hold features of several requests."""
 
 
 class Features(msgspec.Struct, frozen=True, array_like=True):
@@ -204,29 +203,29 @@ class Features(msgspec.Struct, frozen=True, array_like=True):
     start: int
     count: int
     final: bool
-    """Whether verify has computed no features of the request behind these."""
+    """Whether verify has computed no later features of the request."""
     data: memoryview
-    """Values [count, width] of `dtype`, row by row, as they lie in the frame that brought them; empty in a ring."""
+    """Values [count, width] of `dtype`, row by row, as they lie in the frame that brought them; empty if in a ring."""
     dtype: str
-    """As the stream's beginning has it; does not cross gRPC, as `projected` does not."""
+    """As in the stream's `FeaturesBegin`; like `projected`, this is not sent over gRPC."""
     sequence: int = 0
-    """Counts the messages of the stream from 1 on."""
+    """Number within the stream, from 1."""
     ring_offset: int | None = None
     projected: bool = False
-    """Whether they were multiplied with the drafter's matrix."""
+    """Whether the features were multiplied with the drafter's matrix."""
     rows: Any = None
-    """What the draft read from the ring, bytes or a tensor of bytes, where `data` is empty; or which part these are of
-    that, or of all data of one message. Does not travel."""
+    """If `data` is empty, what the draft has read from the ring, as bytes or a tensor of bytes; or the part of that,
+    or of all data of one message, that holds these features. Never sent."""
 
 
 class FeaturesReleased(msgspec.Struct, frozen=True, array_like=True):
-    """draft -> verify: message `through` of the features stream and all before it are done with."""
+    """draft -> verify: the draft no longer needs features `through` of the stream, nor any before them."""
 
     through: int
 
 
 class ProjectionPart(msgspec.Struct, frozen=True, array_like=True):
-    """draft -> verify: bytes of a projection from `offset` on."""
+    """draft -> verify: bytes of the projection matrix from `offset` on."""
 
     num_columns: int
     dtype: str

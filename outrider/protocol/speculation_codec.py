@@ -1,4 +1,4 @@
-"""Between the messages of the streams of verify and draft services, and protobuf: tables, and the bounds they keep."""
+"""Conversion between the messages of verify and draft services and protobuf, with checks of limits."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ MAX_NODES_PER_MESSAGE = 4096
 """A `Grow` with more nodes than this is malformed."""
 
 MAX_LINE_FIELD = 256
-"""Characters of a field of a `Line`."""
+"""Most characters in a field of a `Line`."""
 
 MAX_EVENTS_AT_ONCE = 256
-"""Events that are decoded in one go; a message may hold millions, and other streams wait meanwhile."""
+"""Most events to decode in one go: a message may hold millions, and other streams wait meanwhile."""
 
 _MAX_POSITIONS = 1 << 31
 
@@ -56,7 +56,7 @@ def _decode_target_sampling(opened: draft_pb2.Open) -> SamplingParams:
     try:
         return decode_sampling(opened)
     except InvalidRequestError:
-        # A grammar that this version does not know only makes for worse guesses.
+        # Without a grammar that this version does not know, guesses are only worse.
         opened.ClearField("grammar")
         return decode_sampling(opened)
 
@@ -91,7 +91,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "commit": _check_commit,
     "grow": _check_grow,
 }
-"""What is looked at before a message is decoded, by the field that holds it; each raises InvalidRequestError."""
+"""Checks before a message is decoded, by the field that holds it; each raises InvalidRequestError."""
 
 _REASONS = {reason.value: reason for reason in DeclineReason}
 
@@ -123,34 +123,34 @@ _CODECS: dict[str, StructCodec[Any, Any]] = {
     "released": StructCodec(FeaturesReleased, draft_pb2.FeaturesReleased),
     "projection": StructCodec(ProjectionPart, draft_pb2.FeatureProjection),
 }
-"""Of each struct that is one of several in a message, by the field that holds it there."""
+"""Codecs of the structs that are alternatives in a message, by the field that holds them there."""
 _FIELDS = {codec.struct: field for field, codec in _CODECS.items()}
 
 
 def encode_verify(messages: Iterable[VerifyMessage]) -> draft_pb2.DraftServiceSpeculateRequest:
-    """Messages from verify to draft, in order."""
+    """Encode messages from verify to draft, in order."""
     events = [draft_pb2.VerifyEvent(**_encode_event(message)) for message in messages]
     return draft_pb2.DraftServiceSpeculateRequest(events=events)
 
 
 def encode_draft(messages: Iterable[DraftMessage]) -> draft_pb2.DraftServiceSpeculateResponse:
-    """Messages from draft to verify, in order."""
+    """Encode messages from draft to verify, in order."""
     events = [draft_pb2.DraftEvent(**_encode_event(message)) for message in messages]
     return draft_pb2.DraftServiceSpeculateResponse(events=events)
 
 
 def decode_verify(batch: draft_pb2.DraftServiceSpeculateRequest) -> list[VerifyMessage]:
-    """Raises InvalidRequestError for an array that is no array and for an event that this version does not know."""
+    """Decode messages from verify to draft. Raises InvalidRequestError for a malformed array or an unknown event."""
     return [_decode_event(event) for event in batch.events]
 
 
 def decode_draft(batch: draft_pb2.DraftServiceSpeculateResponse) -> list[DraftMessage]:
-    """Raises InvalidRequestError for an array that is no array and for an event that this version does not know."""
+    """Decode messages from draft to verify. Raises InvalidRequestError for a malformed array or an unknown event."""
     return [_decode_event(event) for event in batch.events]
 
 
 def in_parts(batch: Batch) -> Iterator[Batch]:
-    """The batch in messages of at most `MAX_EVENTS_AT_ONCE` events; a short one, as nearly all are, as it is."""
+    """Split a batch into messages of at most `MAX_EVENTS_AT_ONCE` events; nearly all batches are one such message."""
     if len(batch.events) <= MAX_EVENTS_AT_ONCE:
         yield batch
         return
@@ -185,12 +185,12 @@ _FEATURES = StructCodec(
 
 
 def encode_begin(begin: FeaturesBegin) -> draft_pb2.DraftServiceFeaturesRequest:
-    """The first message of verify."""
+    """Encode verify's first message on the features stream."""
     return draft_pb2.DraftServiceFeaturesRequest(begin=_BEGIN.encode(begin))
 
 
 def encode_features(batch: Sequence[Features]) -> draft_pb2.DraftServiceFeaturesRequest:
-    """Features; several, within MAX_FEATURE_PIECES and MAX_FEATURE_BYTES, for a draft that takes them so."""
+    """Encode features; several (within MAX_FEATURE_PIECES, MAX_FEATURE_BYTES) only for a draft that takes batches."""
     pieces = [_FEATURES.encode(features) for features in batch]
     if len(pieces) == 1:
         return draft_pb2.DraftServiceFeaturesRequest(features=pieces[0])
@@ -198,18 +198,18 @@ def encode_features(batch: Sequence[Features]) -> draft_pb2.DraftServiceFeatures
 
 
 def encode_response(response: FeaturesResponse) -> draft_pb2.DraftServiceFeaturesResponse:
-    """What a draft says on the features stream."""
+    """Encode a draft's message on the features stream."""
     return draft_pb2.DraftServiceFeaturesResponse(**_encode_event(response))
 
 
 def decode_response(message: draft_pb2.DraftServiceFeaturesResponse) -> FeaturesResponse:
-    """What a draft says on the stream. Raises InvalidRequestError for what this version does not know."""
+    """Decode a draft's message on the features stream. Raises InvalidRequestError for one that is not known here."""
     response: FeaturesResponse = _decode_event(message)
     return response
 
 
 def decode_begin(message: draft_pb2.DraftServiceFeaturesRequest) -> FeaturesBegin:
-    """Raises InvalidRequestError for what is no beginning of a features stream."""
+    """Decode verify's first message on the features stream. Raises InvalidRequestError if it is malformed."""
     if message.WhichOneof("event") != "begin":
         raise InvalidRequestError("event", "is no begin", "begin the stream with one")
     begin = message.begin
@@ -229,10 +229,10 @@ def decode_begin(message: draft_pb2.DraftServiceFeaturesRequest) -> FeaturesBegi
 def decode_pieces(
     message: draft_pb2.DraftServiceFeaturesRequest, begin: FeaturesBegin, ring_bytes: int
 ) -> list[tuple[int, Features | None]]:
-    """Numbers and features of what is in one message, alone or in a batch; None for what makes no sense.
+    """Decode one message's features, alone or in a batch: return sequence numbers and features, None for invalid ones.
 
-    `begin` is the stream's, `ring_bytes` 0 when it has no ring. Of a message that makes no sense as a whole only the
-    last number is told; 0 where there is none.
+    `begin` is the stream's, `ring_bytes` is 0 if it has no ring. If a message is invalid as a whole, return only its
+    last sequence number; 0 if there is none.
     """
     kind = message.WhichOneof("event")
     given = [message.features] if kind == "features" else message.batch.features if kind == "batch" else []
@@ -250,7 +250,7 @@ def decode_pieces(
 
 
 def _decode_features(message: draft_pb2.Features, begin: FeaturesBegin, ring_bytes: int) -> Features:
-    """Features of a stream that began with `begin`. Raises InvalidRequestError where sizes do not fit each other."""
+    """Decode features of a stream that began with `begin`. Raises InvalidRequestError if sizes do not match."""
     features = replace(_FEATURES.decode(message), dtype=begin.dtype, projected=begin.projected)
     if not features.count or features.start + features.count > _MAX_POSITIONS:
         raise InvalidRequestError("features.count", f"{features.count} positions from {features.start} on are absurd")
