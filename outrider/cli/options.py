@@ -53,7 +53,7 @@ from outrider.rpc.server import check_free
 from outrider.rpc.tls import CertificateRefusal, find_refusal, load_material
 from outrider.rpc.transport import split_host_port, unix_path
 
-PEOPLES = {
+COMMON_FLAGS = {
     "model": ("--model", "--served-model-name", "--device", "--dtype", "--context-length", "--deterministic"),
     "speculation": ("--speculative-algorithm", "--speculative-draft-model-path", "--draft-device", "--no-speculation"),
     "memory and load": ("--mem-fraction-static", "--max-total-tokens", "--max-running-requests", "--verify-threads"),
@@ -133,7 +133,7 @@ class _HelpAll(argparse.Action):
 def add_service_options(parser: argparse.ArgumentParser) -> None:
     """Declare the services' options: common ones by subject, the rest, which only --help-all shows, by service."""
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show all options, those of each service grouped.")
-    subjects = {name: parser.add_argument_group(name) for name in PEOPLES}
+    subjects = {name: parser.add_argument_group(name) for name in COMMON_FLAGS}
     subjects["speculation"].add_argument(
         "--draft-placement",
         choices=PLACEMENTS,
@@ -142,7 +142,7 @@ def add_service_options(parser: argparse.ArgumentParser) -> None:
         "rounds on a GPU, which leaves n-grams to the draft service, or all of them in its process on a CPU. Default: "
         "auto, colocated where the target takes all GPUs, or there is none and fewer than four cores, else remote.",
     )
-    subject_of = {flag: subject for subject, flags in PEOPLES.items() for flag in flags}
+    subject_of = {flag: subject for subject, flags in COMMON_FLAGS.items() for flag in flags}
     groups = {name: parser.add_argument_group(f"{name} service") for name in SERVICES}
     shared = parser.add_argument_group("all services")
     by_flag: dict[str, ServiceFlag] = {}

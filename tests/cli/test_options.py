@@ -17,7 +17,7 @@ import outrider.cli.options as options_module
 from outrider.cli.cluster import SHARED, service_flags
 from outrider.cli.main import COMMANDS, main, make_parser
 from outrider.cli.options import (
-    PEOPLES,
+    COMMON_FLAGS,
     in_our_words,
     make_cluster,
     parse_service_options,
@@ -404,7 +404,7 @@ def test_help_shows_what_people_need_and_help_all_shows_everything(capsys: pytes
     short, whole = (
         {word for line in text.splitlines() for word in re.findall(r"^  (--[\w-]+)", line)} for text in texts
     )
-    people = {flag for flags in PEOPLES.values() for flag in flags}
+    people = {flag for flags in COMMON_FLAGS.values() for flag in flags}
     assert short == people | {"--no-color", "--ephemeral", "--help-all", "--draft-placement"} and len(people) == 20
     assert whole >= {flag.flag for flag in service_flags()} and "all services:" not in texts[0]
 
