@@ -118,9 +118,9 @@ def _run(words: list[str]) -> int:
     # The first word that is not an option is the command; only that command's module is loaded.
     wanted = next((word for word in words if not word.startswith("-")), "")
     if wanted in WITH_SERVICES:
-        from outrider.cli.options import in_our_words
+        from outrider.cli.options import translate_argv
 
-        words = in_our_words(words)
+        words = translate_argv(words)
     if not words:
         make_parser([]).print_help(sys.stderr)
         return EXIT_CONFIG

@@ -111,7 +111,7 @@ def given_service_flags(given: argparse.Namespace) -> list[str]:
     return [name.removeprefix("service") for name in vars(given) if name.startswith("service--")]
 
 
-def in_our_words(argv: Sequence[str]) -> list[str]:
+def translate_argv(argv: Sequence[str]) -> list[str]:
     """Translate options of other engines in a command line to Outrider's; warn of those that change nothing.
 
     Raises ConfigError for options that Outrider does not support.

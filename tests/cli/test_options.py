@@ -18,9 +18,9 @@ from outrider.cli.cluster import SHARED, service_flags
 from outrider.cli.main import COMMANDS, main, make_parser
 from outrider.cli.options import (
     COMMON_FLAGS,
-    in_our_words,
     make_cluster,
     parse_service_options,
+    translate_argv,
 )
 from outrider.cli.placement import place_draft_model
 from outrider.cli.terminal import make_console
@@ -63,7 +63,7 @@ def test_options_of_a_model_are_the_target_s_and_those_of_drafting_the_draft_s()
         "--speculative-draft-model-path X --speculative-num-steps 3 --speculative-accept-threshold-single 0.9 "
         "--speculative-draft-attention-backend triton --speculative-ngram-branch-length 20"
     )
-    words = in_our_words(shlex.split(line))
+    words = translate_argv(shlex.split(line))
     options = parse_service_options(make_parser().parse_args(words), env={"OUTRIDER_MEM_FRACTION_STATIC": "0.5"})
     assert options["verify"] == VerifyOptions(
         device="cuda:0", dtype="bfloat16", lockstep=True, accept_threshold_single=0.9, mem_fraction_static=0.5
