@@ -288,7 +288,7 @@ def find_faults(options: Mapping[str, ServiceOptions], gpus: int) -> list[str]:
 def _service_checks(options: Mapping[str, ServiceOptions], gpus: int) -> list[Check]:
     verify, draft = cast(VerifyOptions, options["verify"]), cast("DraftOptions | None", options.get("draft"))
     models = dict.fromkeys(one.speculative_draft_model_path for one in (verify, draft) if one is not None)
-    own = {name: [partial(in_our_flags, name, check) for check in _own_checks(one)] for name, one in options.items()}
+    own = {name: [partial(with_our_flags, name, check) for check in _own_checks(one)] for name, one in options.items()}
     checks: list[Check] = [*own["verify"], *own.get("draft", ()), partial(_check_gpus, verify, draft, gpus)]
     checks.append(partial(_check_target, verify, cast(GatewayOptions, options["gateway"])))
     checks += [partial(_check_draft_model, path) for path in models]
@@ -316,7 +316,7 @@ def _load(find: Callable[[], TlsFiles | None]) -> None:
         load_material(files)
 
 
-def in_our_flags(service: str, check: Check) -> None:
+def with_our_flags(service: str, check: Check) -> None:
     """Run a check of a service, with the flags in its ConfigError renamed to those of `outrider up`."""
     flags = {flag.option.flag: flag.flag for flag in service_flags() if flag.service == service}
     try:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from outrider.cli.options import add_service_options, in_our_flags, parse_service_options, whole_number
+from outrider.cli.options import add_service_options, parse_service_options, whole_number, with_our_flags
 from outrider.cli.placement import place_drafts
 from outrider.cli.terminal import aligned, make_console
 from outrider.config.draft import NAIVE_EAGLE, DraftOptions
@@ -316,7 +316,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = parse_service_options(arguments)
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     gpu = _gpu(arguments)
-    in_our_flags("verify", verify.check)
+    with_our_flags("verify", verify.check)
     with under("--model"):
         folder = config_folder(verify.model)
     fields, generation = read_configs(folder)
@@ -333,13 +333,13 @@ def run(arguments: argparse.Namespace) -> int:
         plan = plan_target(config, elements, dtype, verify, gpu.memory)
     elif arguments.draft_placement == "colocated":
         verify = place_drafts(verify, draft, "colocated", 1, lambda text: None).verify
-        in_our_flags("verify", verify.check)
+        with_our_flags("verify", verify.check)
         drafter = plan_inside(verify, dtype, folder)
         plan = plan_target(config, elements, dtype, verify, gpu.memory, inside=drafter)
     else:
         draft = choose_drafters(draft, verify.model, lambda text: None)
         if NAIVE_EAGLE not in draft.speculative_algorithm:
-            in_our_flags("draft", draft.check)
+            with_our_flags("draft", draft.check)
         drafter = plan_draft(draft, folder)
         features = drafter.features_per_token if drafter is not None else 0
         beside = 0
