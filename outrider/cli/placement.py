@@ -87,14 +87,14 @@ def is_colocated(verify: VerifyOptions, draft: DraftOptions, placement: str, gpu
         or not is_default(draft, "device")
     ):
         return False
-    if not on_gpu and (num_cores() >= _CORES_FOR_TWO or _of_draft_service(draft)):
+    if not on_gpu and (num_cores() >= _CORES_FOR_TWO or _given_draft_service_flags(draft)):
         return False
     if names == AUTO:
         return not draft.speculative_draft_model_path and shipped_head(verify.model) is not None
     return any(name in (ROUND_MODELS if on_gpu else ALGORITHMS) for name in names)
 
 
-def _of_draft_service(draft: DraftOptions) -> list[str]:
+def _given_draft_service_flags(draft: DraftOptions) -> list[str]:
     """Return the given options that only a draft service has, as `outrider up` spells them."""
     return [flag_names().get(("draft", name), name) for name in _OTHERS if not is_default(draft, name)]
 
@@ -105,7 +105,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
         raise ConfigError("--lockstep: it is for draft services; leave it out, or give --draft-placement remote")
     draft = choose_drafters(draft, verify.model, say)
     names = [name for name in draft.speculative_algorithm if name != "NGRAM"]
-    if not on_gpu and (foreign := _of_draft_service(draft)):
+    if not on_gpu and (foreign := _given_draft_service_flags(draft)):
         raise ConfigError(
             f"--draft-placement: colocated has no draft service on a CPU, and {', '.join(foreign)} of one was given; "
             "leave it out, or use remote"
@@ -127,7 +127,7 @@ def _colocate(verify: VerifyOptions, draft: DraftOptions, say: Say, on_gpu: bool
     if not on_gpu:
         return Placed(verify, None)
     if "NGRAM" not in draft.speculative_algorithm:
-        if foreign := _of_draft_service(draft):
+        if foreign := _given_draft_service_flags(draft):
             say(f"no draft service runs beside a model inside rounds: {', '.join(foreign)} of one changes nothing")
         return Placed(verify, None)
     unset: dict[str, Any] = {field.name: field.default for field in fields(DraftOptions) if field.name in DRAFTING}
