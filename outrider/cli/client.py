@@ -59,7 +59,7 @@ async def generate(channel: grpc.aio.Channel, messages: Sequence[Message], sampl
         async for response in call:
             yield _decode(response)
     except grpc.aio.AioRpcError as error:
-        raise _told(error) from error
+        raise _to_error(error) from error
     finally:
         call.cancel()
 
@@ -75,11 +75,11 @@ async def list_models(channel: grpc.aio.Channel) -> list[tuple[str, int]]:
                 "no gateway answers at this address; give the gRPC door's (`outrider up` prints it, 127.0.0.1:50051 by "
                 f"default): {details_of(error)}"
             ) from error
-        raise _told(error) from error
+        raise _to_error(error) from error
     return [(model.id, model.context_length) for model in response.models]
 
 
-def _told(error: grpc.aio.AioRpcError) -> OutriderError:
+def _to_error(error: grpc.aio.AioRpcError) -> OutriderError:
     told = error_from_rpc(error, "the gateway")
     if told.code == "peer_refused_credentials":
         return OutriderError(f"{told.message}; set OUTRIDER_API_KEY", code=told.code)
