@@ -52,7 +52,7 @@ LINKS = (("verify", "draft", "draft"), ("gateway", "verify", "verify"))
 ADDRESS_FIELDS = ("address", "rest_address", "metrics_address")
 SHARED = ("log_level", "drain_seconds", "lockstep", "watchdog_timeout")
 """Options whose flags carry no service's name: one value goes to every service that has the option."""
-TARGETS = ("device", "dtype", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
+TARGET_OPTIONS = ("device", "dtype", "disable_cuda_graph", "max_total_tokens", "mem_fraction_static")
 """Model options that both verify and draft have; flags without a service's name set verify's."""
 # Options that the cluster sets: ready files, addresses of peers, and verify's copies of the draft model's options.
 # Users give these without a service's name, and the placement decides which service gets them.
@@ -84,7 +84,7 @@ def service_flags() -> Sequence[ServiceFlag]:
             name = option.name
             if (service, name) in HIDDEN:
                 continue
-            own = name in (TARGETS if service == "verify" else DRAFTING)
+            own = name in (TARGET_OPTIONS if service == "verify" else DRAFTING)
             plain = (names[name] == 1 and name not in taken) or name in SHARED or own
             flag = option.flag if plain else f"--{service}-{option.flag.removeprefix('--')}"
             flags.append(ServiceFlag(flag, service, option))
