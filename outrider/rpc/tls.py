@@ -195,7 +195,7 @@ def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefu
     Raises ConfigError as `load_material` does.
     """
     client = client_context(caller)
-    refused = _meet(load_material(door).context, client, name)
+    refused = _try_handshake(load_material(door).context, client, name)
     if refused is None:
         return None
     by_caller, error = refused
@@ -204,7 +204,7 @@ def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefu
     return CertificateRefusal(by_caller, code in _OTHER_NAMES, code in _OTHER_TIMES, text.rstrip("."))
 
 
-def _meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[bool, ssl.SSLError] | None:
+def _try_handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[bool, ssl.SSLError] | None:
     """Do a handshake in memory; return None on success, else whether the client refused, and its error."""
     for context in (server, client):
         # As in gRPC, intermediate certificates can be trusted directly.
@@ -328,7 +328,7 @@ def _warn_of_dates(files: TlsFiles) -> None:
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.load_verify_locations(_path(files.cert))
-    refused = _meet(load_material(files).context, client, "localhost")
+    refused = _try_handshake(load_material(files).context, client, "localhost")
     if refused is not None and getattr(refused[1], "verify_code", 0) in _OTHER_TIMES:
         reason = getattr(refused[1], "verify_message", "is not valid today")
         _logger.warning("%s: %s: %s, so that nobody takes it; use another", files.flag("cert"), files.cert, reason)
