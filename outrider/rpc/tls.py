@@ -37,7 +37,7 @@ _KEY_KINDS = tuple(
 """DER algorithm identifiers, as in certificates, of the kinds of key that gRPC takes. OpenSSL takes more, such as
 Ed25519: with these REST would work, but no gRPC call."""
 
-_OTHER_NAMES = (62, 64)
+_NAME_MISMATCHES = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
 _OTHER_TIMES = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
@@ -201,7 +201,7 @@ def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefu
     by_caller, error = refused
     text = getattr(error, "verify_message", None) or error.reason or "no handshake"
     code = getattr(error, "verify_code", 0)
-    return CertificateRefusal(by_caller, code in _OTHER_NAMES, code in _OTHER_TIMES, text.rstrip("."))
+    return CertificateRefusal(by_caller, code in _NAME_MISMATCHES, code in _OTHER_TIMES, text.rstrip("."))
 
 
 def _try_handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[bool, ssl.SSLError] | None:
