@@ -39,7 +39,7 @@ Ed25519: with these REST would work, but no gRPC call."""
 
 _NAME_MISMATCHES = (62, 64)
 """OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH."""
-_OTHER_TIMES = (9, 10)
+_INVALID_TIMES = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 _Stamp = tuple[tuple[int, int, int], ...]
@@ -201,7 +201,7 @@ def find_refusal(door: TlsFiles, caller: TlsFiles, name: str) -> CertificateRefu
     by_caller, error = refused
     text = getattr(error, "verify_message", None) or error.reason or "no handshake"
     code = getattr(error, "verify_code", 0)
-    return CertificateRefusal(by_caller, code in _NAME_MISMATCHES, code in _OTHER_TIMES, text.rstrip("."))
+    return CertificateRefusal(by_caller, code in _NAME_MISMATCHES, code in _INVALID_TIMES, text.rstrip("."))
 
 
 def _try_handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[bool, ssl.SSLError] | None:
@@ -329,6 +329,6 @@ def _warn_of_dates(files: TlsFiles) -> None:
     client.check_hostname = False
     client.load_verify_locations(_path(files.cert))
     refused = _try_handshake(load_material(files).context, client, "localhost")
-    if refused is not None and getattr(refused[1], "verify_code", 0) in _OTHER_TIMES:
+    if refused is not None and getattr(refused[1], "verify_code", 0) in _INVALID_TIMES:
         reason = getattr(refused[1], "verify_message", "is not valid today")
         _logger.warning("%s: %s: %s, so that nobody takes it; use another", files.flag("cert"), files.cert, reason)
