@@ -135,7 +135,7 @@ def link(options: Mapping[str, ServiceOptions]) -> dict[str, ServiceOptions]:
     return linked
 
 
-def bind_again(options: ServiceOptions, bound: Mapping[str, str]) -> ServiceOptions:
+def with_bound_addresses(options: ServiceOptions, bound: Mapping[str, str]) -> ServiceOptions:
     """Return the options with which a restarted service binds the addresses it had before.
 
     A door that was off stays off, even if another door serves in its place (the gateway's REST door has /metrics).
@@ -445,7 +445,7 @@ class Cluster:
         for name in names:
             child = self.children[name]
             child.wait_ready(self._start_seconds, self._closing)
-            self._options[name] = bind_again(self._options[name], child.told)
+            self._options[name] = with_bound_addresses(self._options[name], child.told)
 
     def _launch(self, name: str) -> None:
         options = self._options[name]

@@ -11,7 +11,7 @@ import pytest
 import trustme
 from test_options import parse
 
-from outrider.cli.cluster import bind_again, link, place
+from outrider.cli.cluster import link, place, with_bound_addresses
 from outrider.cli.main import main
 from outrider.cli.options import (
     door_checks,
@@ -231,13 +231,15 @@ def test_links_and_given_addresses_are_kept(tmp_path_factory: pytest.TempPathFac
 
 def test_a_restart_binds_what_was_bound() -> None:
     options = GatewayOptions(address="127.0.0.1:0", rest_address="127.0.0.1:0")
-    again = bind_again(options, {"address": "127.0.0.1:5", "rest_address": "127.0.0.1:6", "metrics_address": ""})
+    again = with_bound_addresses(
+        options, {"address": "127.0.0.1:5", "rest_address": "127.0.0.1:6", "metrics_address": ""}
+    )
     assert (again.address, getattr(again, "rest_address")) == ("127.0.0.1:5", "127.0.0.1:6")  # noqa: B009
 
 
 def test_a_restarted_gateway_opens_no_second_door_where_rest_serves_its_metrics() -> None:
     options = GatewayOptions(rest_address="127.0.0.1:0", metrics_address="")
-    again = bind_again(options, {"rest_address": "127.0.0.1:6", "metrics_address": "127.0.0.1:6"})
+    again = with_bound_addresses(options, {"rest_address": "127.0.0.1:6", "metrics_address": "127.0.0.1:6"})
     assert again.metrics_address == ""
 
 
