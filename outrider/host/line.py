@@ -87,7 +87,7 @@ OnLine = LineHello | VerifyBatch | FeatureBatch
 """Messages from verify on a line."""
 
 
-def packing(kinds: Sequence[object]) -> str:
+def packing_digest(kinds: Sequence[object]) -> str:
     """Return a name of how messages of these types are packed; it changes with fields and values of enumerations.
 
     It may also change with the types' descriptions alone.
@@ -103,7 +103,7 @@ def line_host() -> str:
     Empty if the system does not name the host.
     """
     host = host_id()
-    return f"{host}/{packing((OnLine, DraftBatch))}" if host else ""
+    return f"{host}/{packing_digest((OnLine, DraftBatch))}" if host else ""
 
 
 to_draft: msgspec.msgpack.Decoder[OnLine] = decoder(OnLine)

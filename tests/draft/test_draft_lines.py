@@ -35,7 +35,7 @@ from outrider.host.line import (
     dial,
     host_id,
     line_host,
-    packing,
+    packing_digest,
     to_draft,
     to_verify,
 )
@@ -296,7 +296,7 @@ def test_a_draft_of_a_release_that_packs_messages_otherwise_is_not_called(short_
 def test_a_value_more_of_an_enumeration_is_another_way_to_pack() -> None:
     def packed(*names: str) -> str:
         reason = IntEnum("Reason", names)  # type: ignore[misc]
-        return packing((msgspec.defstruct("Said", [("reason", reason)], array_like=True),))
+        return packing_digest((msgspec.defstruct("Said", [("reason", reason)], array_like=True),))
 
     assert packed("GAP", "DRAINING") == packed("GAP", "DRAINING") != packed("GAP", "DRAINING", "TIRED")
 
