@@ -55,7 +55,7 @@ class Child:
         self._reader: threading.Thread | None = None
         self._reaping = threading.Lock()
         self.started_at = 0.0
-        self.told: dict[str, str] = {}
+        self.ready_info: dict[str, str] = {}
 
     @property
     def pid(self) -> int:
@@ -66,7 +66,7 @@ class Child:
         """Start the process. `wait_ready` waits until it serves."""
         self.ready_file.unlink(missing_ok=True)
         self._tail.clear()
-        self.told = {}
+        self.ready_info = {}
         command = [sys.executable, "-m", "outrider.cli.child", str(os.getpid()), self.module, *arguments]
         self._process = subprocess.Popen(
             command,
@@ -90,7 +90,7 @@ class Child:
         self._reader = reader
 
     def wait_ready(self, timeout: float, cancelled: threading.Event) -> None:
-        """Wait until the service has written its ready file, and store the contents in `told`. `timeout` is in seconds.
+        """Wait up to `timeout` seconds until the service has written its ready file, and store that in `ready_info`.
 
         Raises ServiceFailedError if the service ends first, is not ready in time, or `cancelled` is set.
         """
@@ -163,7 +163,7 @@ class Child:
             ready = json.loads(self.ready_file.read_text("utf-8"))
         except FileNotFoundError:
             return False
-        self.told = {key: value for key, value in ready.items() if isinstance(value, str)}
+        self.ready_info = {key: value for key, value in ready.items() if isinstance(value, str)}
         return True
 
     def _signal(self, number: signal.Signals, *, group: bool) -> None:

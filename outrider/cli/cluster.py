@@ -339,7 +339,11 @@ class Cluster:
         """
         if self._verify.no_speculation:
             return {}
-        told = {name: self.children[name].told.get("drafters") for name in ("verify", "draft") if name in self.children}
+        told = {
+            name: self.children[name].ready_info.get("drafters")
+            for name in ("verify", "draft")
+            if name in self.children
+        }
         return {name: tuple(names.split("+")) for name, names in told.items() if names}
 
     @property
@@ -445,7 +449,7 @@ class Cluster:
         for name in names:
             child = self.children[name]
             child.wait_ready(self._start_seconds, self._closing)
-            self._options[name] = with_bound_addresses(self._options[name], child.told)
+            self._options[name] = with_bound_addresses(self._options[name], child.ready_info)
 
     def _launch(self, name: str) -> None:
         options = self._options[name]
@@ -459,7 +463,7 @@ class Cluster:
         self._spawner.submit(self.children[name].start, options_to_argv(options), env).result()
 
     def _end(self, child: Child) -> None:
-        if not child.told:
+        if not child.ready_info:
             # Not ready yet: there are no requests to drain, and loading a model may take minutes.
             child.kill()
         child.terminate()

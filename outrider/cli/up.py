@@ -73,7 +73,7 @@ def _open_doors(cluster: Cluster) -> Iterator[str]:
 
 
 def _print_summary(console: Console, cluster: Cluster) -> None:
-    verify = cluster.verify.told
+    verify = cluster.verify.ready_info
     rows = [
         ("model", f"{verify['model']} in {verify['dtype']}, context {verify['context_length']}"),
         ("device", verify["device"]),
