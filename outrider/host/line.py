@@ -88,7 +88,7 @@ OnLine = LineHello | VerifyBatch | FeatureBatch
 
 
 def packing_digest(kinds: Sequence[object]) -> str:
-    """Return a name of how messages of these types are packed; it changes with fields and values of enumerations.
+    """Return a digest of how messages of these types are packed; it changes with fields and values of enumerations.
 
     It may also change with the types' descriptions alone.
     """
