@@ -102,7 +102,7 @@ def place(name: str, options: ServiceOptions, folder: Path, fixed_ports: bool) -
 
     Verify and draft get unix sockets in `folder`, where every service writes the addresses that it has bound. Other
     doors keep the default ports if `fixed_ports`; otherwise they take free ones, so that any number of clusters can run
-    on a machine. Verify computes on all physical cores.
+    on a machine. Verify gets `num_threads()` threads.
     """
     changes: dict[str, Any] = {"ready_file": str(folder / f"{name}.json")}
     for field in _addresses(options):

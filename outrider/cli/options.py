@@ -412,7 +412,7 @@ def _check_link(options: Mapping[str, ServiceOptions], caller: str, field: str, 
 
 
 def _check_handshake(options: Mapping[str, ServiceOptions], caller: str, field: str, peer: str) -> None:
-    """Raise ConfigError if a door or its caller would refuse the other end's certificate, and so retry for ever."""
+    """Raise ConfigError if door and caller refuse each other's certificates: the caller would retry for ever."""
     if peer not in options or not is_default(options[caller], field):
         return
     address = options[peer].address
