@@ -10,7 +10,7 @@ from benchmarks.results_page.reports import Cells, ResultFile, report, table
 
 
 def faults_table() -> str:
-    """What streams go through when parts fail."""
+    """Return the table of streams under faults."""
     one = report("chaos_cpu")
     return f"{one.source()}\n\n{table(FAULT_COLUMNS, fault_lines(one))}"
 
@@ -28,7 +28,7 @@ FAULT_COLUMNS = (
 
 
 def fault_lines(one: ResultFile) -> Iterable[Cells]:
-    """A line for each case that ran, in the order of `CASES`."""
+    """Yield a line for each case that ran, in the order of `CASES`."""
     labels = {match[2]: match[1] for row in one.rows if (match := re.match(r"(.* chaos (\w+)) ", row.case))}
     for name, case in CASES.items():
         if name not in labels:
@@ -48,7 +48,7 @@ def fault_lines(one: ResultFile) -> Iterable[Cells]:
 
 
 def rollout_table() -> str:
-    """What clients go through while replicas are replaced."""
+    """Return the table of clients during roll-outs."""
     one = report("rollout_cpu")
     steps = {
         "calm": "nothing",
@@ -82,13 +82,13 @@ def rollout_table() -> str:
 
 
 def cases_table() -> str:
-    """What users see in each case of the chaos benchmark."""
+    """Return the table of what users see in each case of the chaos benchmark."""
     lines = [(f"`{name}`", case.title, case.seen) for name, case in CASES.items()]
     return table(("case", "what happens", "what users see"), lines)
 
 
 def soak_table() -> str:
-    """Long runs under mixed load."""
+    """Return the table of long runs under mixed load."""
     blocks = []
     for name, case in (
         ("soak_cpu", "smollm2-135m ngram soak"),
@@ -116,7 +116,7 @@ def soak_table() -> str:
 
 
 def containers_table() -> str:
-    """GPU profiles of compose.yaml as plain processes: with the draft, while it is dead, and once it is back."""
+    """Return the table of GPU profiles as plain processes: with the draft, while it is dead, and once it is back."""
     lines, sources = [], []
     for name, profile in (("compose_gpu1_h200", "gpu1"), ("compose_gpu2_h200x2", "gpu2")):
         one = report(name)
@@ -138,7 +138,7 @@ def containers_table() -> str:
 
 
 def load_table() -> str:
-    """Latencies of 64 streams."""
+    """Return the table of latencies of 64 streams."""
     one = report("load_cpu")
     case = "smollm2-135m eagle3+ngram split b64 greedy grpc"
     ends = ("mean", "p50", "p90", "p99", "max")

@@ -29,7 +29,7 @@ IMAGES = ROOT / "docs" / "images"
 
 
 def plot_split() -> Figure:
-    """Speeds and accept lengths of different drafts over the 80 questions, one request; speeds of sixteen."""
+    """Plot speeds and accept lengths of drafts over the 80 questions at one request, and speeds at sixteen."""
     one = report("split_80_h200x2")
     names = {
         PLAIN: "plain",
@@ -47,7 +47,7 @@ def plot_split() -> Figure:
 
 
 def plot_mt_bench() -> Figure:
-    """The default model on a CPU by kinds of questions."""
+    """Plot the default model's speed on a CPU by kind of question."""
     one = report(MT_BENCH)
     figure, (axes,) = _figure(8.4, 1)
     for shift, case, label in ((-0.2, MT_PLAIN, "plain"), (0.2, MT_INSIDE, "EAGLE-3 and n-grams")):
@@ -61,7 +61,7 @@ def plot_mt_bench() -> Figure:
 
 
 def plot_steps() -> Figure:
-    """Draft steps by nodes."""
+    """Plot the time of draft steps by nodes."""
     one = report("draft_step_renewed_h200")
     figure, panels = _figure(8.4, 2)
     for axes, (draft, title) in zip(panels, DRAFT_STEPS.items(), strict=True):
@@ -79,7 +79,7 @@ def plot_steps() -> Figure:
 
 
 def plot_engine() -> Figure:
-    """Rounds of the engine by tokens, batch and context, with the model of their cost."""
+    """Plot the engine's rounds by tokens, batch and context, with the model of their cost."""
     one = report(ENGINE)
     gpu, wall = round_times(one.rows, "round_gpu_ms"), round_times(one.rows, "round_ms")
     model = FittedCost.fit(gpu.items())
@@ -124,7 +124,7 @@ def plot_engine() -> Figure:
 
 
 def plot_drafts() -> Figure:
-    """How far trees get, by depth."""
+    """Plot the share of rounds that accept at least so many draft tokens."""
     figure, (axes,) = _figure(6.4, 1)
     head, copy = report("evaluate_eagle3_h200"), report("evaluate_noisy_h200")
     for one, title in ((head, "EAGLE-3 head"), (copy, "135M noisy copy")):

@@ -1,4 +1,4 @@
-"""Tables of quantized targets: what formats do to text, rounds and tokens a second, and drafts beside them."""
+"""Tables of quantized targets: effect of formats on text, rounds, tokens per second and drafts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRODUCT_TOKENS = (1, 8, 16, 32, 64)
 
 
 def text_table() -> str:
-    """Perplexity by format, rounded to the nearest and calibrated."""
+    """Return the table of perplexity by format, rounded to the nearest and calibrated."""
     one = report(TEXT)
     lines: list[Cells] = []
     for name, words in TEXT_CASES.items():
@@ -66,7 +66,7 @@ def _case(num_rows: int, num_tokens: int) -> str:
 
 
 def engine_table() -> str:
-    """Rounds and plain decoding by format."""
+    """Return the table of rounds and plain decoding by format."""
     one = report(ENGINE)
     labels = {"bf16": "bf16", **FORMATS}
     lines: list[Cells] = []
@@ -108,7 +108,7 @@ def engine_table() -> str:
 
 
 def long_table() -> str:
-    """16 requests of 16,384 tokens by the formats of weights and KV."""
+    """Return the table of 16 requests of 16,384 tokens by the formats of weights and KV."""
     one = report(LONG_ENGINE)
     lines: list[Cells] = []
     for label in ("bf16", "fp8"):
@@ -120,7 +120,7 @@ def long_table() -> str:
 
 
 def deterministic_table() -> str:
-    """Answers with --deterministic that are those of plain decoding, one at a time."""
+    """Return the table of --deterministic answers that equal those of plain decoding one at a time."""
     lines: list[Cells] = []
     for kind, drafters in DETERMINISTIC.items():
         one = report(f"deterministic_{kind}_h100")
@@ -138,7 +138,7 @@ def deterministic_table() -> str:
 
 
 def spec_table() -> str:
-    """The same drafts with a target in fp8 and in bf16."""
+    """Return the table of the same drafts with a target in fp8 and in bf16."""
     lines: list[Cells] = []
     ratios = []
     for drafter, words in (
@@ -159,7 +159,7 @@ def spec_table() -> str:
 
 
 def experts_table() -> str:
-    """A model with experts, plain and with a draft inside its rounds, beside the time that its weights take."""
+    """Return the table of a model with experts, plain and with a draft inside, and of its weights' reading time."""
     lines: list[Cells] = []
     over: list[tuple[str, float]] = []
     sources = []
@@ -192,7 +192,7 @@ def experts_table() -> str:
 
 
 def expert_products_table() -> str:
-    """Both products of a layer of experts, by tokens that wake different ones, ours and the library's."""
+    """Return the table of both products of a layer of experts by number of tokens, ours and the library's."""
     one = report("expert_products_h100")
     lines: list[Cells] = []
     for model, kinds in PRODUCTS.items():

@@ -1,4 +1,4 @@
-"""Tables of ranks: two beside a split on the same GPUs, the exchange between them, and a 70B target."""
+"""Tables of ranks: two ranks and a split on the same GPUs, the exchange between ranks, and a 70B target."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ LARGE = (
 """Report, label, GPU, ranks, requests at once."""
 LARGE_MATRICES = LAYERS * (2 * HIDDEN**2 + 2 * HIDDEN * 1024 + 3 * HIDDEN * 28672)
 LARGE_HEAD_BYTES = 2 * 49152 * HIDDEN
-"""Of the output matrix, which stays in bf16."""
+"""Bytes of the output matrix, which stays in bf16."""
 SPEED = "tokens_per_second"
 TWO_GPUS_COLUMNS = ((SPEED, ",.0f"), ("accept_length", ".2f"))
 BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12}
-"""By the vendor's datasheet."""
+"""Memory bandwidth by the vendor's datasheet."""
 
 
 def _sizes(one: ResultFile, width: int) -> list[int]:
-    """Rows of the messages of that width, ascending."""
+    """Return the numbers of rows of the messages with this width, ascending."""
     names = {row.case for row in one.rows if row.case.startswith("one-shot") and f" w{width} " in row.case}
     return sorted(int(name.split()[1].removeprefix("m")) for name in names)
 
 
 def exchange_table() -> str:
-    """By the size of a message: ours, the norm alone, NCCL."""
+    """Return the table of exchanges by size of message: ours, the norm alone, NCCL."""
     one = report(EXCHANGE)
     lines: list[Cells] = []
     for width in WIDTHS:
@@ -74,7 +74,7 @@ def exchange_table() -> str:
 
 
 def two_gpus_table() -> str:
-    """Two GPUs as two ranks that draft inside their rounds, and as a split: verify on one, the draft on the other."""
+    """Return the table of two GPUs as two ranks that draft inside their rounds, and as a split."""
     ranks, split, split_80 = report("split_ranks_h200x2"), report("split_6_h200x2"), report("split_80_h200x2")
     inside, apart = "llama-8b {} colocated {} bf16 greedy", "llama-8b {} split {} bf16 greedy"
     draft, eagle3 = "standalone", "eagle3"
@@ -112,7 +112,7 @@ def two_gpus_table() -> str:
 
 
 def large_table() -> str:
-    """A 70B target on two and four ranks, plain and with the 135M draft inside its rounds."""
+    """Return the table of a 70B target on two and four ranks, plain and with the 135M draft inside its rounds."""
     lines, drafted, read = [], [], []
     for name, label, gpu, ranks, batches in LARGE:
         one, form = report(name), "fp8" if "fp8" in label else "bf16"

@@ -1,4 +1,4 @@
-"""Reports in benchmarks/results, and how their figures are written as Markdown."""
+"""Read reports in benchmarks/results and write their figures as Markdown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOVED = {
     "soak": "serving.soak",
     "split": "split",
 }
-"""Former scripts of benchmarks/ by the module that each is now."""
+"""Former scripts of benchmarks/, each with the name of its present module."""
 
 
 class ResultFile:
@@ -43,11 +43,11 @@ class ResultFile:
         self._values = {(row["case"], row["metric"]): float(row["value"]) for row in self.data.get("rows", [])}
 
     def __call__(self, case: str, metric: str = "tokens_per_second") -> float:
-        """A row's value; KeyError without such a row."""
+        """Return a row's value; raises KeyError if there is no such row."""
         return self._values[case, metric]
 
     def cell(self, case: str, metric: str, form: str = ".2f") -> str:
-        """A row's value as text; KeyError without such a row."""
+        """Return a row's value as text; raises KeyError if there is no such row."""
         return format(self(case, metric), form)
 
     def __contains__(self, row: tuple[str, str]) -> bool:
@@ -61,22 +61,22 @@ class ResultFile:
 
     @property
     def device(self) -> str:
-        """What it was measured on."""
+        """The device of the measurement."""
         first, *others = str(self.data["device"]).replace("2x ", "2 x ").split(" + ")
         return f"{1 + len(others)} x {first}" if others else first
 
     @property
     def date(self) -> str:
-        """The day, as YYYY-MM-DD."""
+        """The day of the measurement, as YYYY-MM-DD."""
         return str(self.data["date"])[:10]
 
     @property
     def link(self) -> str:
-        """The file, from a page in docs."""
+        """A link to the file from a page in docs."""
         return f"[{self.name}.json](../benchmarks/results/{self.name}.json)"
 
     def source(self, command: str = "command") -> str:
-        """Device, date, commit, file and command."""
+        """Return a line with device, date, commit and file, and the folded command of field `command`."""
         commit = str(self.data["commit"]).split()[0][:9]
         return f"{self.device}, {self.date}, commit {commit}, {self.link}:\n\n{_folded(self.data[command])}"
 
@@ -85,13 +85,13 @@ report = cache(ResultFile)
 
 
 def table(head: Cells, lines: Iterable[Cells]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     rows = [list(head), ["---"] * len(head), *map(list, lines)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def targets(rows: Iterable[tuple[str, str, float, Sequence[tuple[str, float]]]]) -> str:
-    """What was aimed at beside what was measured: (what, comparison, target, measured values with their names)."""
+    """Return a table of targets and measurements. A row is (what, comparison, target, measured values with names)."""
     lines = []
     for what, comparison, target, values in rows:
         met = [value <= target if comparison == "at most" else value >= target for _, value in values]
@@ -107,16 +107,16 @@ def _number(value: float) -> str:
 
 
 def _today(command: str) -> str:
-    """A command of an older commit as it is run now; of several values with bars between them the first."""
+    """Return a command of an older commit as it is run now. Of values separated by bars the first is kept."""
     command = re.sub(r"^python3\b", "python", command)
     command = re.sub(r"benchmarks/(\w+)\.py", lambda script: f"-m benchmarks.{_MOVED[script[1]]}", command)
-    # Cases of an option that is no more, which no table shows.
+    # Cases of an option that no longer exists; no table shows them.
     command = re.sub(r" \S+,patience=\S+", "", command)
     return re.sub(r"(\w)\|\S+| \(.*\)$", r"\1", command)
 
 
 def _words(command: str) -> Iterable[str]:
-    """A command's words, an option's first value with its name."""
+    """Split a command into words, with an option and its first value as one word."""
     found: list[str] = []
     for word in re.findall(r"'[^']*'|[^\s']+", command):
         if found and found[-1].startswith("--") and "=" not in found[-1] and " " not in found[-1] and word[0] != "-":
@@ -127,7 +127,7 @@ def _words(command: str) -> Iterable[str]:
 
 
 def _folded(command: str) -> str:
-    """A command that readers of a page unfold."""
+    """Return a command as a folded block of Markdown."""
     lines: list[str] = []
     for word in _words(_today(command)):
         if lines and len(lines[-1]) + len(word) < 110:

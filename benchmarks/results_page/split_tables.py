@@ -1,4 +1,4 @@
-"""Tables of drafting on one GPU while another verifies, and the cases that plots show, too."""
+"""Tables of drafting on one GPU while another verifies, and the cases shared with plots."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ SPLIT_COLUMNS = {
 
 
 def split_table(name: str, cases: Mapping[str, str], columns: Mapping[str, tuple[str, str]] = SPLIT_COLUMNS) -> str:
-    """Speed, accept length and a round's parts of each case."""
+    """Return the table of speed, accept length and a round's parts for each case."""
     one = report(name)
     lines = [
         [title, *(one.cell(case, name, form) if (case, name) in one else "-" for name, form in columns.values())]
@@ -185,7 +185,7 @@ def split_table(name: str, cases: Mapping[str, str], columns: Mapping[str, tuple
 
 
 def colocated_targets() -> str:
-    """Targets of drafting inside the round."""
+    """Return the table of targets of drafting inside the round."""
     one, placed, naive = map(
         report, ("split_colocated_renewed_h200", "split_placement_renewed_h200", "split_naive_eagle_h200")
     )
@@ -290,7 +290,7 @@ def colocated_targets() -> str:
 
 
 def _batch(case: str) -> str:
-    """Requests at once of a case."""
+    """Return the number of simultaneous requests of a case."""
     return next(word[1:] for word in case.split() if word[:1] == "b" and word[1:].isdecimal())
 
 
@@ -304,7 +304,7 @@ PHASES = {
 
 
 def timeline_table() -> str:
-    """What a round with drafting inside it is made of."""
+    """Return the table of the parts of a round with drafting inside it."""
     one = report("timeline_h200")
     cases = [f"llama-8b eagle3 colocated b{batch} bf16 greedy" for batch in (1, 16, 32)]
     lines = [
@@ -324,7 +324,7 @@ def timeline_table() -> str:
 
 
 def split_targets() -> str:
-    """Targets of the split, over all 80 questions."""
+    """Return the table of targets of the split, over all 80 questions."""
     one, steps = report("split_80_h200x2"), report("draft_step_renewed_h200")
     random = report("split_renewed_h200x2")
 
@@ -368,7 +368,7 @@ DRAFT_STEPS = {"135m standalone": "135M draft", "llama-8b eagle3": "EAGLE-3 head
 
 
 def step_table() -> str:
-    """Draft steps by nodes and context."""
+    """Return the table of draft steps by nodes and context."""
     one = report("draft_step_renewed_h200")
     lines = []
     for draft, title in DRAFT_STEPS.items():
@@ -386,7 +386,7 @@ def step_table() -> str:
 
 
 def block_table() -> str:
-    """Blocks of heads and trees read from them, in a draft service, and growth inside rounds, beside EAGLE-3's."""
+    """Return the table of block heads' costs in a draft service and inside rounds, next to EAGLE-3's."""
     service, rounds = report("block_draft_h100"), report("round_draft_h100")
     heads = {"eagle3": "EAGLE-3", "dspark-1-layers": "DSPARK, 1 layer", "dspark-2-layers": "DSPARK, 2 layers"}
     apart = "llama-8b {} split b{} m8 ctx1k bf16 greedy"

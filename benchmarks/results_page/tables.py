@@ -49,13 +49,13 @@ BEGIN, END = "<!-- {0}: made by benchmarks.results_page -->", "<!-- {0}: end -->
 MT_PLAIN, MT_DEFAULT = "smollm2-135m plain split b1 bf16 greedy", "smollm2-135m eagle3+ngram split b1 bf16 greedy"
 KINDS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 MT_INSIDE = MT_DEFAULT.replace("split", "colocated")
-"""What the default is on a CPU of few cores."""
+"""The default configuration on a CPU with few cores."""
 MT_OTHER = "smollm2-135m llamacpp b1 gguf greedy"
 MT_BENCH = "mt_bench_80_cpu"
 
 
 def mt_table() -> str:
-    """The default against plain decoding: all questions, then by their kinds."""
+    """Return the table of the default against plain decoding: all questions, then by kind."""
     one = report(MT_BENCH)
     ratio, accept = (one.cell(MT_INSIDE, metric) for metric in ("speedup_over_plain", "accept_length"))
     speeds = f"{one(MT_INSIDE):.1f} tokens/s for {one(MT_PLAIN):.1f}"
@@ -70,7 +70,7 @@ def mt_table() -> str:
 
 
 def mt_runs() -> str:
-    """The default, plain decoding and llama.cpp on CPUs of several kinds."""
+    """Return the table of the default, plain decoding and llama.cpp on several kinds of CPUs."""
     lines = []
     for name, machine, asked in (
         (MT_BENCH, "AMX", "80, 96"),
@@ -92,7 +92,7 @@ def mt_runs() -> str:
 
 
 def ngram_table() -> str:
-    """N-grams alone, by kinds of prompts."""
+    """Return the table of n-grams alone, by kind of prompt."""
     one = report("services_cpu")
     lines = []
     kinds = {"summary": "summaries", "code_edit": "code edits", "retrieval": "from a document", "creative": "creative"}
@@ -115,7 +115,7 @@ ENGINE = "engine_renewed_h200"
 
 
 def engine_targets() -> str:
-    """Targets of the engine."""
+    """Return the table of the engine's targets."""
     rounds, half = report(ENGINE), report("engine_fp16_renewed_h200")
     greedy = f"{TREE_32} bf16 greedy"
     plain = rounds("llama-8b plain engine b1 m1 ctx1k bf16 greedy")
@@ -158,7 +158,7 @@ def engine_targets() -> str:
 
 
 def engine_rounds() -> str:
-    """Rounds by batch and by context."""
+    """Return the tables of rounds by batch and by context."""
     one = report(ENGINE)
     gpu = round_times(one.rows, "round_gpu_ms")
 
@@ -187,7 +187,7 @@ def engine_rounds() -> str:
 
 
 def live_table() -> str:
-    """Rounds with clients, gateway and draft alive."""
+    """Return the table of rounds with clients, gateway and draft running, and its targets."""
     one = report("live_renewed_h200")
     lines, aims = [], []
     for drafter, title in (("plain", "plain"), ("ngram", "n-grams")):
@@ -201,7 +201,7 @@ def live_table() -> str:
 
 
 def host_gap_table() -> str:
-    """The engine's Python between two rounds, on a fake device."""
+    """Return the table of the engine's Python between two rounds, on a fake device."""
     one = report("host_gap_cpu")
     cases = {"1": "host b1 m64", "16": "host b16 m79", "32": "host b32 m96"}
     names = ("host_gap_ms", "host_gap_p99_ms", "messages_host_ms")
@@ -210,7 +210,7 @@ def host_gap_table() -> str:
 
 
 def gateway_host_table() -> str:
-    """The gateway's Python for a message, part by part."""
+    """Return the table of the gateway's Python for a message, part by part."""
     one = report("gateway_host_cpu")
     cases = {
         "1 round of 1": "r1 m1",
@@ -228,7 +228,7 @@ def gateway_host_table() -> str:
 
 
 def attention_table() -> str:
-    """Our attention against FlashInfer's."""
+    """Return the table of our attention against FlashInfer's."""
     one = report("attention_backends_h200")
     lines = []
     for case, title in {
@@ -248,7 +248,7 @@ MODEL_IMPL = ("model_impl_8b_h100", "model_impl_fp32_cpu", "model_impl_bf16_cpu"
 
 
 def model_impl_table() -> str:
-    """A round of a model as our decoder and through transformers."""
+    """Return the table of a model's rounds with our decoder and through transformers."""
     files = [report(name) for name in MODEL_IMPL]
     lines = []
     for one in files:
@@ -269,7 +269,7 @@ def model_impl_table() -> str:
 
 
 def deterministic_table() -> str:
-    """What --deterministic costs, and how many answers equal plain decoding's."""
+    """Return the table of the cost of --deterministic, and of answers equal to plain decoding's."""
     one = report("deterministic_8b_h200x2")
     lines = []
     for drafter, title in (("plain", "plain"), ("ngram", "n-grams"), ("standalone", "135M draft")):
@@ -291,7 +291,7 @@ def deterministic_table() -> str:
 
 
 def drafts_table() -> str:
-    """Accept lengths of the shipped head and of the noisy copy, offline."""
+    """Return the table of offline accept lengths of the shipped head and of the noisy copy."""
     lines = []
     for name, title in (("evaluate_eagle3_h200", "shipped EAGLE-3 head"), ("evaluate_noisy_h200", "135M noisy copy")):
         for one in report(name).data["evaluation"]:
@@ -314,7 +314,7 @@ def drafts_table() -> str:
 
 
 def kinds_table() -> str:
-    """Other kinds of drafters, trained at small cost."""
+    """Return the table of other kinds of drafters, trained at small cost."""
     one = report("train_drafters_h200")
     lines = []
     for key, title, steps in (
@@ -341,7 +341,7 @@ def kinds_table() -> str:
 
 
 def readme_table() -> str:
-    """One line a configuration."""
+    """Return the table of README.md, with one line per configuration."""
     cpu, two, one = report(MT_BENCH), report("split_80_h200x2"), report("live_renewed_h200")
     no_amx = report("mt_bench_avx512_cpu")
     inside, ranks = report("split_colocated_renewed_h200"), report("split_ranks_h200x2")
@@ -420,7 +420,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """A page's text with every table between marks made anew. KeyError for a mark of an unknown table."""
+    """Return a page's text with every table between marks made anew. Raises KeyError for an unknown table."""
     for name in re.findall(BEGIN.format(r"(\w+)"), text):
         head, _, rest = text.partition(BEGIN.format(name))
         _, mark, tail = rest.partition(END.format(name))
