@@ -1,1 +1,1 @@
-"""What is not serving: training, inflate, doctor, plan, top, bench. `outrider COMMAND` reaches it by name."""
+"""Commands besides serving: training, inflate, doctor, plan, top, bench. `outrider COMMAND` loads them by name."""

@@ -1,8 +1,8 @@
-"""Rounding of a matrix that makes up for each weight's error in those that are rounded after it.
+"""Rounding of a matrix so that weights rounded later make up for the error of each weight.
 
-What counts is the error of products with rows as the model has them, so this goes by their second moments: the method
-of GPTQ (arXiv 2210.17323), columns with the largest rows first. The rows come from reading text; without any, the
-model writes its own.
+The error that counts is that of products with rows as the model sees them, so their second moments steer the rounding:
+the method of GPTQ (arXiv 2210.17323), with the columns of the largest inputs first. The rows come from reading text;
+without any, the model writes its own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from outrider.models.loader import load_decoder
 from outrider_tools.inflate.folder import tokenize
 
 DAMPING = 0.01
-"""Of the mean moment, added to all: directions that no row has taken are not to be given away for nothing."""
+"""Share of the mean moment that is added to all: errors in directions that no row took must not be free."""
 BLOCK = 128
-"""Columns whose errors go to the columns behind them together."""
+"""Number of columns whose errors are passed on to the columns behind them together."""
 OWN_TEXTS, OWN_TOKENS, TEXT_TOKENS = 16, 512, 1024
 MAX_TEXTS = 64
 
 
 class _Observed:
-    """A product that adds up x x^T of its rows x on the way."""
+    """A product that also sums x x^T over its rows x."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
@@ -57,10 +57,10 @@ class _Observed:
 
 
 class InputMoments:
-    """Second moments of what the matrices of a model's layers are multiplied with; layers must be asked in order."""
+    """Second moments of the inputs of a model's matrices, by layer. Layers must be asked for in order."""
 
     def __init__(self, model: CausalLM, texts: Sequence[Sequence[int]]) -> None:
-        """`texts`: token ids that the model reads."""
+        """Prepare `model` to read `texts`, which are token ids."""
         self._model = model
         self._layer = 0
         device, kv = model.device, model.new_kv(sum(map(len, texts)))
@@ -75,7 +75,7 @@ class InputMoments:
 
     @torch.inference_mode()
     def of(self, layer: int) -> dict[str, Tensor]:
-        """float32 [in, in] by the last part of a module's name, for the matrices of `layer`. Experts have none."""
+        """Return the moments of `layer`, float32 [in, in] by the last part of a module's name. Experts have none."""
         while self._layer < layer:
             self._run(self._layer)
         return self._run(layer) if layer == self._layer else {}
@@ -104,9 +104,9 @@ class InputMoments:
 
 
 def calibrated(source: Path, text: str, device: torch.device) -> InputMoments:
-    """Moments of a checkpoint's layers: of the file `text`, or, where that is "own", of what the model writes.
+    """Return moments of a checkpoint's layers for the text file `text`, or for the model's own text if it is "own".
 
-    Raises ConfigError: no decoder of ours, or no text.
+    Raises ConfigError if the checkpoint is no decoder of ours, or there is no text.
     """
     ids = [] if text == "own" else _read(source, text)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -132,7 +132,7 @@ def _read(source: Path, text: str) -> list[int]:
 
 @torch.inference_mode()
 def own_text(model: CausalLM, first: int, count: int = OWN_TEXTS, length: int = OWN_TOKENS) -> list[list[int]]:
-    """Texts that a model writes at temperature 1, always the same ones."""
+    """Return texts that a model writes at temperature 1, the same ones every time."""
     length, device = min(length, model.config.max_positions), model.device
     generator = torch.Generator().manual_seed(0)
     kv, attention = model.new_kv(count * length), TorchAttention()

@@ -1,8 +1,8 @@
-"""`outrider convert`: models, heads and token maps saved by torch, once, to files that run no code when they are read.
+"""`outrider convert`: turn models, heads and token maps saved by torch into files that run no code when read.
 
-This is the one place where such a file is opened, with torch's `weights_only` reader: it builds tensors and plain
-containers and refuses everything else. Only torch's uncompressed zip format is taken, so that no file can grow beyond
-its own size in memory.
+Only this module opens such files. It uses torch's `weights_only` reader, which builds tensors and plain containers
+and refuses everything else. It takes only torch's uncompressed zip format, so that no file can take more memory than
+its own size.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from outrider_tools.files import copy_files, whole_output
 
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX_FILE = "pytorch_model.bin.index.json"
-# What a head's folder may hold beside weights and is worth keeping.
+# Files of a head's folder that are worth keeping, beside its weights.
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.txt", "LICENSE*", "README.md")
 MAX_TOKEN_IDS = 1 << 24
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 
 
 def convert(source: Path, out: Path) -> str:
-    """Convert a folder (a head or model) or a file (a token map); returns a line that says what was made.
+    """Convert a folder (a head or model) or a file (a token map). Return a line that says what was made.
 
-    `out` must not exist; it appears, complete, by one rename.
+    `out` must not exist; it appears complete, by one rename.
 
-    Raises ConfigError: names the file that is at fault and why.
+    Raises ConfigError, which names the faulty file and the reason.
     """
     with whole_output(out, str(out)) as work:
         if source.is_dir():
@@ -81,7 +81,7 @@ def _weight_files(source: Path) -> list[Path]:
 
 
 def _load(path: Path) -> Any:
-    """What a file of torch.save holds; tensors, containers, numbers and strings."""
+    """Return the content of a file of torch.save: tensors, containers, numbers and strings."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     try:
@@ -114,7 +114,7 @@ def _tensors_of(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _checked(tensor: Tensor, where: str) -> Tensor:
-    """A copy of its own: files may store views of one another, and views that repeat a few bytes without end."""
+    """Return a copy with its own storage. Tensors of a file may be views of one another, or repeat a few bytes."""
     if tensor.is_sparse or tensor.is_quantized or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         raise ConfigError(f"{where} is {tensor.dtype}, {tensor.layout}; only plain tensors are converted")
     if tensor.nbytes > tensor.untyped_storage().nbytes():

@@ -1,4 +1,4 @@
-"""Files that tools read and write: JSONL of prompts, and what appears whole or not at all."""
+"""Files that tools read and write: JSONL of prompts, and outputs that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COPIED_FILES = (
     "chat_template.json",
     "LICENSE",
 )
-"""What a model folder may hold beside config and weights, for its tokens and for people."""
+"""Files of a model folder beside config and weights that tokenizers or people need."""
 
 
 def copy_files(source: Path, folder: Path, patterns: Sequence[str] = COPIED_FILES) -> None:
-    """Copy those that there are. An index of the shards that were is left out: readers would look for them."""
+    """Copy files that match `patterns`, except weight indexes (`*.index.json`): readers would look for their shards."""
     for pattern in patterns:
         for path in source.glob(pattern):
             if path.is_file() and not path.name.endswith(".index.json"):
@@ -40,9 +40,9 @@ def copy_files(source: Path, folder: Path, patterns: Sequence[str] = COPIED_FILE
 
 
 def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file, each with words that say where it stands and begin with `said`; at least one.
+    """Yield the objects of a JSONL file, each with its location as text that begins with `said`; at least one.
 
-    Raises ConfigError: the file cannot be read, holds nothing, or a line is no object.
+    Raises ConfigError if the file cannot be read, holds nothing, or a line is not an object.
     """
     try:
         lines = expand(path).read_text("utf-8").split("\n")
@@ -64,12 +64,12 @@ def json_objects(path: Path, said: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """For writing `path`, which `option` names; its folder is made. Raises ConfigError where it cannot be."""
+    """Make the folder of `path`, and turn errors of the block that writes it into ConfigError, which names `option`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except (OSError, SafetensorError) as error:
-        # safetensors tells the number in its text alone.
+        # safetensors has the error number only in its text.
         full = (errno.ENOSPC, errno.EDQUOT)
         is_full = getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)
         fix = "make room there, then go on" if is_full else "choose another place"
@@ -77,10 +77,10 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """See that `path`, which `option` names, can be written, before work whose result it gets. Raises ConfigError."""
+    """Check before long work that `path`, its output named by `option`, can be written. Raises ConfigError if not."""
     with writing(option, path):
         there = path.exists()
-        if not there or path.is_file() or path.is_dir():  # of a pipe the reader would see the end
+        if not there or path.is_file() or path.is_dir():  # opening a pipe would end it for its reader
             path.open("ab").close()
         if not there:
             path.unlink()
@@ -88,7 +88,7 @@ def check_writable(option: str, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path`; what is written there takes its place at the end, in one step."""
+    """Yield a path beside `path`; the file written there replaces `path` at the end, in one step."""
     part = path.with_name(f"{path.name}.part")
     try:
         yield part
@@ -99,16 +99,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_new(out: Path, said: str) -> None:
-    """Raise ConfigError, which begins with `said`, where `out` exists."""
+    """Raise ConfigError, which begins with `said`, if `out` exists."""
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{said}: exists; remove it or choose another name")
 
 
 @contextmanager
 def whole_output(out: Path, said: str, num_bytes: int = 0) -> Iterator[Path]:
-    """A path beside `out` of the same suffix; what is made there takes its name at the end, or is removed.
+    """Yield a path beside `out` with its suffix; what is made there is renamed to `out` at the end, or else removed.
 
-    Raises ConfigError: `out` exists or cannot be written, or the disk has not got `num_bytes`; begins with `said`.
+    Raises ConfigError, which begins with `said`, if `out` exists, cannot be written, or the disk lacks `num_bytes`.
     """
     check_new(out, said)
     work = out.parent / f".{out.name}.work{out.suffix}"

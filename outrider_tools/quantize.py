@@ -1,9 +1,9 @@
-"""Makes a checkpoint with quantized weights of one in 16 or 32 bits.
+"""Make a checkpoint with quantized weights from one in 16 or 32 bits.
 
 Scales are those of the least squared error. Weights are rounded so that errors make up for each other in the model's
-own products (outrider_tools.compensate), or to the nearest. What is written has the names of compressed-tensors, or of
-the hub's block-fp8, AWQ and GPTQ checkpoints. Embedding, output matrix, norms, and what is no projection stay as they
-are.
+own products (outrider_tools.compensate), or to the nearest number. Names are those of compressed-tensors, or of the
+hub's block-fp8, AWQ and GPTQ checkpoints. Embedding, output matrix, norms, and all else that is not a projection stay
+as they are.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ E4M3_MAX = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""Of a group's largest weight: what int4 reaches to, the best by squared error."""
+"""Candidate ranges of int4, as shares of a group's largest weight; the one with the least squared error is used."""
 _STEPS = tuple(2 ** (step / 16) for step in range(16))
-"""What scales of e4m3 are tried larger by: within an octave its numbers lie otherwise, beyond it the same again."""
+"""Factors to try on scales of e4m3: within an octave its numbers fall on other values, beyond it they repeat."""
 Tensors = dict[str, Tensor]
 Pack = Callable[[Tensor, Tensor, int], Tensors]
 
 
 @dataclass(frozen=True, slots=True)
 class QuantFormat:
-    """How a matrix float32 [out, in] becomes tensors: numbers, and a scale for each tile of so many rows and columns.
+    """How a matrix float32 [out, in] becomes tensors: numbers, and a scale for each tile of `rows` x `columns` weights.
 
-    `rows`, `columns`: of a tile, 0 for all; `columns` None for those of a group. `tried(largest)`: scales that may suit
-    tiles with such largest weights. `nearest`: of weights over their scales, the closest numbers that there are.
-    `pack(numbers, scales, group)`: tensors of such numbers by the ends of their names. `config(group)`: what
-    config.json says of them.
+    0 `rows` or `columns` stand for all, `columns` None for those of a group. `tried(largest)` returns the scales to try
+    for tiles with these largest weights. `nearest` rounds weights over scales to the closest numbers of the format.
+    `pack(numbers, scales, group)` returns tensors by the ends of their names, `config(group)` config.json's entry.
     """
 
     rows: int
@@ -61,7 +60,7 @@ class QuantFormat:
     config: Callable[[int], dict[str, Any]]
 
     def fit(self, matrix: Tensor, group: int) -> Tensor:
-        """Of the scales that are tried those of the least squared error, the first of equal ones; [down, across]."""
+        """Return the scales with the least squared error among those tried, the first of equal ones; [down, across]."""
         rows, columns = self._tile(matrix, group)
         whole = functional.pad(matrix, (0, -matrix.shape[1] % columns, 0, -matrix.shape[0] % rows))
         tiles = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -79,7 +78,7 @@ class QuantFormat:
         return best[:, 0, :, 0]
 
     def spread(self, scales: Tensor, matrix: Tensor, group: int) -> Tensor:
-        """The scale of each weight, [out, in]."""
+        """Return the scale of each weight, [out, in]."""
         rows, columns = self._tile(matrix, group)
         num_out, size = matrix.shape
         return scales.repeat_interleave(rows, 0)[:num_out].repeat_interleave(columns, 1)[:, :size]
@@ -89,7 +88,7 @@ class QuantFormat:
         return self.rows or matrix.shape[0], columns or matrix.shape[1]
 
     def encode(self, matrix: Tensor, scales: Tensor, group: int) -> Tensors:
-        """Tensors by the ends of their names."""
+        """Return the matrix as tensors by the ends of their names."""
         return self.pack(self.nearest(matrix / self.spread(scales, matrix, group)), scales, group)
 
 
@@ -103,13 +102,13 @@ def quantize(
     progress: Callable[[str, int, int], None],
     calibration: str = "none",
 ) -> int:
-    """Write `source` in format `name` to the folder `out`, which must not exist; returns the bytes of its weights.
+    """Write `source` in format `name` to the folder `out`, which must not exist. Return the bytes of its weights.
 
-    `calibration`: the text by which errors are made up for, a file's path or "own" for what the model writes itself;
-    "none" to round to the nearest.
+    `calibration` names the text by which errors are compensated: a file's path, or "own" for text that the model writes
+    itself; "none" rounds to the nearest number.
 
-    Raises ConfigError: the source is quantized already, a shape does not fit the format, `out` cannot be written, or
-    there is no decoder of ours to calibrate.
+    Raises ConfigError if the source is quantized already, a shape does not fit the format, `out` cannot be written, or
+    the source is no decoder of ours and so cannot be calibrated.
     """
     fields = read_json(source / CONFIG_FILE)
     if text_fields(fields).get("quantization_config"):
@@ -141,7 +140,7 @@ def is_quantized(name: str) -> bool:
 
 
 def layer_of(name: str) -> int:
-    """The number of the layer that a tensor belongs to; -1 for none."""
+    """Return the number of the layer that a tensor belongs to; -1 for none."""
     found = re.match(r"model\.layers\.(\d+)\.", text_name(name) or name)
     return int(found[1]) if found else -1
 
@@ -153,21 +152,21 @@ def _quantized(
     device: torch.device,
     moments: InputMoments | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of the new checkpoint, by layers."""
+    """Yield all tensors of the new checkpoint, by layers."""
     layer, of_layer = -1, dict[str, Tensor]()
     for key in sorted(stored, key=layer_of):
         tensor = stored[key].read()
         if not is_quantized(key):
             yield key, tensor
             continue
-        # Widened there: on the way it would take twice as long.
+        # Widened on the device: the transfer would take twice as long in float32.
         matrix = tensor.to(device).float()
         scales = form.fit(matrix, group)
         if moments is not None and layer_of(key) != layer:
             layer = layer_of(key)
             of_layer = moments.of(layer)
         name = key.split(".")[-2]
-        # Experts see few rows each: they are rounded to the nearest.
+        # Experts see few rows each, so they are rounded to the nearest number.
         if name in of_layer and "expert" not in key:
             matrix = compensated(matrix, of_layer[name], form.spread(scales, matrix, group), form.nearest)
         for end, value in form.encode(matrix, scales, group).items():
@@ -202,7 +201,7 @@ def _whole(least: int, most: int) -> Callable[[Tensor], Tensor]:
 
 
 def _scales_int4(largest: Tensor) -> list[Tensor]:
-    """Those that bfloat16 holds."""
+    """Return the scales to try, as numbers that bfloat16 holds."""
     return [_positive((largest / 7.5 * clip).bfloat16().float()) for clip in _CLIPS]
 
 
@@ -221,7 +220,7 @@ def _awq(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
 
 
 def _gptq(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
-    # Zeros are stored less one.
+    # GPTQ stores zero points less one.
     zeros = torch.full(scales.T.shape, 7, dtype=torch.int32, device=numbers.device)
     order = torch.arange(numbers.shape[1], dtype=torch.int32) // group
     return {
@@ -233,7 +232,7 @@ def _gptq(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
 
 
 def _scales_mxfp4(largest: Tensor) -> list[Tensor]:
-    """The largest power of two that keeps the largest weight below 8, of which 6 is the last code; or the next."""
+    """Return the largest power of two with the largest weight below 8 (the largest code is 6), and the next one."""
     exponent = (_positive(largest).log2().floor() - 2).clamp(-127, 126)
     return [exponent.exp2(), (exponent + 1).exp2()]
 
@@ -254,7 +253,7 @@ def _mxfp4(numbers: Tensor, scales: Tensor, group: int) -> Tensors:
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """Of a group of zeros, too."""
+    """Return `scale` with 1 in place of 0, for groups that are all zeros."""
     return torch.where(scale > 0, scale, 1.0)
 
 

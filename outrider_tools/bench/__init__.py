@@ -1,1 +1,1 @@
-"""`outrider bench`: load, figures and plots of a running service."""
+"""`outrider bench`: put load on a running service, and report figures and plots of it."""

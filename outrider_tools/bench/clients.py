@@ -1,6 +1,7 @@
-"""The doors that a load generator may knock at, one request in, a record filled, and the loads that it drives at them.
+"""Clients of a load generator, one for each door, and the driver that sends a load through them.
 
-A load is a closed loop (so many requests at once) or an open one (so many a second), for a count or for a time.
+A client sends one request and fills one record. A load is a closed loop (a fixed number of requests at once) or an
+open one (a fixed number a second), and ends after a number of requests or after a time.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class RequestOptions(Sampling):
-    """What all requests have in common, but for `max_tokens`, which their prompts say."""
+    """What all requests have in common. `max_tokens` comes from their prompts."""
 
     temperature: float | None = 0.0
     model: str = ""
     chat: bool = True
-    """Texts are a user's turn rather than raw prompts; token ids never are."""
+    """Send texts as a user's turn rather than as raw prompts. Token ids are always raw prompts."""
 
 
 class GrpcClient:
-    """The gRPC door."""
+    """A client of the gRPC door."""
 
     def __init__(self, address: str, ask: RequestOptions, api_key: str = "", tls: TlsFiles | None = None) -> None:
         self._channel = open_gateway(address, api_key, tls)
@@ -46,7 +47,7 @@ class GrpcClient:
         self._ask = ask
 
     async def send(self, prompt: Prompt, record: RequestRecord, clock: Clock) -> None:
-        """Ask, and note in `record` what comes and when. Never raises what a server or network does."""
+        """Send `prompt`, and note in `record` what comes and when. Errors of server and network go to `record`, too."""
         call = self._stub.Generate(self._encode(prompt))
         try:
             async for response in call:
@@ -68,7 +69,7 @@ class GrpcClient:
             call.cancel()
 
     async def close(self) -> None:
-        """Give up the channel."""
+        """Close the channel."""
         await self._channel.close()
 
     def _encode(self, prompt: Prompt) -> gateway_pb2.GatewayServiceGenerateRequest:
@@ -83,7 +84,7 @@ class GrpcClient:
 
 
 class RestClient:
-    """The REST door, by server-sent events."""
+    """A client of the REST door, which reads server-sent events."""
 
     def __init__(
         self, base_url: str, ask: RequestOptions, api_key: str = "", verify: Any = True, timeout: float = 600.0
@@ -121,7 +122,7 @@ class RestClient:
             record.finish(clock(), *(() if complete and record.prompt_tokens else cut))
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     def _encode(self, prompt: Prompt) -> tuple[str, dict[str, Any]]:
@@ -136,7 +137,7 @@ class RestClient:
             "ignore_eos": ask.ignore_eos or None,
             "speculation": None if ask.speculation else "off",
             "stream": True,
-            # Only the usage so far tells how many tokens an event brought.
+            # Only the running usage tells how many tokens an event brought.
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         body = {name: value for name, value in body.items() if value is not None}
@@ -154,7 +155,7 @@ def _messages(prompt: Prompt) -> list[Message]:
 
 
 def _take_event(record: RequestRecord, text: str, clock: Clock) -> bool:
-    """Note an event; whether it was an error, which ends the stream."""
+    """Note an event in `record`. Return whether it was an error, which ends the stream."""
     fields = json.loads(text)
     if "error" in fields:
         record.finish(clock(), *_error_of(text.encode(), "error"))
@@ -174,7 +175,7 @@ def _take_event(record: RequestRecord, text: str, clock: Clock) -> bool:
 
 
 def _error_of(body: bytes, otherwise: str) -> tuple[str, str]:
-    """Code and message of an error body."""
+    """Return code and message of an error body; `otherwise` stands for a code that is missing."""
     try:
         error = json.loads(body)["error"]
         return str(error.get("code") or otherwise), str(error.get("message", ""))
@@ -183,7 +184,7 @@ def _error_of(body: bytes, otherwise: str) -> tuple[str, str]:
 
 
 async def first_answer(client: Client, prompt: Prompt, seconds: float, option: str) -> None:
-    """Wait for one answer, so that a wrong address, which `option` gave, is told at once. Raises OutriderError."""
+    """Wait for one answer, so that a wrong address is found at once. Raises OutriderError, naming `option`."""
     record = RequestRecord(due=0.0)
     loop = asyncio.get_running_loop()
     try:
@@ -197,7 +198,7 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float, option: s
             fix = f"; {KEY_FIX}"
         elif record.error in ("service_unavailable", "http_ConnectError", "http_RemoteProtocolError", "http_ReadError"):
             fix = f"; {option} names the gateway (`outrider up` prints its doors)"
-        # Doors close such a connection without a word, before or after they were asked something.
+        # A door that speaks TLS closes a plain connection without a word, before or after a request.
         if record.error in ("http_RemoteProtocolError", "http_ReadError"):
             fix += f"; {SHOWS_CERTIFICATE}"
         raise OutriderError(
@@ -208,7 +209,7 @@ async def first_answer(client: Client, prompt: Prompt, seconds: float, option: s
 async def run_point(
     client: Client, prompts: Sequence[Prompt], point: LoadPoint, tell: Callable[[LoadRun], None] = lambda run: None
 ) -> LoadRun:
-    """Send `prompts`, round and round, until the point's count or time is reached; then wait for what is under way.
+    """Send `prompts`, again and again, until the point's count or time is reached; then wait for running requests.
 
     `tell` is called once a second with the run so far.
     """
@@ -224,7 +225,7 @@ class _LoadDriver:
         self._next = 0
         self._begin = 0.0
         self._is_over = False
-        """Whether it is time that no more requests begin."""
+        """Time is up: no more requests begin."""
 
     async def run(self, tell: Callable[[LoadRun], None]) -> LoadRun:
         self._begin = time.perf_counter()
@@ -239,7 +240,7 @@ class _LoadDriver:
         run.cpu_seconds = time.process_time() - before
         ended = max((record.end for record in run.records), default=self._clock())
         seconds = self._point.seconds
-        # What ends a load of a time is the time, also where nothing was due in its last part.
+        # A load with a time limit ends with its time, even if nothing was due in the last part of it.
         run.window = seconds if self._is_over or 0 < seconds < ended else ended
         return run
 
@@ -253,7 +254,7 @@ class _LoadDriver:
             tell(self._run)
 
     def _take(self, now: float) -> Prompt | None:
-        """The next prompt; None when no more requests shall begin."""
+        """Return the next prompt, or None if no more requests shall begin."""
         point = self._point
         if point.num_prompts and self._next >= point.num_prompts:
             return None
@@ -264,7 +265,7 @@ class _LoadDriver:
         return self._prompts[(self._next - 1) % len(self._prompts)]
 
     async def _closed(self) -> None:
-        """As many workers as requests may be under way, each of which sends when its last one ended."""
+        """Run one worker for each request allowed at once; a worker sends its next request when the last one ended."""
         most = self._point.concurrency or self._point.num_prompts
         await asyncio.gather(*(self._worker() for _ in range(most)))
 
@@ -272,10 +273,10 @@ class _LoadDriver:
         while (prompt := self._take(self._clock())) is not None:
             record = await self._send(prompt, self._clock())
             if record.error:
-                await asyncio.sleep(0.05)  # a door that refuses at once must not be hammered
+                await asyncio.sleep(0.05)  # do not hammer a door that refuses at once
 
     async def _open(self) -> None:
-        """Requests are sent when they are due, however long the others take."""
+        """Send requests when they are due, no matter how long earlier ones take."""
         point = self._point
         places = asyncio.Semaphore(point.concurrency or 1 << 30)
         async with asyncio.TaskGroup() as tasks:

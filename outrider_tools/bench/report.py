@@ -1,4 +1,4 @@
-"""The JSON file that a benchmark writes, and plots of it; plots need matplotlib, which Outrider itself does not."""
+"""Write a benchmark's JSON file, and draw plots of it. Plots need matplotlib, which Outrider does not depend on."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def write_report(
     command: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `rows` with what is needed to judge and repeat them, to standard output without a path.
+    """Write `rows` to `path` (None: standard output), with what is needed to judge and repeat them.
 
-    `packages` are those whose versions matter. `command` replaces this process's own command line; `more` are further
-    fields of the file.
+    `packages` lists the packages whose versions matter. `command` replaces this process's own command line. `more` adds
+    fields to the file.
     """
     report = {
         "benchmark": benchmark,
@@ -66,7 +66,7 @@ def write_report(
 
 
 def cpu_name() -> str:
-    """The processor's name as the system tells it, with the number of cores that this process may use."""
+    """Return the processor's name as the system tells it, with the number of cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     info = Path("/proc/cpuinfo")
     for line in info.read_text(encoding="utf-8").splitlines() if info.exists() else ():
@@ -76,7 +76,7 @@ def cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Of the source checkout that runs or, for an installation, of the present folder."""
+    """Return the commit of the running source checkout or, for an installation, of the current folder."""
     root = Path(__file__).resolve().parents[2]
     where = root if (root / ".git").exists() else Path.cwd()
     command = ["git", "-C", str(where), "rev-parse", "--short", "HEAD"]
@@ -100,7 +100,7 @@ _WORDS = {"b": "requests at once", "rate": "requests a second"}
 
 
 def require_matplotlib(path: Path) -> None:
-    """Raise ConfigError where it is missing or draws no such files: better before a long run than after it."""
+    """Raise ConfigError if matplotlib is missing or cannot write `path`'s format. Call it before a long run."""
     try:
         import_module("matplotlib")
         backends: Any = import_module("matplotlib.backend_bases")
@@ -112,17 +112,17 @@ def require_matplotlib(path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Throughput, latencies and acceptance of all points as one image, whose kind `path`'s suffix says.
+    """Draw throughput, latencies and acceptance of all points as one image, in the format of `path`'s suffix.
 
-    Raises ConfigError for a suffix that matplotlib does not know, where it is missing, or the file cannot be written.
+    Raises ConfigError if matplotlib is missing, does not know the suffix, or the file cannot be written.
     """
     require_matplotlib(path)
     points = points_of(rows)
     words = {kind for kind, _, _ in points} or {"b"}
-    # Not pyplot, which would look for a display.
+    # Not pyplot, which looks for a display.
     figure: Any = import_module("matplotlib.figure").Figure(figsize=(17, 4))
     axes = figure.subplots(1, 4)
-    # Side by side, whatever lies between them: loads mostly double from point to point.
+    # Evenly spaced, not to scale: loads mostly double from point to point.
     places = range(len(points))
     loads = [load_text(kind, size, with_kind=len(words) > 1) for kind, size, _ in points]
     axes[0].plot(places, [found.get("tokens_per_second", 0.0) for _, _, found in points], "o-")
@@ -165,14 +165,14 @@ def _draw_acceptance(panel: Any, points: Sequence[tuple[str, float, Mapping[str,
 
 
 def load_text(kind: str, size: float, *, with_kind: bool) -> str:
-    """A load as a tick has it: its size, or "all" for requests that are all sent at once."""
+    """Return the tick label of a load: its size, or "all" if all requests are sent at once."""
     if not size:
         return "all"
     return f"{kind if with_kind else ''}{size:g}"
 
 
 def points_of(rows: Sequence[Row]) -> list[tuple[str, float, dict[str, float]]]:
-    """Kind of load ("b" or "rate"), its size, and its metrics, for each case; where a case names both, the rate."""
+    """Return for each case its kind of load ("b" or "rate"), the load's size, and metrics. A rate wins over a "b"."""
     by_case: dict[str, dict[str, float]] = {}
     for row in rows:
         by_case.setdefault(row.case, {})[row.metric] = row.value

@@ -1,4 +1,4 @@
-"""Requests of a load generator: what they ask for, when they are due, what came of them, and the figures of that."""
+"""Requests of a load generator: their prompts, when they are due, records of their answers, and the figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider_tools.bench.report import Row
 from outrider_tools.files import json_objects
 
 FIRST_RANDOM_ID = 256
-"""Random ids begin here where the vocabulary allows it: the first ones are special tokens in many tokenizers."""
+"""Random ids begin here if the vocabulary is large enough: the first ids are special tokens in many tokenizers."""
 MAX_PROMPT_TOKENS = 1 << 20
 PERCENTILES = (50, 90, 99)
 MAX_DEPTHS = 16
@@ -42,9 +42,9 @@ class Prompt:
 def random_prompts(
     count: int, seed: str, *, input_len: int, output_len: int, vocab_size: int, spread: float = 0.0
 ) -> list[Prompt]:
-    """Prompts of random token ids; the same for the same seed.
+    """Return prompts of random token ids, the same ones for the same seed.
 
-    Both lengths are in tokens; each is drawn evenly from [length * (1 - spread), length * (1 + spread)].
+    Both lengths are in tokens; each is drawn uniformly from [length * (1 - spread), length * (1 + spread)].
     """
     draw = random.Random(f"prompts {seed}")
     first = FIRST_RANDOM_ID if vocab_size > 2 * FIRST_RANDOM_ID else 0
@@ -56,10 +56,10 @@ def random_prompts(
 
 
 def read_prompts(path: Path, output_len: int) -> list[Prompt]:
-    """Prompts of a JSONL file, in order.
+    """Return the prompts of a JSONL file, in order.
 
-    A line is an object with `prompt` (text), `turns` (the first one is taken), `messages` (a system message and the
-    first user's) or `prompt_token_ids`; `max_tokens` overrides `output_len`. Raises ConfigError, naming the line.
+    A line is an object with `prompt` (text), `turns` (the first one is used), `messages` (the first system and user
+    messages are used) or `prompt_token_ids`; `max_tokens` overrides `output_len`. Raises ConfigError, naming the line.
     """
     return [_parse(where, fields, output_len) for where, fields in json_objects(path, f"--dataset-path: {path}")]
 
@@ -80,7 +80,7 @@ def _parse(where: str, fields: dict[str, Any], output_len: int) -> Prompt:
 
 
 def _text_of(fields: dict[str, Any]) -> tuple[Any, Any]:
-    """System message and user's turn."""
+    """Return the system message and the user's turn."""
     messages = fields.get("messages")
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
         said = {str(message.get("role")): message.get("content") for message in reversed(messages)}
@@ -98,10 +98,10 @@ def _near(draw: random.Random, length: int, spread: float) -> int:
 
 
 def arrivals(rate: float, burstiness: float, seed: int) -> Iterator[float]:
-    """Seconds from the start at which requests are due, without end; the same for the same seed.
+    """Yield the seconds from the start at which requests are due, without end; the same ones for the same seed.
 
-    `rate` is the mean number a second, infinite for all at once. Gaps are gamma distributed: with `burstiness` 1 this
-    is a Poisson process, below it comes in bursts, above it more evenly.
+    `rate` is the mean number a second, infinite for all at once. Gaps are gamma distributed: a `burstiness` of 1 gives
+    a Poisson process, a smaller one bursts, a larger one more even arrivals.
     """
     draw = random.Random(f"arrivals {seed}")
     at = 0.0
@@ -113,14 +113,14 @@ def arrivals(rate: float, burstiness: float, seed: int) -> Iterator[float]:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times are in seconds since the start of the measurement."""
+    """What became of one request. Times are in seconds since the start of the measurement."""
 
     due: float
-    """When it should have been sent; waiting for a place of --max-concurrency counts as latency."""
+    """When the request should have been sent. Waiting for a free place of --max-concurrency counts as latency."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, and how many."""
+    """When tokens came, and how many came then."""
     tokens: int = 0
-    """All of them."""
+    """All tokens that came."""
     end: float = 0.0
     error: str = ""
     """The error's code; empty for a complete answer."""
@@ -131,40 +131,40 @@ class RequestRecord:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     drafted_rounds: int = 0
-    """Rounds with draft tokens; known only where tokens come with their origin."""
+    """Rounds with draft tokens; known only if tokens come with their origin."""
     accepted_at: Counter[int] = field(default_factory=Counter)
-    """Rounds that accepted a draft token at this depth, the root's children being 1; known likewise."""
+    """Rounds that accepted a draft token at each depth (1 for the root's children); known only with origins."""
     _run: int = 0
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token."""
+        """Seconds to the first token; None without one."""
         return self.arrivals[0][0] - self.due if self.arrivals else None
 
     @property
     def latency(self) -> float:
-        """Seconds to the end."""
+        """Seconds to the end of the answer."""
         return self.end - self.due
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds of a token after the first message."""
+        """Mean seconds a token after the first message; None if no token came later."""
         later = self.tokens - self.arrivals[0][1] if self.arrivals else 0
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / later if later else None
 
     def gaps(self) -> Iterable[tuple[float, int]]:
-        """Seconds between two messages, and the number of tokens that the second one brought."""
+        """Yield for each two messages in a row the seconds between them and the number of tokens in the second one."""
         for (before, _), (at, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
             yield at - before, count
 
     def take(self, at: float, count: int) -> None:
-        """Tokens came."""
+        """Note that `count` tokens came at time `at`."""
         if count:
             self.arrivals.append((at, count))
             self.tokens += count
 
     def take_origins(self, origins: Iterable[int]) -> None:
-        """The same tokens' origins, which tell rounds apart: accepted tokens, then the target's own."""
+        """Count rounds by the origins of the same tokens: a round is its accepted tokens, then the target's own."""
         for origin in origins:
             if origin == TokenOrigin.ACCEPTED:
                 self._run += 1
@@ -173,16 +173,16 @@ class RequestRecord:
                 self._end_round(origin == TokenOrigin.BONUS or self._run > 0)
 
     def finish(self, at: float, error: str = "", detail: str = "") -> None:
-        """The stream ended."""
+        """Note that the stream ended."""
         self.end, self.error, self.detail = at, error, detail
-        self._end_round(self._run > 0)  # a stop or a limit cut the target's own token off
+        self._end_round(self._run > 0)  # a stop or a limit may cut off the target's own token
 
     def _end_round(self, drafted: bool) -> None:
         self.drafted_rounds += drafted
         self._run = 0
 
     def as_dict(self) -> dict[str, object]:
-        """For a detailed report."""
+        """Return the fields of a detailed report."""
         return {
             "due": round(self.due, 6),
             "ttft": self.ttft,
@@ -202,34 +202,34 @@ class LoadPoint:
     """One load to measure."""
 
     concurrency: int = 0
-    """Most requests at once; 0 for any number, which needs a rate."""
+    """Most requests at once; 0 for no limit, which needs a rate."""
     rate: float = math.inf
     """Mean requests a second; infinite for a closed loop."""
     burstiness: float = 1.0
     num_prompts: int = 0
-    """Requests in all; 0 goes on until `seconds` are over."""
+    """Number of requests; 0 goes on until `seconds` are over."""
     seconds: float = 0.0
-    """No request begins later than this, and tokens that come later do not count for throughput; 0 for no end."""
+    """No request begins later than this, and tokens that come later do not count for throughput; 0 for no limit."""
     timeout: float = 600.0
-    """Seconds that a request may take."""
+    """Most seconds for one request."""
     seed: int = 0
 
 
 @dataclass
 class LoadRun:
-    """What a load gave."""
+    """Result of one load."""
 
     records: list[RequestRecord] = field(default_factory=list)
     window: float = 0.0
-    """Seconds that count for throughput."""
+    """Seconds over which throughput is computed."""
     cpu_seconds: float = 0.0
     """Processor time of the load generator itself."""
 
 
 def spread_of(values: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """Mean, percentiles and largest of values with weights; empty without any.
+    """Return mean, percentiles and maximum of weighted values; empty without values.
 
-    A percentile is the least value up to which that share of the weight lies.
+    A percentile is the least value at or below which that share of the weight lies.
     """
     if not values:
         return {}
@@ -244,16 +244,16 @@ def spread_of(values: Sequence[tuple[float, int]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What speculation brought over a run; `at_depth` holds the share of drafted rounds by depth, the first being 1."""
+    """Success of speculation in a run. `at_depth` has the share of drafted rounds that accepted a token at a depth."""
 
     accept_length: float
     at_depth: dict[int, float]
 
 
 def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Acceptance | None:
-    """Of a run, from its records or, where they do not tell depths, from what the metrics page gained; None without.
+    """Return a run's acceptance, from its records or else from what the metrics page gained; None if neither has it.
 
-    The page counts every client's requests, and is asked for that reason only where the door tells no origins.
+    The page counts the requests of all clients, so it is used only if the door tells no origins.
     """
     rounds = sum(record.rounds for record in records)
     length = sum(record.tokens for record in records) / rounds if rounds else 0.0
@@ -274,12 +274,12 @@ def acceptance(records: Sequence[RequestRecord], page: MetricsPage | None) -> Ac
 
 
 def errors_of(records: Iterable[RequestRecord]) -> Counter[str]:
-    """Requests that failed, by code."""
+    """Return the number of failed requests by error code."""
     return Counter(record.error for record in records if record.error)
 
 
 def rows_of(run: LoadRun, case: str, page: MetricsPage | None = None) -> Iterator[Row]:
-    """A run's result rows; `page` is what the gateway's metrics gained meanwhile."""
+    """Yield a run's result rows. `page` is what the gateway's metrics gained during the run."""
     complete = [record for record in run.records if not record.error]
     ended = [record for record in complete if record.end <= run.window]
     window = run.window or 1e-9

@@ -150,7 +150,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def points_of(arguments: argparse.Namespace) -> list[LoadPoint]:
-    """The loads to measure: every rate with every concurrency. Raises ConfigError."""
+    """Return the loads to measure: every rate with every concurrency. Raises ConfigError."""
     rates: list[float] = arguments.request_rate
     concurrencies: list[int] = arguments.max_concurrency or [0]
     if concurrencies == [0] and any(map(math.isinf, rates)) and arguments.num_prompts is None and arguments.duration:
@@ -174,7 +174,7 @@ def points_of(arguments: argparse.Namespace) -> list[LoadPoint]:
 
 
 TIMED_PROMPTS = 4096
-"""Random prompts of a point that is limited by time alone; then they begin anew."""
+"""Number of random prompts of a point that only time limits; after the last one the first one follows."""
 PACKAGES = ("outrider", "grpcio", "httpx2")
 _SHOWN = (
     ("requests_per_second", "", "req/s", 2),
@@ -190,11 +190,11 @@ _SHOWN = (
     ("accept_length", "", "accept", 2),
     ("failed", "", "failed", 0),
 )
-"""Metrics of the table: their two lines of heading, and digits."""
+"""Metrics of the table: name, the two lines of the heading, and digits."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure every point; exit code 1 if a request failed."""
+    """Measure every point. Return exit code 1 if a request failed."""
     if arguments.plot is not None:
         require_matplotlib(arguments.plot)
     for option, path in (("--out", arguments.out), ("--plot", arguments.plot)):
@@ -224,7 +224,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _measure(
     arguments: argparse.Namespace, points: Sequence[LoadPoint], console: Console
 ) -> tuple[list[Row], list[LoadRun]]:
-    """All points, one after the other, on one client."""
+    """Measure all points, one after the other, with one client."""
     key = gateway_key(arguments)
     files = peer_tls(arguments, "connect")
     tls = client_context(files) if files else None
@@ -274,7 +274,7 @@ def _client(arguments: argparse.Namespace, key: str, files: TlsFiles | None, tls
 
 
 def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Prompt]:
-    """Random prompts differ between the parts of a run, so that no part finds another one's in the radix cache."""
+    """Return prompts. Random ones differ from part to part of a run, so that none is in the radix cache already."""
     if arguments.dataset_path is not None:
         return read_prompts(arguments.dataset_path, arguments.random_output_len)
     return random_prompts(
@@ -290,7 +290,7 @@ def _prompts(arguments: argparse.Namespace, count: int, part: str) -> list[Promp
 async def _page(
     arguments: argparse.Namespace, key: str, tls: ssl.SSLContext | None, console: Console
 ) -> MetricsPage | None:
-    """The gateway's metrics page, where one was named or REST tells where it is."""
+    """Read the gateway's metrics page; None if it was not named and the backend is gRPC, or if it cannot be read."""
     url = arguments.metrics_url
     if not url and arguments.backend != "grpc":
         url = arguments.base_url.rstrip("/").removesuffix("/v1") + "/metrics"
@@ -304,7 +304,7 @@ async def _page(
 
 
 def case_of(arguments: argparse.Namespace, point: LoadPoint) -> str:
-    """A point in words: label, load, decoding."""
+    """Return a point as words: label, load, decoding."""
     words = [arguments.label]
     words += [f"b{point.concurrency}"] if point.concurrency else []
     words += [] if math.isinf(point.rate) else [f"rate{point.rate:g}"]
@@ -324,7 +324,7 @@ def _tell(console: Console, so_far: LoadRun) -> None:
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """The figures that a reader looks for first, below the name of each case, within 80 columns. Times are in ms."""
+    """Return the most important figures as a table of at most 80 columns, each case below its name. Times are in ms."""
     cases: dict[str, dict[str, float]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.metric] = row.value

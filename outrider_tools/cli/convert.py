@@ -1,4 +1,4 @@
-"""`outrider convert`: pickled models, heads and token maps to safetensors and JSON, once."""
+"""`outrider convert`: convert pickled models, heads and token maps to safetensors and JSON, once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command."""
-    # By name: the command line imports without torch.
+    """Run the command."""
+    # Imported by name: the command line must import without torch.
     print(import_module("outrider_tools.convert").convert(arguments.source, arguments.out))
     return 0

@@ -1,4 +1,4 @@
-"""`outrider doctor`: what keeps the services from starting, finding each other, or being safe. See docs/tools.md."""
+"""`outrider doctor`: find what keeps services from starting, finding each other, or being safe. See docs/tools.md."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from outrider_tools.doctor.machine import (
 from outrider_tools.doctor.services import check_services, endpoints_of
 
 Addresses = dict[str, dict[str, str]]
-"""Of each service, by the names of its options."""
+"""Addresses of each service, by the names of its options."""
 _STYLES = {Level.OK: "green", Level.NOTE: "", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
 
@@ -72,7 +72,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at everything; exit code 1 if there is a problem."""
+    """Run all checks. Return exit code 1 if there is a problem."""
     findings = examine(parse_service_options(arguments), arguments)
     bad = any(finding.level is Level.PROBLEM for finding in findings)
     if arguments.json:
@@ -85,9 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _as_found(
     options: Mapping[str, ServiceOptions], arguments: argparse.Namespace, findings: list[Finding]
 ) -> dict[str, ServiceOptions]:
-    """The services that `outrider up` runs here, with their addresses; empty where none runs or addresses are given.
+    """Return the services that `outrider up` runs here, with their addresses; empty if none runs or options give some.
 
-    Findings say which these are, since nobody has named them.
+    Findings say which services these are, since the user has not named any.
     """
     said = arguments.verify is not None or arguments.draft is not None
     said = said or not all(
@@ -115,12 +115,12 @@ def _as_found(
 
 
 def running_clusters() -> dict[Path, Addresses]:
-    """Addresses of the services that this user's `outrider up` runs, by the folder that has them; newest first."""
+    """Return addresses of the services of this user's `outrider up` clusters, by cluster folder; newest first."""
     running = {}
     for folder in cluster_folders():
         found = {name: _read(folder / f"{name}.json") for name in SERVICES}
         found = {name: addresses for name, addresses in found.items() if addresses}
-        # One that was killed leaves its files behind.
+        # A cluster that was killed leaves its files behind.
         if {"gateway", "verify"} <= found.keys() and _answers(found["gateway"]["address"]):
             running[folder] = found
     return running
@@ -149,9 +149,9 @@ def _answers(address: str) -> bool:
 
 
 def _place(verify: VerifyOptions, draft: DraftOptions, placement: str, findings: list[Finding]) -> Placed | None:
-    """The options with drafters in their place, as `outrider up` has them; None where that cannot be had.
+    """Place the drafters as `outrider up` does, and return the options; None if the placement is impossible.
 
-    Findings say where a draft model is, and why, or what is wrong.
+    Findings say where a draft model runs, and why, or what is wrong.
     """
     gpus = num_gpus()
     try:
@@ -172,17 +172,17 @@ def _place(verify: VerifyOptions, draft: DraftOptions, placement: str, findings:
 
 
 def _drafts(placed: Placed) -> DraftOptions:
-    """What is to be looked at of what drafts: a model inside rounds, or else what the draft service has."""
+    """Return the options of the drafter to check: the draft model inside rounds, or else the draft service's."""
     inside = placed.verify.speculative_algorithm or placed.draft is None
     return placed.verify.draft_model(placed.verify.model) if inside else cast(DraftOptions, placed.draft)
 
 
 def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace) -> list[Finding]:
-    """All findings, in the order of the checks."""
+    """Return all findings, in the order of the checks."""
     findings = [*check_packages(), *check_disk(), *check_shared_memory(), *check_neighbours()]
     found = _as_found(options, arguments, findings)
     if found and arguments.running:
-        # They tell of themselves. What the options given here would start is another matter, and nothing is said of it.
+        # Running services tell about themselves; what the options given here would start says nothing about them.
         planned = found
         findings += [] if arguments.skip_models else check_models(VerifyOptions(model=""), DraftOptions())
     else:
@@ -200,7 +200,7 @@ def examine(options: Mapping[str, ServiceOptions], arguments: argparse.Namespace
 def _plan(
     options: Mapping[str, ServiceOptions], arguments: argparse.Namespace, findings: list[Finding]
 ) -> dict[str, ServiceOptions]:
-    """The services that these options start, wired to each other; adds what is found of their models and options."""
+    """Return the services that these options start, wired to each other. Add findings on their models and options."""
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     placed = _place(verify, draft, arguments.draft_placement, findings)
     if not arguments.skip_models:
@@ -213,7 +213,7 @@ def _plan(
     told_before = [finding.text for finding in findings if finding.level is Level.PROBLEM]
     faults = (text for text in find_faults(planned, num_gpus()) if not any(one in text for one in told_before))
     findings += [problem("options", text, "correct the options") for text in faults]
-    # Unless services should run, those that would be reached through sockets that nobody knows yet have no address.
+    # Unless services must run, drop default addresses: such services would use sockets that nobody knows yet.
     for name in ("verify", "draft") if not arguments.running else ():
         if name in planned and is_default(planned[name], "address"):
             planned[name] = replace(planned[name], address="")
@@ -221,7 +221,7 @@ def _plan(
 
 
 def show(console: Console, findings: Sequence[Finding]) -> None:
-    """A line for each finding, what to do below it, and a count."""
+    """Print a line for each finding, its fix below it, and a count."""
     for finding in findings:
         head = Text.assemble(
             (f"{finding.level.value:<8}", _STYLES[finding.level]), f"{finding.check:<14} {finding.text}"

@@ -1,4 +1,4 @@
-"""`outrider evaluate-draft`: how well a drafter guesses what a target says, offline and without services."""
+"""`outrider evaluate-draft`: measure how well a drafter guesses a target's text, offline and without services."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.models.store import DEFAULT_MODEL, resolve_model
 from outrider_tools.files import check_writable, writing
 from outrider_tools.training.options import ALGORITHMS, TreeShape
 
-# Characters of a system message in the report.
+# Characters of a system message that the report shows.
 SYSTEM_SHOWN = 48
 
 
@@ -73,10 +73,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command."""
+    """Run the command."""
     if arguments.json is not None:
         check_writable("--json", arguments.json)
-    # By name: the command line imports without torch.
+    # Imported by name: the command line must import without torch.
     torch, stage = import_module("torch"), import_module("outrider_tools.training.evaluate")
     prompts = import_module("outrider_tools.training.prompts")
     with under("--prompts"):
@@ -95,13 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
     target = import_module("outrider.models.loader").load_model(target_folder, getattr(torch, dtype), device)
     try:
         drafter = stage.load_drafter(algorithm, draft_folder, target_folder, target)
-    except ConfigError as error:  # in the words of a draft service
+    except ConfigError as error:  # named by a draft service's options
         words = error.message.replace("--speculative-algorithm", "--algorithm")
         words = words.replace("--speculative-draft-model-path", "--draft")
         raise ConfigError(words if words.startswith("--") else f"--draft {arguments.draft}: {words}") from error
     tree = TreeShape(arguments.nodes, arguments.depth, arguments.branching)
     chat = prompts.ChatForm(target_folder)
-    # How questions are asked, and what the report calls it; first as the chat template does.
+    # Each way to ask the questions, with its name in the report; the plain chat template comes first.
     forms = [("", chat)]
     for text in arguments.system:
         forms.append((f"system {shorten(text, SYSTEM_SHOWN)!r}" if text else "no system message", chat.behind(text)))
@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _record(arguments: argparse.Namespace, algorithm: str, dtype: str, device: Any, torch: Any) -> dict[str, Any]:
-    """What was asked for; of paths the names alone."""
+    """Return what was asked for. Of paths it has only the names."""
     return {
         "target": Path(arguments.model).name,
         "draft": Path(arguments.draft).name,

@@ -1,4 +1,4 @@
-"""`outrider inflate`: a small model at a large one's cost, to measure speed with real text."""
+"""`outrider inflate`: make a small model cost as much as a large one, to measure speed with real text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider_tools.inflate.shapes import SHAPES, parse_shape
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Read by the check: what kind of text it is does not matter, as long as the model knows its like.
+# Read by the check. Any text will do that is like what the model was trained on.
 CHECK_TEXT = "The capital of France is Paris. In 1969, two men walked on the moon for 2 hours and 31 minutes."
 
 
@@ -60,12 +60,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command."""
+    """Run the command."""
     _check(arguments)
     shape = parse_shape(arguments.shape)
     with under("--model"):
         source = resolve_model(arguments.model)
-    # By name: the command line imports without torch, and of its commands this one alone computes.
+    # Imported by name: the command line must import without torch, which only this command needs.
     folder = import_module("outrider_tools.inflate.folder")
     options = folder.InflateOptions(
         shape,
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError where options do not fit each other, or what is to be made is there: before either is made."""
+    """Raise ConfigError, before anything is made, if options contradict each other or an output exists."""
     wants_draft = arguments.draft is not None or arguments.random_draft
     if wants_draft != (arguments.draft_out is not None):
         raise ConfigError("--draft-out: names the folder of the head that --draft or --random-draft asks for")
@@ -110,7 +110,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _make_draft(arguments: argparse.Namespace, source: Path, options: Any) -> None:
-    """The head beside the inflated model."""
+    """Make the head for the inflated model."""
     heads = import_module("outrider_tools.inflate.head")
     if arguments.draft is not None:
         with under("--draft"):

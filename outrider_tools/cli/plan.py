@@ -1,6 +1,6 @@
-"""`outrider plan`: what a configuration takes and how fast it can be, from config.json alone. See docs/tools.md.
+"""`outrider plan`: a configuration's memory and best speed, from config.json alone. See docs/tools.md.
 
-The sums are those that the services do themselves.
+The services compute with the same formulas.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from outrider.models.store import config_folder
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Memory in bytes, and memory bandwidth in bytes a second, as the maker states them but for what ECC takes."""
+    """Memory in bytes and bandwidth in bytes a second, as the maker states them, less the memory that ECC takes."""
 
     memory: int
     bandwidth: float
 
 
 _WITH_ECC = 15 * GIB // 16
-"""What a GiB of GDDR has for use on cards that come with ECC turned on; HBM has memory of its own for it."""
+"""Usable bytes of a GiB of GDDR with ECC, which such cards have turned on by default. HBM keeps ECC bits elsewhere."""
 
 GPUS = {
     "B200": Gpu(180 * GIB, 8.0e12),
@@ -71,13 +71,13 @@ GPUS = {
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TENSORS = {"NEXTN": ("input_proj.weight",), "EAGLE3": ("fc.weight",), "DSPARK": (MARKOV_INPUT,)}
-"""What a head's file is taken to hold, which is not read: biases and norms that only tensors tell of are left out."""
+"""Tensors that a head's file is assumed to hold; the file is not read, so optional biases and norms are left out."""
 GRAPH_BYTES = 4 << 20
-"""A captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/results.md)."""
+"""Memory of a captured round: 48 of them took 194 MiB at the shape of an 8B model (docs/results.md)."""
 
 
 def gpu_dtype(word: str, config: ModelShape) -> str:
-    """The number format that a GPU would have: `word` of --dtype, or what auto takes for the checkpoint."""
+    """Return the number format on a GPU: `word` of --dtype, or what auto chooses for the checkpoint."""
     if word != "auto":
         return word
     return "float16" if config.dtype == "float16" else "bfloat16"
@@ -88,17 +88,17 @@ class Capacity:
     """Where a target's memory goes, in bytes, and what is left for tokens."""
 
     memory: float
-    """0 where there is no limit to hold it against."""
+    """Memory of the GPU; 0 if unknown, and then nothing limits the plan."""
     elements: Elements
     item_bytes: int
     weights: int
     quantization: str
-    """Of the weights, for people; empty without."""
+    """Name of the weights' quantization, for people; empty without one."""
     saved: int
-    """What it takes off them."""
+    """Bytes that quantization saves on weights."""
     kv_per_token: int
     features_per_token: int
-    """Kept for a draft outside of the budget."""
+    """Stored for a remote draft, outside of the budget."""
     colocated_per_token: int
     """KV and features of a draft model inside rounds."""
     page_size: int
@@ -106,26 +106,26 @@ class Capacity:
     graphs: int
     num_graphs: int
     budget: float
-    """What --mem-fraction-static allows for weights, KV, scratch and CUDA itself."""
+    """Memory that --mem-fraction-static allows for weights, KV, scratch and CUDA itself."""
     outside: float
-    """What is left for graphs, a draft's features and the work of prompts."""
+    """Memory beyond the budget: for graphs, a draft's features and temporary tensors of prefill."""
     kv_tokens: int
     num_pages: int
     context: int
-    """Tokens of the longest request."""
+    """Most tokens of one request."""
     max_running: int
     """--max-running-requests"""
     num_ranks: int = 1
-    """--tensor-parallel-size: all of this is of one of them."""
+    """--tensor-parallel-size. All figures are for one rank."""
 
     @property
     def tokens_each(self) -> int:
-        """Tokens for each of as many requests as a round takes."""
+        """Return the tokens for each request if as many run as a round takes."""
         return min(self.kv_tokens // self.max_running, self.context)
 
     def round_seconds(self, bandwidth: float, num_requests: int = 1, context: int = 0) -> float:
-        """A round takes at least this long, by the bytes that it reads: weights, of experts those that a token of each
-        request wakes, and the KV of all contexts."""
+        """Return a lower bound of a round's time, from the bytes that it reads: weights (of experts only those that one
+        token of each request wakes), and the KV of all contexts."""
         weights = self.elements.read_by(num_requests) * self.item_bytes - self.saved
         read = weights + num_requests * context * self.kv_per_token
         return read / bandwidth
@@ -141,9 +141,9 @@ def plan_target(
     other_bytes: float = 0.0,
     inside: DraftPlan | None = None,
 ) -> Capacity:
-    """The plan of a verify service on a GPU of `memory` bytes, of which other processes have `other_bytes`.
+    """Plan a verify service on a GPU of `memory` bytes, of which other processes take `other_bytes`.
 
-    `feature_elements` are what a remote draft's features take of a token. `inside`: the draft model of its rounds.
+    A remote draft's features have `feature_elements` elements a token. `inside` is the draft model inside rounds.
     """
     item = ITEM_BYTES[dtype]
     saved = config.bytes_saved(item)
@@ -196,7 +196,7 @@ def plan_target(
 
 
 def count_graphs(round_tokens: int, options: VerifyOptions) -> int:
-    """Rounds that are captured: every number of requests with every number of tokens that holds them."""
+    """Return the number of captured rounds: every number of requests with every number of tokens that holds them."""
     if options.deterministic:
         return 1
     tokens = width_buckets(TOKEN_BUCKETS, round_tokens)
@@ -207,25 +207,25 @@ def count_graphs(round_tokens: int, options: VerifyOptions) -> int:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft model in bytes."""
+    """A draft model's sizes, in bytes unless said otherwise."""
 
     algorithm: str
     weights: int
     kv_per_token: int
     tree_slots: int
-    """KV and features of all tree slots, and what requests' blocks say."""
+    """KV and features of all tree slots, and the outputs for requests' blocks."""
     block_bytes: int
-    """What the block of one request says."""
+    """Output for the block of one request."""
     vocab_size: int
-    """Token ids that it may guess."""
+    """Number of token ids that the draft model may guess."""
     features_per_token: int
-    """Elements that verify stores of a token for it."""
+    """Elements of a token's features that verify stores for the draft model."""
     read: int
     """Bytes that a draft step reads."""
 
 
 def plan_inside(verify: VerifyOptions, dtype: str, folder: Path) -> DraftPlan | None:
-    """The draft model of verify's own rounds, which has the target's number format and pages."""
+    """Plan the draft model inside verify's rounds, with the target's number format and pages; None without one."""
     ranks = 1 if verify.rank_exchange == "nccl" else verify.tensor_parallel_size
     drafter = plan_draft(replace(verify.draft_model(str(folder)), dtype=dtype), folder, ranks)
     if drafter is None:
@@ -235,7 +235,7 @@ def plan_inside(verify: VerifyOptions, dtype: str, folder: Path) -> DraftPlan | 
 
 
 def plan_draft(options: DraftOptions, target_folder: Path, ranks: int = 1) -> DraftPlan | None:
-    """The draft model that the options name, from its config.json, or what rank 0 of so many has of it.
+    """Plan the draft model that the options name, from its config.json, or rank 0's share of it with several `ranks`.
 
     None for n-grams alone. Raises ConfigError.
     """
@@ -261,7 +261,7 @@ def plan_draft(options: DraftOptions, target_folder: Path, ranks: int = 1) -> Dr
         if ranks > 1:
             head = cut_head(head, ranks, ITEM_BYTES[gpu_dtype(options.dtype, head.decoder)]) or head
         config, elements, feature_size = head.decoder, head_elements(algorithm, head), head.decoder.hidden_size
-        # A head that multiplies features first lets verify do that, and store the product.
+        # A head that first multiplies its features lets verify do that and store only the product.
         is_product = (algorithm == "EAGLE3" and head.projects) or head.block is not None
         stored = feature_size if is_product else len(head.feature_layers) * head.target_hidden_size
         vocab_size, read = head.draft_vocab_size, elements.layers + elements.output
@@ -282,10 +282,10 @@ def plan_draft(options: DraftOptions, target_folder: Path, ranks: int = 1) -> Dr
 
 
 def parse_size(text: str, option: str) -> float:
-    """Bytes of "80GiB", "4.8TB", "512"; raises ConfigError, naming `option`."""
+    """Parse a number of bytes like "80GiB", "4.8TB" or "512". Raises ConfigError, which names `option`."""
     try:
         size = TypeAdapter(ByteSize).validate_python(text.strip().removesuffix("/s"))
-        # What stands behind number and unit it takes no notice of.
+        # Pydantic ignores text behind the number and its unit.
         size = size if re.fullmatch(r"[\d.]+\s*[A-Za-z]*", text.strip().removesuffix("/s")) else ByteSize(0)
     except (ValidationError, OverflowError):
         size = ByteSize(0)
@@ -312,7 +312,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; exit code 1 if the model does not fit."""
+    """Print the plan. Return exit code 1 if the model does not fit."""
     options = parse_service_options(arguments)
     verify, draft = cast(VerifyOptions, options["verify"]), cast(DraftOptions, options["draft"])
     gpu = _gpu(arguments)
@@ -362,7 +362,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gpu(arguments: argparse.Namespace) -> Gpu:
-    """Memory and bandwidth; 0 where nothing is said."""
+    """Return memory and bandwidth of the GPU; 0 for what is unknown."""
     found = Gpu(0, 0.0)
     if arguments.gpu is not None:
         name = arguments.gpu.upper()
@@ -396,7 +396,7 @@ def _requests(plan: Capacity, tokens: int) -> int:
 
 
 def _warnings(plan: Capacity, drafter: DraftPlan | None) -> list[str]:
-    """What would go wrong, and what to do."""
+    """Return what would go wrong, and what to do about it."""
     if not plan.memory:
         return []
     if not plan.kv_tokens:
@@ -478,7 +478,7 @@ def _lines(
 
 
 def _size(num_bytes: float) -> str:
-    """In the unit that fits."""
+    """Format a size in the unit that fits."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if num_bytes == int(num_bytes) else f"{num_bytes:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""`outrider quantize`: a checkpoint with weights of eight or four bits, for tests and benchmarks."""
+"""`outrider quantize`: write a checkpoint with weights of eight or four bits, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command."""
+    """Run the command."""
     if arguments.group_size is not None and arguments.format not in GROUPED:
         raise ConfigError(f"--group-size: is of {', '.join(GROUPED)}, not {arguments.format}; leave it out")
     with under("--model"):
         source = resolve_model(arguments.model, needs_tokenizer=False)
-    # By name: the command line imports without torch.
+    # Imported by name: the command line must import without torch.
     module = import_module("outrider_tools.quantize")
     device = import_module("outrider.device").choose_device(arguments.device)
     with ConsoleProgress() as progress:

@@ -1,4 +1,4 @@
-"""`outrider top`: services as they work, from their metrics pages. See docs/tools.md."""
+"""`outrider top`: watch services at work, through their metrics pages. See docs/tools.md."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _DRAFT = "outrider_draft_"
 
 @dataclass(frozen=True)
 class TopFigure:
-    """A name and its value, ready to be shown."""
+    """A figure's name and its value, ready to be shown."""
 
     name: str
     value: str
     alarm: bool = False
-    """Worth a look."""
+    """Whether the value deserves attention."""
 
 
 @dataclass(frozen=True)
 class PageView:
-    """One page."""
+    """The figures of one page."""
 
     kind: str
     """gateway, verify, draft, or unknown."""
@@ -57,7 +57,7 @@ class PageView:
 
 
 def page_view(source: str, now: MetricsPage, before: MetricsPage, seconds: float) -> PageView:
-    """A page's figures, over the `seconds` between its readings."""
+    """Return a page's figures, over the `seconds` between its readings."""
     for kind, prefix, make in (
         ("gateway", _GATEWAY, _gateway),
         ("verify", _VERIFY, _verify),
@@ -102,7 +102,7 @@ def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[T
     yield _count("waiting", now.total(f"{_VERIFY}waiting_requests"))
     yield TopFigure("tokens/s", f"{gained.total(f'{_VERIFY}committed_tokens') / seconds:.1f}")
     yield TopFigure("rounds/s", f"{rounds / seconds:.1f}")
-    # By request and round: a round of verify may hold many requests.
+    # Per request and round: one round may hold many requests.
     yield TopFigure("accept length", f"{lengths.mean:.2f}" if lengths.count else "-")
     yield _by_depth(gained, f"{_VERIFY}accepted_tokens_per_position", lengths.count)
     drafted = gained.total(f"{_VERIFY}drafted_rounds")
@@ -118,7 +118,7 @@ def _verify(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[T
     used, pages = now.total(f"{_VERIFY}kv_pages_used"), now.total(f"{_VERIFY}kv_pages")
     yield TopFigure("pages", f"{used:.0f} of {pages:.0f}", alarm=pages > 0 and used > 0.95 * pages)
     healthy = now.total(f"{_VERIFY}healthy_drafts")
-    # Drafters in verify's own process are healthy, and need no connection.
+    # Drafters in verify's own process count as healthy, and need no connection.
     known = max(len(list(now.labelled(f"{_VERIFY}draft_connected"))), int(healthy))
     yield TopFigure("drafts", f"{healthy:.0f} of {known}", alarm=healthy < known)
     for address, answer in now.labelled(f"{_VERIFY}draft_answer_seconds"):
@@ -153,8 +153,9 @@ def _draft(now: MetricsPage, gained: MetricsPage, seconds: float) -> Iterator[To
 
 
 def _by_depth(gained: MetricsPage, family: str, rounds: float) -> TopFigure:
-    """Share of rounds, those without drafts among them as in the accept length, that accepted a draft token at each
-    depth, the root's children first."""
+    """Return for each depth, the root's children first, the share of rounds that accepted a draft token there.
+
+    As in the accept length, rounds without drafts count, too."""
     depths = sorted((int(labels.rpartition(",")[2]), count) for labels, count in gained.labelled(family))
     shares = [f"{100 * count / rounds:.0f}" for _, count in depths[:MAX_DEPTHS] if rounds and count]
     return TopFigure("accepted by depth, %", " ".join(shares) or "-")
@@ -205,7 +206,7 @@ _MEANINGS = (
 )
 
 DEFAULT_PAGES = ("127.0.0.1:8000", "127.0.0.1:9102", "127.0.0.1:9103")
-"""Of gateway, verify and draft."""
+"""Pages of gateway, verify and draft."""
 
 READ_SECONDS = 5.0
 
@@ -240,7 +241,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 class _NoConnect(argparse.Action):
-    """What other commands call a gateway's gRPC door by is none of this command's options."""
+    """Refuses the option that names a gateway's gRPC door in other commands."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         parser.error(
@@ -249,12 +250,12 @@ class _NoConnect(argparse.Action):
 
 
 class Watch:
-    """Reads pages again and again, and tells what came in between."""
+    """Reads pages again and again, and computes figures of the time between two readings."""
 
     def __init__(
         self, pages: Sequence[str], token: str = "", tls: ssl.SSLContext | None = None, optional: Sequence[str] = ()
     ) -> None:
-        """`optional`: pages that are left out until they have been read once."""
+        """Pages in `optional` are left out until they have been read once."""
         self._urls = [page_url(page) for page in (*pages, *optional)]
         self._awaited = {page_url(page) for page in optional}
         self._token = token
@@ -263,7 +264,7 @@ class Watch:
         self._keyed: set[str] = set()
 
     def read(self) -> list[PageView]:
-        """All pages, side by side; one that cannot be read is a view with an error."""
+        """Read all pages at once. A page that cannot be read becomes a view with an error."""
         with ThreadPoolExecutor(max_workers=len(self._urls)) as pool:
             views = list(zip(self._urls, pool.map(self._one, self._urls), strict=True))
         self._awaited -= {url for url, view in views if not view.error}
@@ -283,7 +284,7 @@ class Watch:
         return page_view(source, page, before, at - before_at)
 
     def _page(self, url: str) -> MetricsPage:
-        """The key is the gateway's: it goes to pages alone that ask for one."""
+        """Read a page. Only pages that ask for a key get one, since the key is the gateway's."""
         if url not in self._keyed:
             try:
                 return MetricsPage.read(url, timeout=READ_SECONDS, tls=self._tls)
@@ -295,7 +296,7 @@ class Watch:
 
 
 def page_url(page: str) -> str:
-    """The URL of a page that was given as host:port or URL. Raises ConfigError."""
+    """Return the URL of a page given as host:port or URL. Raises ConfigError."""
     url = page if "://" in page else f"http://{page}"
     if not is_http_url(url):
         raise ConfigError(
@@ -306,7 +307,7 @@ def page_url(page: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Watch until interrupted; with --once, exit code 1 if no page could be read."""
+    """Watch until interrupted. With --once, return exit code 1 if no page could be read."""
     token = gateway_key(arguments)
     files = peer_tls(arguments, "connect")
     tls = client_context(files) if files else None
@@ -335,7 +336,7 @@ def _readings(watch: Watch, interval: float, count: int | None) -> Iterator[list
 
 
 def _lines(console: Console, watch: Watch, interval: float, count: int | None) -> int:
-    """A line for each page and reading: what a log or a pipe wants."""
+    """Print a line for each page and reading, for a log or a pipe. Return 1 if the last reading only had errors."""
     views: list[PageView] = []
     for views in _readings(watch, interval, count):
         for view in views:
@@ -353,7 +354,7 @@ def _live(console: Console, watch: Watch, interval: float, count: int | None) ->
 
 
 def _fitted(console: Console, picture: Group) -> Group:
-    """What a terminal's height has room for. The screen would cut the rest without a word."""
+    """Cut the picture to the terminal's height, with a line that says so; the screen would cut silently."""
     lines = console.render_lines(picture, pad=False)
     hidden = len(lines) - (console.height - 1)
     if hidden <= 1:
@@ -363,7 +364,7 @@ def _fitted(console: Console, picture: Group) -> Group:
 
 
 def line_of(view: PageView) -> str:
-    """A view in one line."""
+    """Return a view as one line."""
     at = time.strftime("%H:%M:%S")
     if view.error:
         return printable(f"{at} {view.source}: {view.error}")
@@ -372,7 +373,7 @@ def line_of(view: PageView) -> str:
 
 
 def picture_of(views: Sequence[PageView], width: int) -> Group:
-    """All views side by side, as far as `width` columns hold them; two are made narrower for that."""
+    """Return all views side by side, as many as `width` columns hold; they are narrowed if that makes two fit."""
     half = (width - 1) // 2
     panel = min(half, PANEL_WIDTH) if half >= MIN_PANEL_WIDTH else PANEL_WIDTH
     head = Text(f"outrider top   {time.strftime('%H:%M:%S')}   Ctrl-C leaves; --help explains the figures", "dim")
@@ -381,7 +382,7 @@ def picture_of(views: Sequence[PageView], width: int) -> Group:
 
 def _panel(view: PageView, width: int) -> Panel:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    # What tells two drafts apart, and the deepest rates, stand at the end of a line.
+    # Fold long lines instead of cutting them: the ends tell two drafts apart and have the deepest rates.
     table.add_column(overflow="fold")
     table.add_column(justify="right", overflow="fold")
     for figure in view.figures:

@@ -1,4 +1,4 @@
-"""`outrider train`: a drafter for a target, from text that the target itself writes."""
+"""`outrider train`: train a drafter for a target, on text that the target itself writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outrider_tools.training.options import (
 
 OptionsT = TypeVar("OptionsT", RunOptions, CorpusOptions, TrainerOptions, TreeShape)
 
-# Sizes of a run that shows within about a minute on two cores that everything works; the drafter is worth nothing.
+# Sizes of a smoke run, which shows within about a minute on two cores that everything works; its drafter is useless.
 SMOKE_CORPUS = {"tokens": 500, "invented": 8, "question_tokens": 64, "answer_tokens": 24, "held_out": 2, "num_rows": 8}
 SMOKE_TRAINER = {"steps": 6, "batch_tokens": 256, "unroll": 3}
 SMOKE_TREE = {"nodes": 8, "depth": 3, "branching": 4}
@@ -63,7 +63,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flags(group: Any) -> None:
-    """The options of that group, None where they are not given."""
+    """Add the options of this group to the parser; None is the value of one that is not given."""
     for kind, title in ((RunOptions, "drafter"), (CorpusOptions, "text"), (TrainerOptions, "training")):
         for field in fields(kind):
             how = dict(field.metadata)
@@ -73,11 +73,11 @@ def _add_flags(group: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command."""
+    """Run the command."""
     if not arguments.out.name:
         raise ConfigError(f"--out: {str(arguments.out)!r} names no folder of the drafter's own; give one")
     _check(arguments)
-    # What follows takes seconds, and the first figures come behind it.
+    # The next steps take seconds, and the first figures come only after them.
     print(f"train: {arguments.algorithm} for {arguments.model} into {arguments.out}", file=sys.stderr, flush=True)
     with under("--model"):
         folder = resolve_model(arguments.model)
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     for flag, path in (("--model", folder), ("--init-from", init_from)):
         if path is not None and path.resolve() == arguments.out.resolve():
             raise ConfigError(f"--out: is the folder of {flag}, whose files it would replace; choose another")
-    # By name: the command line imports without torch.
+    # Imported by name: the command line must import without torch.
     module, torch = import_module("outrider_tools.training.run"), import_module("torch")
     device = import_module("outrider.device").choose_device(arguments.device)
     options = _given(RunOptions(), arguments)
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             with import_module("outrider_tools.training.figures").Report() as report:
                 module.train(folder, arguments.out, device, options, report)
     except ConfigError:
-        # What is refused leaves no folder that holds nothing.
+        # A refused run leaves no empty folders.
         for made in (arguments.out / WORK_FOLDER, arguments.out):
             with suppress(OSError):
                 made.rmdir()
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for a folder that is another's, and options that change nothing beside others."""
+    """Raise ConfigError if the folder holds another model, or options have no effect beside others."""
     out = arguments.out
     with under("--out"):
         others = (out / "config.json").exists() or any(out.glob("*.safetensors"))
@@ -134,14 +134,14 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--muon-learning-rate: --optimizer adamw does not use it; leave one of the two out")
     if arguments.text is not None:
         for field in fields(CorpusOptions):
-            # Rows are of the evaluation, too.
+            # The number of rows matters for the evaluation, too.
             if field.metadata and field.name != "num_rows" and getattr(arguments, field.name) is not None:
                 flag = field.name.replace("_", "-")
                 raise ConfigError(f"--{flag}: no text is made beside --text {arguments.text}; leave one of the two out")
 
 
 def _given(defaults: OptionsT, arguments: argparse.Namespace, smoke: Mapping[str, int] | None = None) -> OptionsT:
-    """A dataclass of options: what the command line gives, else the sizes of a smoke run if it is one."""
+    """Return `defaults` with what the command line gives, or else with the sizes of a smoke run if it is one."""
     values: dict[str, Any] = dict(smoke or {}) if arguments.smoke else {}
     given = {field.name: getattr(arguments, field.name, None) for field in fields(defaults)}
     return replace(defaults, **values | {name: value for name, value in given.items() if value is not None})

@@ -1,6 +1,6 @@
 """`outrider doctor`: checks of machine, options, models and services.
 
-Each finding is fine, worth knowing, worth a look, or in the way.
+A finding is ok, a note, a warning or a problem.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     check: str
-    """Which, in a word or two: "port", "gpu", ..."""
+    """The check's name, in a word or two: "port", "gpu", ..."""
     level: Level
     text: str
     fix: str = ""
-    """What to do; empty where all is well."""
+    """What to do; empty if all is well."""
 
     def as_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return asdict(self) | {"level": self.level.value}
 
 
 def ok(check: str, text: str) -> Finding:
-    """All is well."""
+    """Return a finding that all is well."""
     return Finding(check, Level.OK, text)
 
 
 def note(check: str, text: str) -> Finding:
-    """Neither good nor bad."""
+    """Return a finding that is neither good nor bad."""
     return Finding(check, Level.NOTE, text)
 
 
 def warning(check: str, text: str, fix: str) -> Finding:
-    """It works, but not as one might wish."""
+    """Return a finding on something that works, but not well."""
     return Finding(check, Level.WARNING, text, fix)
 
 
 def problem(check: str, text: str, fix: str) -> Finding:
-    """It does not work."""
+    """Return a finding on something that does not work."""
     return Finding(check, Level.PROBLEM, text, fix)

@@ -1,4 +1,4 @@
-"""Doors before they open: whether an address is free, who has it, and who could come in."""
+"""Checks of doors before they open: whether an address is free, who holds it, and who can reach it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider_tools.doctor import Finding, note, ok, problem, warning
 
 
 def doors_of(options: Mapping[str, ServiceOptions]) -> Iterator[tuple[ServiceFlag, str]]:
-    """Every address that these services bind, behind the option that sets it."""
+    """Yield every address that these services bind, after the option that sets it."""
     flags = {(flag.service, flag.option.name): flag for flag in service_flags()}
     for name, one in options.items():
         for field in ADDRESS_FIELDS:
@@ -30,9 +30,9 @@ def doors_of(options: Mapping[str, ServiceOptions]) -> Iterator[tuple[ServiceFla
 def check_doors(
     options: Mapping[str, ServiceOptions], serving: Mapping[str, str], must_run: bool = False
 ) -> Iterator[Finding]:
-    """Of every door: free or taken, by whom. `serving` holds the addresses of services that answered, and which.
+    """Check for every door whether it is free or who has taken it. `serving` maps addresses that answered to services.
 
-    That the service itself has its door is as it should be if it `must_run`; otherwise a start would fail.
+    If services `must_run`, a door taken by its own service is fine; otherwise a start would fail.
     """
     taken_ports: dict[str, ServiceFlag] = {}
     for door, address in doors_of(options):
@@ -78,7 +78,7 @@ def _check_free(door: ServiceFlag, address: str, serving: Mapping[str, str], mus
 
 
 def listener_of(address: str) -> int | None:
-    """Who listens at host:port: 0 for nobody, None where the system does not tell."""
+    """Return the pid of the process that listens at host:port: 0 for nobody, None if the system does not tell."""
     _, port = split_host_port(address, "address")
     try:
         connections = psutil.net_connections("tcp")
@@ -91,7 +91,7 @@ def listener_of(address: str) -> int | None:
 
 
 def _service_of(pid: int | None) -> str:
-    """Which service of Outrider a process is; empty for another one."""
+    """Return the service of Outrider that a process is; empty if it is none."""
     try:
         words = psutil.Process(pid).cmdline() if pid else []
     except psutil.Error:
@@ -113,7 +113,7 @@ def _name_of(pid: int | None, service: str) -> str:
 
 
 def check_exposure(options: Mapping[str, ServiceOptions]) -> Iterator[Finding]:
-    """Doors that others can reach, without a key or without TLS; key files that others can read."""
+    """Find doors that others can reach without a key or without TLS, and key files that others can read."""
     quiet = True
     for door, address in doors_of(options):
         if is_local(address):

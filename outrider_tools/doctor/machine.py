@@ -1,4 +1,4 @@
-"""The machine: packages, shared memory, namespaces, disk; GPUs and models, as a process with torch sees them."""
+"""Checks of the machine: packages, shared memory, namespaces, disk; with torch's help, GPUs and models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outrider_tools.doctor import Finding, Level, ok, problem, warning
 
 _GIB = 2**30
 _LEAST_CACHE = _GIB
-"""The default model needs 0.8 GB for a moment; others need their size."""
+"""The default model needs 0.8 GB for a moment; others need their own size."""
 _LEAST_SHM = 64 << 20
 _OPTIONAL = ("triton", "flashinfer-python", "humming-kernels")
 _TOLD = ("torch", "triton", "flashinfer-python", "humming-kernels", "grpcio", "protobuf", "tokenizers", "llguidance")
@@ -43,7 +43,7 @@ _FIXES = {
 
 
 def check_packages() -> Iterator[Finding]:
-    """Versions, and those that are out of the range that Outrider asks for."""
+    """List package versions, and find those out of the range that Outrider requires."""
     found = {name: _version(name) for name in _TOLD}
     text = ", ".join(f"{name} {number}" for name, number in found.items() if number)
     missing = [name for name in _OPTIONAL if not found[name]]
@@ -76,7 +76,7 @@ def _version(name: str) -> str:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Room in /dev/shm, and the namespaces that two services on one GPU host must share (docs/gpu.md)."""
+    """Check the room in /dev/shm, and note the namespaces that services on one GPU host must share (docs/gpu.md)."""
     shm = Path("/dev/shm")
     if shm.is_dir():
         usage = shutil.disk_usage(shm)
@@ -90,7 +90,7 @@ def check_shared_memory() -> Iterator[Finding]:
 
 
 def namespaces(pid: int | str) -> dict[str, str]:
-    """Numbers of a process's IPC and PID namespaces; empty where the system does not tell, or not to this user."""
+    """Return the numbers of a process's IPC and PID namespaces; empty if the system or this user's rights hide them."""
     try:
         links = {name: os.readlink(f"/proc/{pid}/ns/{name}") for name in ("ipc", "pid")}
     except OSError:
@@ -99,7 +99,7 @@ def namespaces(pid: int | str) -> dict[str, str]:
 
 
 def check_neighbours() -> Iterator[Finding]:
-    """Whether verify and draft services that run here could share GPU memory."""
+    """Check whether the verify and draft services that run here could share GPU memory."""
     found: dict[str, dict[str, dict[str, str]]] = {"verify_service": {}, "draft_service": {}}
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
@@ -122,7 +122,7 @@ def check_neighbours() -> Iterator[Finding]:
 
 
 def check_disk() -> Iterator[Finding]:
-    """Room where models are kept."""
+    """Check the room where models are kept."""
     folder = default_cache_dir()
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
@@ -137,9 +137,10 @@ def check_disk() -> Iterator[Finding]:
 
 
 def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
-    """What a start with these options would find, before it reads any weights; AUTO where drafters cannot be had.
+    """Find what a start with these options would find before it reads weights.
 
-    An empty name of a target asks for GPUs and CPU alone.
+    If `draft` still says AUTO, its drafters could not be placed, and none is checked. With an empty model name of
+    `verify`, only GPUs and CPU are checked.
     """
     findings: list[Finding] = []
     asked: DraftOptions | None = None
@@ -164,10 +165,10 @@ def check_models(verify: VerifyOptions, draft: DraftOptions) -> list[Finding]:
 
 
 def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> dict[str, Any]:
-    """What `outrider_tools.doctor.probe` answers; it fetches nothing. Raises OutriderError, which says why."""
+    """Return the answer of `outrider_tools.doctor.probe`, which fetches nothing. Raises OutriderError."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "outrider_tools.doctor.probe", target, impl]
-    # Secrets are left out.
+    # Secrets are not passed on.
     command += options_to_argv(draft) if draft is not None else []
     what = "the process that looks at torch, GPUs and models"
     try:
@@ -184,14 +185,14 @@ def run_probe(target: str, draft: DraftOptions | None, impl: str = "auto") -> di
 
 
 def _is_here(name: str) -> bool:
-    """Whether looking at a model fetches nothing; of a name that no model can have the probe tells more."""
+    """Whether looking at a model fetches nothing. Also true for impossible names: the probe has the better error."""
     if name.lower() in DEFAULT_ALIASES:
         return converted_default() is not None
     return not is_hub_id(name) or expand(name).is_dir() or os.path.isfile(local_folder(name) / CONFIG_FILE)
 
 
 def check_devices(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptions) -> Iterator[Finding]:
-    """Of the probe's answer: GPUs and how they reach each other, or what a CPU has."""
+    """Yield findings on the probe's answer: GPUs and how they reach each other, or what a CPU offers."""
     gpus = told["gpus"]
     if not gpus:
         yield from _check_cpu(told, verify, draft)
@@ -249,7 +250,7 @@ def _check_cpu(told: Mapping[str, Any], verify: VerifyOptions, draft: DraftOptio
 
 
 def driver_version() -> str:
-    """Of NVIDIA's driver; empty where there is none."""
+    """Return the version of NVIDIA's driver; empty if there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""

@@ -1,9 +1,9 @@
-"""What only torch can tell: GPUs, and whether target and draft load and fit. A process of its own that prints JSON.
+"""Checks that need torch: GPUs, and whether target and draft load and fit. Runs as its own process, and prints JSON.
 
     python -m outrider_tools.doctor.probe TARGET IMPL [options of the draft service]
 
-The loaders run on the meta device: they check every name and shape and read no weights. A driver that crashes takes
-this process alone with it.
+The loaders run on the meta device: they check every name and shape and read no weights. If a driver crashes, only this
+process dies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _META = torch.device("meta")
 
 
 def main() -> int:
-    """An empty TARGET asks for GPUs alone; IMPL: see --model-impl; without options there is no draft model."""
+    """Print the report. An empty TARGET checks GPUs alone; IMPL: see --model-impl; no options mean no draft model."""
     target, impl, *words = sys.argv[1:]
     draft = parse_options(DraftOptions, words) if words else None
     models = look_at_models(target, draft, impl) if target else []
@@ -68,13 +68,13 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _peers() -> list[list[bool]]:
-    """Whether each GPU reaches each other one's memory."""
+    """Return for each GPU whether it can reach each GPU's memory."""
     every = range(torch.cuda.device_count())
     return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in every] for one in every]
 
 
 def look_at_models(target: str, draft: DraftOptions | None, impl: str = "auto") -> list[dict[str, str]]:
-    """Findings on the target and the draft model that the options describe: check, level, text."""
+    """Return findings on the target and the draft model that the options describe: check, level, text."""
     findings: list[dict[str, str]] = []
     found = _try(findings, "target", lambda: _target(target, impl))
     if draft is None:
@@ -86,7 +86,7 @@ def look_at_models(target: str, draft: DraftOptions | None, impl: str = "auto") 
 
 
 def _try(findings: list[dict[str, str]], check: str, look: Any) -> Any:
-    """What `look` returns first, its text being a finding; None where it fails."""
+    """Call `look`, and add the text that it returns as a finding. Return its value, or None if it fails."""
     try:
         value, text = look()
     except OutriderError as error:
@@ -115,7 +115,7 @@ def _target(name: str, impl: str) -> tuple[Hello, str]:
     name = config.architecture + ("" if isinstance(model, CausalLM) else " through transformers")
     text = f"{path.name}: {name}, {config.num_layers} layers of {config.hidden_size}, vocabulary of {tokens} tokens"
     more = "" if tokens <= config.vocab_size else f"; config.json allows {config.vocab_size}, the rest is never used"
-    # Of the file, as a running verify tells it of its own.
+    # The hash is of the file, as a running verify reports it.
     return hello, f"{text}{more}, tokenizer {hash_tokenizer(path)[:12]}"
 
 
@@ -140,7 +140,7 @@ def _draft(options: DraftOptions) -> tuple[Hello, str]:
 
 def _agree(target: Hello, draft: Hello) -> tuple[bool, str]:
     terms = agree(target, draft)
-    # Grown trees stop at the shorter of the two.
+    # Draft trees stop at the shorter of both limits.
     short = f", drafts up to {draft.max_positions} tokens" if 0 < draft.max_positions < target.max_positions else ""
     return True, f"target and draft share {terms.vocab_size} token ids{short}"
 

@@ -1,4 +1,4 @@
-"""Services that run: whether they serve, what they say of themselves, and how far away they are."""
+"""Checks of running services: whether they serve, what they report of themselves, and how far away they are."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from outrider_tools.doctor import Finding, note, ok, problem, warning
 
 ECHOES = 50
 SLOW_LOCAL_MS, SLOW_MS = 3.0, 10.0
-"""Median round trips that are worth a word, on this machine and to another one."""
+"""Median round trips that deserve a warning, on this machine and to another one."""
 
 
 @dataclass(frozen=True)
 class ServiceEndpoint:
-    """A service to ask."""
+    """A service to ask, and how to reach it."""
 
     service: str
     address: str
@@ -41,7 +41,7 @@ class ServiceEndpoint:
 
 
 def endpoints_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | None) -> list[ServiceEndpoint]:
-    """The services that these options bind or call, each address once. Raises ConfigError for unreadable secrets."""
+    """Return the services that these options bind or call, each address once. Raises ConfigError for bad secrets."""
     gateway, verify = cast(GatewayOptions, options["gateway"]), cast(VerifyOptions, options["verify"])
     to_verify = peer_token(gateway, "verify")
     to_draft = peer_token(verify, "draft")
@@ -59,7 +59,7 @@ def endpoints_of(options: Mapping[str, ServiceOptions], gateway_tls: TlsFiles | 
 async def check_services(
     endpoints: Sequence[ServiceEndpoint], must_run: bool, timeout: float
 ) -> tuple[list[Finding], dict[str, str]]:
-    """Findings, and the services that answered by address. `timeout` is in seconds, of each call."""
+    """Return findings, and which service answered at each address. `timeout` is the limit of each call, in seconds."""
     answers = await asyncio.gather(*(_ask(endpoint, must_run, timeout) for endpoint in endpoints))
     findings = [finding for found, _ in answers for finding in found]
     serving = {
@@ -137,7 +137,7 @@ async def _draft_info(channel: grpc.aio.Channel, said: str, timeout: float) -> F
 
 
 def _judge(service: str, text: str, release: str, alone: str) -> Finding:
-    """What a service said of itself. `alone` is what to do about it if it has nobody to work with; else empty."""
+    """Return a finding on a service's report. `alone` says what to do if the service has no partner, else nothing."""
     if release != __version__:
         return warning(service, f"{text}; release {release}, here {__version__}", "run one release everywhere")
     return warning(service, text, alone) if alone else ok(service, text)
@@ -151,7 +151,7 @@ _INFO: dict[str, Callable[[Any, str, float], Awaitable[Finding]]] = {
 
 
 async def _echo(channel: grpc.aio.Channel, endpoint: ServiceEndpoint, timeout: float) -> Finding:
-    """Round trips of health checks, the lightest call that every service answers."""
+    """Measure round trips of health checks, the lightest call that every service answers."""
     stub = health_pb2_grpc.HealthStub(channel)
     times = []
     try:

@@ -1,1 +1,1 @@
-"""A small checkpoint as the same function at a large shape, for benchmarks."""
+"""Give a small checkpoint a large shape without changing its function, for benchmarks."""

@@ -1,4 +1,4 @@
-"""`outrider inflate`: from one model folder to a larger one, and the check that both are the same function."""
+"""`outrider inflate`: make a larger model folder from a model folder, and check that both compute the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider_tools.inflate.shapes import Shape, ShapeMap, decoder_fields
 from outrider_tools.inflate.tensors import Inflater, inflated_fields
 
 RECORD_FILE = "inflated.json"
-"""Says to programs where the source lies in what was made; NOTICE says to people what that is."""
+"""This file tells programs where the source lies in the inflated model; NOTICE tells people what the model is."""
 
 NOTICE = """\
 # {name}
@@ -42,7 +42,7 @@ license holds for it.
 
 @dataclass(frozen=True)
 class InflateOptions:
-    """What to make: see `outrider inflate --help`. `vocab_size` None keeps the source's."""
+    """Options of `outrider inflate`; see its --help. A `vocab_size` of None keeps the source's."""
 
     shape: Shape
     dtype: torch.dtype = torch.bfloat16
@@ -53,7 +53,7 @@ class InflateOptions:
 
 
 def vocab_size_of(source: ModelConfig, options: InflateOptions) -> int:
-    """Tokens of what is made of `source`. Raises ConfigError where they would be fewer than its own."""
+    """Return the number of tokens of the inflated model. Raises ConfigError if `source` has more."""
     size = options.vocab_size or source.vocab_size
     if size < source.vocab_size:
         raise ConfigError(f"--vocab-size {size}: below the source's {source.vocab_size}; give at least as many")
@@ -61,17 +61,17 @@ def vocab_size_of(source: ModelConfig, options: InflateOptions) -> int:
 
 
 def tokenize(folder: Path, text: str) -> list[int]:
-    """Token ids of `text` for the model in `folder`."""
+    """Return the token ids of `text` for the model in `folder`."""
     ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     return ids
 
 
 def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress) -> int:
-    """Write a checkpoint of `options.shape` that computes what `source` does; returns its bytes of weights.
+    """Write a checkpoint of `options.shape` that computes the same as `source`. Return its weights' size in bytes.
 
-    `out` must not exist; it appears, complete, by one rename. No more than one file is in memory at a time.
+    `out` must not exist; it appears complete, by one rename. Only one file is in memory at a time.
 
-    Raises ConfigError: the shape cannot hold the source, or `out` cannot be written.
+    Raises ConfigError if the shape cannot hold the source, or `out` cannot be written.
     """
     fields = decoder_fields(read_json(source / "config.json"))
     config = ModelConfig.from_folder(source)
@@ -86,7 +86,7 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     stored = decoder_tensors(source, config)
     inflater = Inflater(stored, config, shape_map, vocab_size, options.dtype, options.device, options.seed)
     fields = inflated_fields(fields, shape_map, vocab_size, inflater.rms_norm_eps, options.dtype)
-    # From the class that will load them.
+    # Shapes come from the class that will load the tensors.
     empty = CausalLM(ModelConfig.from_fields(fields, {}), torch.float32, torch.device("meta"))
     shapes = {name: tensor.shape for name, tensor in empty.checkpoint_tensors().items()}
     total = sum(map(math.prod, shapes.values())) * options.dtype.itemsize
@@ -110,8 +110,8 @@ def inflate(source: Path, out: Path, options: InflateOptions, progress: Progress
     return total
 
 
-# Of ||inflated - source|| / ||source||, by the inflated checkpoint's dtype: what the rounding of its weights gives
-# over thirty layers, with room to spare.
+# Bounds of ||inflated - source|| / ||source||, by the inflated checkpoint's dtype: what rounding its weights costs over
+# thirty layers, with a margin.
 LIMITS = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 # exp(-100) is below the smallest float32.
@@ -122,10 +122,10 @@ VOCAB_CHUNK = 8192
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far two checkpoints' logits are apart over the same tokens.
+    """How far apart two checkpoints' logits are for the same tokens.
 
-    `agreement` is the part of positions whose likeliest token is the same. `padding_gap` is how far every added token's
-    logit lies below the likeliest one's, at least; None where none was added.
+    `agreement` is the share of positions with the same likeliest token. `padding_gap` is the least distance by which an
+    added token's logit lies below the likeliest token's; None if no token was added.
     """
 
     relative_error: float
@@ -142,7 +142,7 @@ class Comparison:
 
 
 def compare(source: Path, inflated: Path, token_ids: list[int], device: torch.device) -> Comparison:
-    """Logits of both folders' models, computed in float32, compared."""
+    """Compare the logits of both folders' models, computed in float32."""
     expected = streamed_logits(source, token_ids, device)
     logits = streamed_logits(inflated, token_ids, device)
     actual, padding = logits.split((expected.shape[1], logits.shape[1] - expected.shape[1]), 1)
@@ -158,13 +158,13 @@ def compare(source: Path, inflated: Path, token_ids: list[int], device: torch.de
 
 @torch.inference_mode()
 def streamed_logits(folder: Path, token_ids: list[int], device: torch.device) -> Tensor:
-    """float32 [num_tokens, vocab_size] on the CPU for a prompt, whatever the checkpoint's size and dtype.
+    """Return a prompt's logits, float32 [num_tokens, vocab_size] on the CPU, for checkpoints of any size and dtype.
 
-    The model is run as many models of one layer: the residual stream after one is the next one's embedding.
+    The model runs as many models of one layer: the residual stream after one layer is the embedding for the next.
     """
     config = ModelConfig.from_folder(folder)
     count = len(token_ids)
-    # Embedding and output matrix of these models are as small as the prompt: their tokens are its positions.
+    # These models' tokens are the prompt's positions, so that embedding and output matrix are as small as the prompt.
     one_layer = replace(config, num_layers=1, vocab_size=count, tie_embeddings=True)
     order = torch.arange(count, device=device)
     batch = ForwardBatch(order, order, [Segment(count, order)])

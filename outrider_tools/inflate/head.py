@@ -1,4 +1,4 @@
-"""Draft heads for an inflated target: an inflated one, or one of random weights."""
+"""Draft heads for an inflated target: an inflated head, or one of random weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WIDE = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.
 
 
 class HeadInflater(Inflater):
-    """Makes the head's tensors one at a time, by the names of `head_name` or `mtp_name`."""
+    """Makes the head's tensors one at a time, by the names that `head_name` or `mtp_name` gives them."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class HeadInflater(Inflater):
         self._rank = Axis.front(rank, rank)
 
     def tensor(self, name: str) -> Tensor:
-        """The inflated head's tensor of that name."""
+        """Return the inflated head's tensor of that name."""
         if name == EMBEDDING:
             axes = (self._ids, self._residual)
             return self._place(self._zeros(axes), name, axes)
@@ -84,7 +84,7 @@ class HeadInflater(Inflater):
         return self._projection(name, name, part.split(".")[1], is_bias=part.endswith(".bias"))
 
     def _markov(self, name: str) -> Tensor:
-        """A tensor of DSPARK's sequential part: its width stays, and it sees the source's channels of a place's row."""
+        """Return a tensor of DSPARK's sequential part. Its rank stays; other inputs are residual channels."""
         if name.endswith(("gate_proj.weight", "joint_proj.weight")):
             blocks = [self._residual, self._rank] if "gate" in name else [self._rank, self._rank, self._residual]
             count = self._stored[name].shape[0]
@@ -95,7 +95,7 @@ class HeadInflater(Inflater):
         return self._place(self._zeros(axes), name, axes)
 
     def _in_blocks(self, name: str, rows: Axis, blocks: list[Axis]) -> Tensor:
-        """A matrix whose columns are several inputs side by side."""
+        """Return a matrix whose columns belong to several inputs side by side."""
         width = sum(block.size for block in blocks)
         columns = Axis.front(width, width)
         target = self._zeros((rows, columns)) if rows is self._residual else self._random(name, (rows, columns))
@@ -109,9 +109,9 @@ class HeadInflater(Inflater):
 
 
 def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, progress: Progress) -> int:
-    """Write the head in `head` for the target in `target` as `inflate` makes it of the same options; returns bytes.
+    """Write the head in `head` for the model that `inflate` makes of `target` with these options. Return its bytes.
 
-    Raises ConfigError: head and target do not fit each other or the shape, or `out` cannot be written.
+    Raises ConfigError if head and target do not fit each other or the shape, or `out` cannot be written.
     """
     algorithm = algorithm_of(head)
     if algorithm == "STANDALONE":
@@ -124,14 +124,14 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
         raise ConfigError(f"cannot inflate {head}: it norms features before fc, where other channels would count")
     if algorithm == "NEXTN":
         _check_mtp(head, of_target)
-        # They are the target's, also where the module lies in the target's checkpoint.
+        # Both are the target's, even if the module lies in the target's checkpoint.
         stored = {name: tensor for name, tensor in stored.items() if name not in (EMBEDDING, OUTPUT)}
     vocab_size = vocab_size_of(of_target, options)
     padded = vocab_size != config.decoder.vocab_size
     if padded and OUTPUT not in stored:
         raise ConfigError(f"--vocab-size: {head} uses its target's output matrix, which must not be padded then")
     if (padded or options.shape.experts) and EMBEDDING not in stored:
-        # One of its own: the target's has channels that the head must not see.
+        # The head needs an embedding of its own: the inflated target's has channels that it must not see.
         stored = {**stored, EMBEDDING: shared_tensors(target)[EMBEDDING]}
     if algorithm == "NEXTN" and options.shape.experts:
         raise ConfigError(f"cannot inflate {head}: its layer would have experts; choose a shape without")
@@ -163,14 +163,14 @@ def inflate_head(head: Path, target: Path, out: Path, options: InflateOptions, p
 
 
 def _block_fields(block: BlockConfig, layer_ids: list[int]) -> dict[str, Any]:
-    """What config.json says of a block, in DeepSpec's layout, whatever the source's."""
+    """Return config.json's fields for a block, always in DeepSpec's layout."""
     fields = {"block_size": block.size, "mask_token_id": block.mask_token, "target_layer_ids": layer_ids}
     markov = {"markov_rank": block.markov_rank, "markov_head_type": block.markov_kind} if block.markov_rank else {}
     return fields | markov | {"sample_from_anchor": block.from_root, "enable_confidence_head": False}
 
 
 def _check_mtp(head: Path, of_target: ModelConfig) -> None:
-    """Refuse a module of another target: its config.json is its target's."""
+    """Raise ConfigError if the module is another target's. Its config.json is that of its target."""
     own = ModelConfig.from_folder(head)
     if (shape_of(own), own.vocab_size) != (shape_of(of_target), of_target.vocab_size):
         raise ConfigError(
@@ -180,7 +180,7 @@ def _check_mtp(head: Path, of_target: ModelConfig) -> None:
 
 
 def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Tensor], copied: Path | None) -> int:
-    """Write config.json and weights of a head, with the tokenizer's files of `copied`; returns bytes of weights."""
+    """Write a head's config.json and weights, and the tokenizer's files of `copied`. Return the bytes of weights."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     with whole_output(out, f"--draft-out {out}", num_bytes) as work:
         work.mkdir()
@@ -194,7 +194,7 @@ def save_head_folder(out: Path, fields: Mapping[str, Any], tensors: dict[str, Te
 def _fields(
     fields: Mapping[str, Any], config: HeadConfig, options: InflateOptions, vocab_size: int, rms_norm_eps: float
 ) -> dict[str, Any]:
-    """The inflated head's config.json, flat, whatever the source's layout."""
+    """Return the inflated head's config.json, which is flat in any case."""
     shape = options.shape.dense
     moved = (
         "transformer_layer_config",
@@ -222,11 +222,12 @@ _DRAFT_VOCAB_SIZE = 32_000
 
 
 def random_eagle3_head(out: Path, source: Path, draft_vocab_size: int | None, options: InflateOptions) -> int:
-    """Write a head for what `inflate` makes of `source`, with one layer and its target's embedding; returns its bytes.
+    """Write a random head of one layer for the model that `inflate` makes of `source`. Return its bytes.
 
-    Its vocabulary is spread evenly over the target's. None for 32,000 tokens, or the target's if those are fewer.
+    The head uses its target's embedding. Its vocabulary is spread evenly over the target's; a `draft_vocab_size` of
+    None stands for 32,000 tokens, or all of the target's if it has fewer.
 
-    Raises ConfigError: the target has too few layers or tokens, or `out` exists or cannot be written.
+    Raises ConfigError if the target has too few layers or tokens, or `out` exists or cannot be written.
     """
     config, shape = ModelConfig.from_folder(source), options.shape.dense
     if shape.layers < 4:
@@ -255,7 +256,7 @@ def random_eagle3_head(out: Path, source: Path, draft_vocab_size: int | None, op
             continue
         values = torch.ones(wanted.shape, dtype=options.dtype, device=options.device)
         if not name.endswith("norm.weight"):
-            # Hashed together: the CPU's generator takes no more than 32 bits.
+            # Seed and name are hashed together: the CPU's generator takes at most 32 bits.
             generator = torch.Generator(options.device).manual_seed(zlib.crc32(f"{options.seed} {name}".encode()))
             values.normal_(0.0, RANDOM_STD, generator=generator)
         tensors[name.replace("layers.0.", "midlayer.")] = values.cpu()

@@ -1,4 +1,4 @@
-"""Shapes of decoders, and where a small one lies inside a large one. Torch-free."""
+"""Shapes of decoders, and the place of a small one inside a large one. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from outrider.models.config import ModelConfig, text_fields
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a decoder, as counts of elements. The vocabulary is not among them: it stays the source's.
+    """Sizes of a decoder, as counts of elements. The vocabulary is not among them, since the source's is kept.
 
-    With `experts`, MLPs are that many experts of `intermediate` channels, of which a token wakes `active`.
+    With `experts`, each MLP consists of that many experts of `intermediate` channels; a token wakes `active` of them.
     """
 
     hidden: int
@@ -32,12 +32,12 @@ class Shape:
 
     @property
     def dense(self) -> Shape:
-        """The same with one MLP in place of experts, as wide as those of a token together: what a head for it has."""
+        """The shape with one MLP, as wide as a token's active experts together, in place of experts: a head's shape."""
         width = self.active * self.intermediate if self.experts else self.intermediate
         return replace(self, intermediate=width, experts=0, active=0)
 
     def config_fields(self) -> dict[str, Any]:
-        """The sizes as config.json has them; with experts they are those of a Mixtral."""
+        """Return the sizes as fields of config.json; with experts, those of a Mixtral."""
         experts: dict[str, Any] = {}
         if self.experts:
             experts = {
@@ -57,7 +57,7 @@ class Shape:
         }
 
 
-# Those of Llama 3.1 and 3.2, Qwen2.5, Llama 3.1 70B, and Qwen3 but for the norms of its heads.
+# Shapes of Llama 3.1 and 3.2, Qwen2.5, Llama 3.1 70B, and Qwen3 without the norms of its heads.
 SHAPES = {
     "llama-1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192),
     "llama-3b": Shape(hidden=3072, layers=28, heads=24, kv_heads=8, head_dim=128, intermediate=8192),
@@ -71,13 +71,13 @@ SHAPES = {
 
 
 ROUTE_CHANNELS = 32
-"""Channels of the residual stream by which the routers of an inflated model tell tokens apart."""
+"""Channels of the residual stream by which an inflated model's routers tell tokens apart."""
 
 
 def parse_shape(text: str) -> Shape:
-    """A shape from its name, from sizes, or from both: `llama-8b`, `llama-1b,layers=30`, `hidden=640,layers=4,...`.
+    """Parse a name, sizes, or both: `llama-8b`, `llama-1b,layers=30`, `hidden=640,layers=4,...`.
 
-    Raises ConfigError: an unknown name or size, a size that is no positive integer, or sizes missing.
+    Raises ConfigError for an unknown name or size, a size that is not a positive integer, or missing sizes.
     """
     base, *rest = text.split(",")
     if base in SHAPES:
@@ -123,16 +123,16 @@ def _form() -> str:
 
 
 def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint as it would be if its decoder, the text part of a larger model, stood alone."""
+    """Return a checkpoint's config.json as if its decoder, maybe the text part of a larger model, stood alone."""
     text = text_fields(fields)
     if text is fields:
         return dict(fields)
-    # Of the containers that we read only Mistral's hold a plain decoder, which has a class of its own.
+    # Of the containers that we read, only Mistral's holds a plain decoder, which has a class of its own.
     return {**text, "architectures": ["MistralForCausalLM"]}
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """The shape of a checkpoint."""
+    """Return the shape of a checkpoint."""
     experts = config.experts
     return Shape(
         hidden=config.hidden_size,
@@ -148,10 +148,10 @@ def shape_of(config: ModelConfig) -> Shape:
 
 @dataclass(frozen=True)
 class ShapeMap:
-    """Places of a source decoder's channels, heads and layers in a target shape.
+    """Maps a source decoder's channels, heads and layers to their places in a target shape.
 
-    Residual and MLP channels keep their numbers: the first `source.hidden` and `source.intermediate` of the target's.
-    Where the target has experts, each holds one of `mlp_parts` of the MLP's channels.
+    Residual and MLP channels keep their numbers: they are the first `source.hidden` and `source.intermediate` of the
+    target's. If the target has experts, each one holds one of `mlp_parts` parts of the MLP's channels.
     """
 
     source: Shape
@@ -159,9 +159,9 @@ class ShapeMap:
 
     @classmethod
     def of(cls, config: ModelConfig, target: Shape) -> ShapeMap:
-        """The map of the decoder that `config` describes.
+        """Return the map for the decoder that `config` describes.
 
-        Raises ConfigError: the target cannot hold the source exactly; says what stands against it.
+        Raises ConfigError, with the reason, if the target cannot hold the source exactly.
         """
         shape_map = cls(shape_of(config), target)
         problem = shape_map._problem()
@@ -179,12 +179,12 @@ class ShapeMap:
 
     @cached_property
     def rotary_stride(self) -> int:
-        """Pair i of a source head is pair i * rotary_stride of a target head, where it turns at the same speed."""
+        """Pair i of a source head becomes pair i * rotary_stride of a target head, which rotates at the same speed."""
         return self.target.head_dim // self.source.head_dim
 
     @cached_property
     def layers(self) -> list[int]:
-        """Target layer of each source layer: spread evenly, so that a fraction of the depth stays that fraction."""
+        """Target layer of each source layer. They are spread evenly, so that relative depths stay the same."""
         return [layer * self.target.layers // self.source.layers for layer in range(self.source.layers)]
 
     @cached_property
@@ -195,16 +195,16 @@ class ShapeMap:
 
     @cached_property
     def kv_heads(self) -> list[int]:
-        """Source KV head that each target KV head holds, -1 where it holds none.
+        """Source KV head in each target KV head, -1 for none.
 
-        A group of query heads that is larger than the target's groups takes several KV heads, which are then equal.
+        A source group with more query heads than a target group takes several target KV heads, which are then equal.
         """
         held = [head for head in range(self.source.kv_heads) for _ in range(self._copies)]
         return held + [-1] * (self.target.kv_heads - len(held))
 
     @cached_property
     def heads(self) -> list[int]:
-        """Target query head of each source query head; each stays with its KV head."""
+        """Target query head of each source query head. Each one stays with its KV head."""
         own, group = self._groups
         places = []
         for head in range(self.source.heads):
@@ -214,17 +214,17 @@ class ShapeMap:
         return places
 
     def head_channels(self, heads: list[int]) -> list[int]:
-        """Target channels, in a matrix of whole heads, of source heads that lie at the target's `heads`."""
+        """Return the target channels, in a matrix of whole heads, of source heads placed at the target's `heads`."""
         return [head * self.target.head_dim + dim for head in heads for dim in self.dims]
 
     @property
     def mlp_parts(self) -> int:
-        """Experts that hold the source's MLP together."""
+        """Number of experts that hold the source's MLP together."""
         return -(-self.source.intermediate // self.target.intermediate)
 
     @property
     def _groups(self) -> tuple[int, int]:
-        """Query heads to a KV head: in the source, in the target."""
+        """Query heads for each KV head, in the source and in the target."""
         return self.source.heads // self.source.kv_heads, self.target.heads // self.target.kv_heads
 
     @property

@@ -1,22 +1,22 @@
-"""Embeds a small checkpoint in a large shape: the same function at the large model's full cost.
+"""Embed a small checkpoint in a large shape: the same function at the large model's full cost.
 
-The source's channels, heads and layers lie where `ShapeMap` says. Everything else is filled with random weights whose
-results are multiplied by zero: columns of o_proj and down_proj, and all rows that would leave the source's part of the
-residual stream, are zero. So that stream is the source's, followed by zeros, and:
+The source's channels, heads and layers lie where `ShapeMap` says. All other weights are random, but their results are
+multiplied by zero: unused columns of o_proj and down_proj are zero, and so are all rows that would write outside of the
+source's part of the residual stream. So the stream is the source's, followed by zeros, and:
 
     RMS norms     the mean is over more channels: weights times sqrt(h / H), epsilon times h / H
-    rotary pairs  pair i of a head of d channels is pair i * D / d of a head of D, where it turns at the same speed
+    rotary pairs  pair i of a head of d channels becomes pair i * D / d of a head of D, which rotates at the same speed
     queries       times sqrt(D / d), for the softmax scale of the longer heads
     layers        the target's other layers add zero
 
-Experts, where the target has them, hold the source's MLP in parts, down_proj times the number of parts. As many experts
-in turn share one router row, so that they are chosen together and count alike: whatever the router chooses, each part
-counts one over that number. The routers are random; what they look at are channels that hold a random sign for each
-token of the vocabulary, so that different tokens wake different experts, all as often. Their squares take part of
-epsilon's place in the norms, and nothing else reads them.
+If the target has experts, they hold the source's MLP in parts, with down_proj times the number of parts. The experts of
+one set of parts, which follow each other, share one router row, so that they are chosen together with equal weights:
+whatever the router chooses, each part counts one over that number. Router rows are random, and read only channels that
+hold a random sign for each token of the vocabulary, so that different tokens wake different experts, all equally often.
+The squares of these channels replace part of epsilon in the norms, and nothing else reads them.
 
-Rows added to the vocabulary are never chosen: an extra channel carries a constant, which takes part of epsilon's place
-in the norms, and in the output matrix the added rows hold a large negative number against it.
+Tokens added to the vocabulary are never chosen: an extra channel holds a constant, whose square replaces part of
+epsilon in the norms, and the added rows of the output matrix hold a large negative number for it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from outrider.models.config import ModelConfig
 from outrider.models.weights import StoredTensor
 from outrider_tools.inflate.shapes import ROUTE_CHANNELS, ShapeMap
 
-# The spread of Llama's own start: large enough for real numbers everywhere, and far from any overflow.
+# The standard deviation of Llama's own initial weights: everywhere above denormal numbers, and far from any overflow.
 RANDOM_STD = 0.02
 
-# Against the constant channel, which is about 0.05: below -1000 for any residual stream of a norm below 1000.
+# For the constant channel, which is about 0.05: logits below -1000 for any residual stream of a norm below 1000.
 PADDING_NORM_WEIGHT = 256.0
 PADDING_HEAD_WEIGHT = -32768.0
 
 ROUTE_NORM_WEIGHT = 256.0
-"""Of the channels that routers see; they hold about 0.01."""
+"""Weight of the channels that routers read; they hold about 0.01."""
 
 EXPERT_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -52,9 +52,9 @@ EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "mo
 
 @dataclass(frozen=True)
 class Axis:
-    """Where channels of the source lie along an axis of the target: channel `sources[i]` at place `places[i]`.
+    """Where the source's channels lie along an axis of the target: channel `sources[i]` at place `places[i]`.
 
-    Of a tensor's axes, one at most has other places than the first ones.
+    At most one axis of a tensor has other places than the first ones.
     """
 
     size: int
@@ -63,14 +63,14 @@ class Axis:
 
     @classmethod
     def front(cls, size: int, used: int) -> Axis:
-        """The source's channels first, in their order."""
+        """Return an axis with the source's channels first, in their order."""
         return cls(size, range(used), range(used))
 
 
 class Inflater:
     """Makes the target's tensors one at a time, by name, in `dtype` on `device`.
 
-    The random part of a tensor depends on `seed`, the tensor's name and the kind of device alone.
+    The random part of a tensor depends only on `seed`, the tensor's name and the kind of device.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Inflater:
         self._constant: float | None = None
         self._read: dict[str, Tensor] = {}
         self._sign = 0.0
-        """Size of the signs of tokens, where there are experts."""
-        # Sums of squares that constant channels add to the norms' own are taken from epsilon.
+        """Size of tokens' signs; 0 without experts."""
+        # Constant channels add to the sums of squares in norms; epsilon is reduced by as much.
         self._epsilon = config.rms_norm_eps * source.hidden
         whole = self._epsilon
         if vocab_size != config.vocab_size:
@@ -112,7 +112,7 @@ class Inflater:
         self.rms_norm_eps = self._epsilon / target.hidden
 
     def tensor(self, name: str) -> Tensor:
-        """The target's tensor of that Hugging Face name."""
+        """Return the target's tensor of that Hugging Face name."""
         if name == EMBEDDING:
             return self._embedding_matrix()
         if name == HEAD:
@@ -135,7 +135,7 @@ class Inflater:
         return self._projection(name, source, part.split(".")[1], is_bias=part.endswith(".bias"))
 
     def _projection(self, name: str, source: str | None, kind: str, is_bias: bool) -> Tensor:
-        """A matrix of a layer, or its bias, which follows the matrix's rows."""
+        """Return a matrix of a layer, or its bias, whose channels are the matrix's rows."""
         rows, columns = {
             "q_proj": (self._heads, self._residual),
             "k_proj": (self._kv_heads, self._residual),
@@ -154,7 +154,7 @@ class Inflater:
         return self._place(target, source, axes, self._query_scale if kind == "q_proj" else 1.0)
 
     def _clear_queries(self, target: Tensor) -> None:
-        """Channels that no rotary pair of the source has: the keys' are random, so the queries' must be zero."""
+        """Zero the query channels outside of the source's rotary pairs, because key channels there are random."""
         target.unflatten(0, (-1, self._shape_map.target.head_dim))[self._shape_map.heads] = 0.0
 
     def _norm(self, source: str | None, constant_weight: float) -> Tensor:
@@ -185,7 +185,7 @@ class Inflater:
         return target
 
     def _take(self, share: float, count: int) -> float:
-        """What `count` channels hold whose squares take about `share` of epsilon's place: the sums stay the same."""
+        """Return the value for `count` channels whose squares replace about `share` of epsilon, so that sums stay."""
         value = float(torch.tensor(math.sqrt(share / count)).to(self._dtype))
         self._epsilon -= count * value**2
         return value
@@ -197,7 +197,7 @@ class Inflater:
         return slice(first, first + ROUTE_CHANNELS)
 
     def _of_experts(self, name: str, source_layer: int | None, part: str) -> Tensor:
-        """A router, or a matrix of an expert."""
+        """Return a router, or a matrix of an expert."""
         target, parts = self._shape_map.target, self._shape_map.mlp_parts
         if part.endswith("gate.weight"):
             rows = self._random(name, (Axis.front(target.experts // parts, 0), self._residual), 1.0)
@@ -221,7 +221,7 @@ class Inflater:
         return made
 
     def _values(self, name: str) -> Tensor:
-        """The source's tensor in float32, kept for the next expert of its layer."""
+        """Return the source's tensor in float32, kept for the next expert of its layer."""
         if name not in self._read:
             if len(self._read) >= len(EXPERT_PARTS):
                 self._read.clear()
@@ -229,7 +229,7 @@ class Inflater:
         return self._read[name]
 
     def _place(self, target: Tensor, source: str, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
-        """Write a tensor of the source where it lies in `target`; returns `target`."""
+        """Write a tensor of the source to its place in `target`. Return `target`."""
         return self._place_values(target, self._stored[source].read(), axes, scale)
 
     def _place_values(self, target: Tensor, values: Tensor, axes: tuple[Axis, ...], scale: float = 1.0) -> Tensor:
@@ -251,13 +251,13 @@ class Inflater:
         return torch.zeros([axis.size for axis in axes], dtype=self._dtype, device=self._device)
 
     def _random(self, name: str, axes: tuple[Axis, ...], std: float = RANDOM_STD) -> Tensor:
-        # Hashed together: the CPU's generator takes no more than 32 bits.
+        # Seed and name are hashed together: the CPU's generator takes at most 32 bits.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         return self._zeros(axes).normal_(0.0, std, generator=generator)
 
 
 def _head_axes(shape_map: ShapeMap) -> tuple[Axis, Axis]:
-    """Rows of q_proj, and of k_proj and v_proj."""
+    """Return the axes of rows of q_proj, and of k_proj and v_proj."""
     source, target = shape_map.source, shape_map.target
     heads = Axis(
         target.heads * target.head_dim, shape_map.head_channels(shape_map.heads), range(source.heads * source.head_dim)
@@ -274,7 +274,7 @@ def _head_axes(shape_map: ShapeMap) -> tuple[Axis, Axis]:
 def inflated_fields(
     fields: dict[str, Any], shape_map: ShapeMap, vocab_size: int, rms_norm_eps: float, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The target's config.json from the source's."""
+    """Return the target's config.json, made from the source's."""
     target = shape_map.target
     changes: dict[str, Any] = {
         **target.config_fields(),

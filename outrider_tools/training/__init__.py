@@ -1,1 +1,1 @@
-"""Training of drafters: text from the target itself, the trainable modules, and how well they guess. Needs torch."""
+"""Training of drafters: text from the target itself, the trainable modules, and evaluation. Needs torch."""

@@ -1,8 +1,8 @@
-"""Causal attention over sequences that lie one after the other, and of a drafter that runs on its own features.
+"""Causal attention over packed sequences, also for a drafter that runs ahead on its own features.
 
 Step 0 runs a drafter over a sequence with the target's features, causally. Step j runs it again at every position as
-if the target's features ended there: its query sees the keys of step 0 up to its own position, and of steps 1 to j its
-own position alone. So most of the work is causal attention over one set of keys, whatever the step.
+if the target's features ended there: its query sees the keys of step 0 up to its own position, and of steps 1 to j only
+those at its own position. So in every step most of the work is causal attention over one set of keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outrider.layers.rotary import Rotary
 aten = torch.ops.aten
 
 Split = Callable[[Tensor, RMSNorm | None], tuple[Tensor, Tensor, Tensor]]
-"""From what a layer's qkv projection makes to q, k and v: `HeadSplit`."""
+"""Turns the output of a layer's qkv projection into q, k and v, like `HeadSplit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Spans:
 
     Attributes:
         bounds: int32 [S + 1], from 0 to M; sequence s is bounds[s] to bounds[s + 1] - 1, and may be empty.
-        positions: int64 [M], of each token in its sequence.
-        longest: tokens of a sequence at most.
+        positions: int64 [M], each token's position in its sequence.
+        longest: upper bound of the tokens of a sequence.
     """
 
     bounds: Tensor
@@ -46,25 +46,25 @@ class Spans:
 
     @classmethod
     def of(cls, bounds: Tensor, num_tokens: int, longest: int) -> Spans:
-        """From bounds alone, without waiting for the device."""
+        """Make spans from bounds alone, without waiting for the device."""
         places = torch.arange(num_tokens, dtype=bounds.dtype, device=bounds.device)
         starts = bounds[torch.searchsorted(bounds, places, right=True) - 1]
         return cls(bounds, (places - starts).long(), longest)
 
     @classmethod
     def whole(cls, num_tokens: int, device: torch.device) -> Spans:
-        """One sequence."""
+        """Return the span of a single sequence."""
         bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
         return cls(bounds, torch.arange(num_tokens, device=device), num_tokens)
 
     def places(self) -> list[slice]:
-        """Of the sequences that are not empty. Waits for the device."""
+        """Return the slices of all sequences that are not empty. Waits for the device."""
         bounds = self.bounds.tolist()
         return [slice(start, end) for start, end in pairwise(bounds) if end > start]
 
 
 def check_plain(rules: LayerRules) -> None:
-    """Raise ValueError for layers that training does not attend with: heads have none, and such targets are refused."""
+    """Raise ValueError for rules that training does not support: heads have none, and such targets are refused."""
     if rules is not PLAIN:
         raise ValueError("training attends over all positions, with one rotary embedding, and scores as they are")
 
@@ -73,7 +73,7 @@ class SpanAttention(AttentionBackend, AttentionPlan):
     """Causal attention within each of some spans, for one forward of their tokens. Writes nothing to a KV cache.
 
     Attributes:
-        kept: with `keep`, of each layer, keys and values [M, KVH, D].
+        kept: with `keep`, each layer's keys and values [M, KVH, D].
     """
 
     def __init__(self, spans: Spans, keep: bool = False) -> None:
@@ -96,7 +96,7 @@ class SpanAttention(AttentionBackend, AttentionPlan):
 
 
 def _head_split(batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) -> Split:
-    """HeadSplit; on a GPU, where the heads' size allows it, in one launch."""
+    """Return HeadSplit, or on a GPU a function that does the same in one launch, if the head size allows it."""
     shape = (batch.token_ids.shape[0], *kv.k.shape[2:])
     if not batch.token_ids.is_cuda or shape[-1] < 16 or shape[-1] & (shape[-1] - 1):
         return HeadSplit(batch, kv, num_heads, rotary)
@@ -112,7 +112,7 @@ def _head_split(batch: TokenBatch, kv: KVCache, num_heads: int, rotary: Rotary) 
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-    """Within each sequence: q [M, H, D], k and v [M, KVH, D] to [M, H, D]; no gradients."""
+    """Attend within each sequence: q [M, H, D], k and v [M, KVH, D] to [M, H, D]. Has no gradients."""
     if _has_kernel(q):
         return _flash(q, k, v, spans)[0]
     output = torch.empty_like(q)
@@ -124,7 +124,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
 
 
 class OwnKeyMerger:
-    """Merges own keys into the flash part, forward and backward; each is a function of tensors that may be compiled."""
+    """Merges own keys into the result of flash attention, forward and backward. `wrap` may compile both functions."""
 
     def __init__(self, wrap: Callable[[Any], Any]) -> None:
         self.merge = wrap(_merge)
@@ -134,12 +134,12 @@ class OwnKeyMerger:
 def own_attention(
     q: Tensor, k: Tensor, v: Tensor, own_k: list[Tensor], own_v: list[Tensor], spans: Spans, columns: OwnKeyMerger
 ) -> Tensor:
-    """Attend to the true keys of the sequence up to the query's position, and to its own column of later steps.
+    """Attend to the sequence's keys of step 0 up to the query's position, and to later steps' keys at that position.
 
     Args:
         q: [M, H, D].
-        k: [M, KVH, D], keys of step 0; so are its values `v`.
-        own_k: keys of steps 1 to J, [M, KVH, D] each; so are their values `own_v`. On a CPU or in half precision.
+        k: [M, KVH, D], keys of step 0, whose values are `v`.
+        own_k: keys of steps 1 to J, [M, KVH, D] each, whose values are `own_v`. On a CPU or in half precision.
 
     Returns [M, H, D].
     """
@@ -148,10 +148,10 @@ def own_attention(
 
 
 class _OwnAttention(torch.autograd.Function):
-    """Flash attention over the true keys; the few own keys are merged by the logarithm of the sum of weights.
+    """Flash attention over the keys of step 0; the few own keys are merged by the logarithm of the sum of weights.
 
-    Backward: with the merged output and sum, flash attention's own backward gives the true keys' part exactly, for
-    all that it takes from the forward is the weight exp(score - sum) and the product of output and its gradient.
+    Backward calls flash attention's own backward with the merged output and sum, which gives the exact part of step 0's
+    keys: it only takes the weight exp(score - sum) and the product of output and gradient from the forward.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class _OwnAttention(torch.autograd.Function):
 
 
 def _grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
-    """[M, H, D] as float32 [M, KVH, H / KVH, D]."""
+    """Return heads [M, H, D] as float32 [M, KVH, H / KVH, D]."""
     grouped: Tensor = heads.float().unflatten(1, (num_kv_heads, -1))
     return grouped
 
@@ -188,7 +188,7 @@ def _grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
 def _merge(
     q: Tensor, output: Tensor, log_sum: Tensor, own_k: list[Tensor], own_v: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The merged output [M, H, D] and the logarithm of all weights' sum, float32 [M, H]."""
+    """Return the merged output [M, H, D] and the logarithm of the sum of all weights, float32 [M, H]."""
     scale = q.shape[-1] ** -0.5
     queries = _grouped(q, own_k[0].shape[1])
     true = log_sum.unflatten(1, (own_k[0].shape[1], -1))
@@ -210,7 +210,7 @@ def _merge(
 def _merge_gradients(
     grad_q: Tensor, grad: Tensor, q: Tensor, output: Tensor, total: Tensor, own_k: list[Tensor], own_v: list[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Of q, with the flash part's, and of the own keys and values."""
+    """Return the gradients of q, the flash part's `grad_q` included, and of the own keys and values."""
     scale = q.shape[-1] ** -0.5
     num_kv_heads = own_k[0].shape[1]
     queries, grads = _grouped(q, num_kv_heads), _grouped(grad, num_kv_heads)
@@ -229,19 +229,19 @@ def _merge_gradients(
 
 
 def _has_kernel(q: Tensor) -> bool:
-    """Whether there is flash attention over many sequences at once."""
+    """Whether a flash attention kernel for many sequences at once takes `q`."""
     return q.is_cuda and q.dtype != torch.float32
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Causal attention within sequences, each query's logarithm of the sum [M, H], and what backward wants besides."""
+    """Attend causally within sequences. Return output, log of the sum of weights [M, H], and extras for backward."""
     scale = q.shape[-1] ** -0.5
     if _has_kernel(q):
         size = spans.longest
         found = aten._flash_attention_forward(
             q, k, v, spans.bounds, spans.bounds, size, size, 0.0, True, False, scale=scale
         )
-        # [H, M] there.
+        # The kernel's logarithms are [H, M].
         return found[0], found[1].t(), [found[2], found[3]]
     output = torch.empty_like(q)
     log_sum = torch.empty(q.shape[:2], dtype=torch.float32)
@@ -266,13 +266,13 @@ def _flash_backward(
         sums = total[place].t().unsqueeze(0)
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(rows, *heads, sums, 0.0, True, scale=scale)
         for whole, part in zip(grads, found, strict=True):
-            # Of a key or value, over the queries that share it.
+            # The gradient of a key or value is a sum over the queries that share it.
             whole[place] = part[0].transpose(0, 1).unflatten(1, (whole.shape[1], -1)).sum(2)
     return grads[0], grads[1], grads[2]
 
 
 def _sequences(spans: Spans, *parts: Tensor) -> list[tuple[slice, list[Tensor]]]:
-    """Each sequence's place, and its part [1, H, T, D] of tensors [M, H, D]; key heads repeated for their queries."""
+    """Return each sequence's slice, and its part [1, H, T, D] of tensors [M, H, D], with key heads repeated to H."""
     num_heads = max(part.shape[1] for part in parts)
     whole = [part.repeat_interleave(num_heads // part.shape[1], 1).transpose(0, 1).unsqueeze(0) for part in parts]
     return [(place, [part[:, :, place].contiguous() for part in whole]) for place in spans.places()]

@@ -1,4 +1,4 @@
-"""The text that a drafter learns from: questions, given and invented, and the target's answers to them."""
+"""The text that a drafter learns from: given and invented questions, and the target's answers to them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from outrider_tools.training.prompts import (
 from outrider_tools.training.target import TargetModel
 from outrider_tools.training.texts import Texts
 
-# Invented questions of fewer tokens are mere greetings, or nothing.
+# Invented questions of fewer tokens are mere greetings, or empty.
 MIN_QUESTION = 4
-# Tokens of an answer to count on, and the share of invented questions that are kept, both on the low side: with too
-# many questions a little time is lost, with too few there is less text than was asked for.
+# Expected tokens of an answer, and expected share of invented questions that are kept. Both are low on purpose: too
+# many questions waste a little time, too few give less text than was asked for.
 ANSWER_TOKENS, KEPT_SHARE = 240, 0.8
-# Ranks draw their noise from seeds this far apart.
+# Seeds of neighbouring ranks differ by this, so that they draw different noise.
 RANK_SEEDS = 7919
 
 
-# A system message is invented for so many conversations that begin otherwise, up to so many in all.
+# One system message is invented for this many conversations with other beginnings, up to this many messages.
 TEXTS_A_MESSAGE, MAX_MESSAGES = 16, 256
 
 TEXTS, TEXTS_RECORD = "texts.safetensors", "texts.json"
@@ -48,13 +48,13 @@ TEXTS, TEXTS_RECORD = "texts.safetensors", "texts.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredTexts:
-    """Text that lies in a folder.
+    """Text stored in a folder.
 
     Attributes:
-        held_out: invented questions that are not in it, as token ids.
-        options: what it was made with; of which target and questions; `given` says how many of those it answers beside
-            invented ones.
-        beginnings: how many of the texts begin in which way.
+        held_out: invented questions that were left out of the text, as token ids.
+        options: options that the text was made with, and which target and questions; `given` is the number of given
+            questions that it answers.
+        beginnings: number of texts by the way they begin.
     """
 
     texts: Texts
@@ -64,16 +64,16 @@ class StoredTexts:
 
     @staticmethod
     def are_in(folder: Path) -> bool:
-        """Whether there is something to load."""
+        """Whether `folder` has texts to load."""
         return (folder / TEXTS).is_file() and (folder / TEXTS_RECORD).is_file()
 
     @classmethod
     def load(cls, folder: Path) -> StoredTexts:
-        """What `save` wrote."""
+        """Load texts that `save` wrote."""
         return cls(Texts.load(folder / TEXTS), **json.loads((folder / TEXTS_RECORD).read_text("utf-8")))
 
     def save(self, folder: Path) -> None:
-        """Write both files, each whole or not at all; the record, last, says that all is there."""
+        """Write both files, each whole or not at all. The record comes last: it marks the text as complete."""
         record = {name: getattr(self, name) for name in ("options", "beginnings", "held_out")}
         with writing("--out", folder):
             self.texts.save(folder / TEXTS)
@@ -83,10 +83,10 @@ class StoredTexts:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Makes the texts, or reads them where they were made with the same options before.
+    """Makes the texts, or loads them if they were made with the same options before.
 
-    Each of `ranks` makes its share and leaves it in the folder, where all of them then read all of it. `target` tells
-    the model from others.
+    Each of `ranks` writes its share to the folder; then all of them read the whole. `target` is the model's
+    fingerprint.
     """
 
     model: CausalLM
@@ -102,9 +102,9 @@ class Corpus:
         return self.options.seed + RANK_SEEDS * self.ranks.rank
 
     def texts(self, given: Sequence[Question]) -> StoredTexts:
-        """Conversations that the target had with the `given` questions and its own.
+        """Return the target's conversations about the `given` questions and about questions that it invented.
 
-        Raises ConfigError: there are no questions at all, or the folder holds text that was made with other options.
+        Raises ConfigError if there are no questions at all, or the folder holds text that was made with other options.
         """
         wanted = {**asdict(self.options), "temperatures": list(self.options.temperatures), "given": len(given)}
         origin = {
@@ -115,7 +115,7 @@ class Corpus:
         is_made = StoredTexts.are_in(self.folder)
         if is_made:
             self._check_made({**origin, **StoredTexts.load(self.folder).options}, wanted)
-        # The first rank's view counts, and none goes on to write before all have looked.
+        # The first rank decides, and no rank writes before all have looked.
         if not self.ranks.broadcast_int(int(is_made)):
             held_out = self._make_share(given)
             self.ranks.barrier()
@@ -133,9 +133,9 @@ class Corpus:
         return StoredTexts.load(self.folder)
 
     def _check_made(self, options: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """Raise ConfigError for text with other `options`: to make it may have taken hours, and a state goes with it.
+        """Raise ConfigError if the text was made with other `options`: it took long, and a state belongs to it.
 
-        Text of before target and questions were noted counts as theirs.
+        Older text, without a note of its target and questions, is taken for theirs.
         """
         for name, value in wanted.items():
             if options.get(name) != value:
@@ -145,7 +145,7 @@ class Corpus:
                 )
 
     def _make_share(self, given: Sequence[Question]) -> list[list[int]]:
-        """Write this rank's share to its own file; returns what the first rank holds out."""
+        """Write this rank's share to its own file. Return the questions that the first rank holds out."""
         ranks, options = self.ranks, self.options
         invented = self._invent(len(given))
         num_held_out = options.held_out if ranks.is_main else 0
@@ -164,7 +164,7 @@ class Corpus:
         return self.folder / f"texts.{rank}.safetensors"
 
     def _invent(self, num_given: int) -> list[list[int]]:
-        """Questions as token ids, each once, without what ends them."""
+        """Return invented questions as token ids, without repeats and stop tokens."""
         options = self.options
         count = options.invented
         if count < 0:
@@ -174,14 +174,14 @@ class Corpus:
         if not count:
             return []
         openings = [self.form.words(text) for text in all_openings()]
-        # In turn, a share of them opened; ranks begin at different places.
+        # A share of the questions starts with random first words; each rank has its own seed.
         random = np.random.default_rng(self._seed)
         chosen = random.integers(0, len(openings), count)
         firsts = [openings[i] if u < options.opened else [] for i, u in zip(chosen, random.random(count), strict=True)]
         return self._said(self.form.before, firsts, options.question_tokens, "questions")
 
     def _invent_messages(self, num_texts: int) -> list[str]:
-        """System messages, one for some conversations that will have one."""
+        """Return invented system messages, each one meant for several of the conversations that get one."""
         options = self.options
         count = min(MAX_MESSAGES, int(options.beginnings * num_texts / TEXTS_A_MESSAGE))
         try:
@@ -193,12 +193,12 @@ class Corpus:
         return [self.form.decode(said) for said in self._said(before, firsts, options.system_tokens, "system messages")]
 
     def _said(self, before: list[int], firsts: list[list[int]], num_tokens: int, what: str) -> list[list[int]]:
-        """What the target says after `before` and one of the first words each: whole ones, each once, without what ends
-        them."""
+        """Return what the target says after `before` and each of `firsts` (first words): only complete texts, without
+        repeats and stop tokens."""
         if not firsts:
             return []
         options, stops = self.options, self.model.config.eos_token_ids
-        # No more than the target has positions for.
+        # The target has positions for no more tokens.
         num_tokens = min(num_tokens, self.model.config.max_positions - len(before))
         if num_tokens <= MIN_QUESTION:
             return []
@@ -229,7 +229,7 @@ class Corpus:
             GenerationJob(prompt, heats[i % len(heats)], min(options.answer_tokens, positions - len(prompt)))
             for i, prompt in enumerate(prompts)
         ]
-        # Another seed, so that answers do not repeat questions' noise.
+        # Another seed, so that answers do not repeat the questions' noise.
         longest, seed = min(longest + options.answer_tokens, positions), self._seed + 1
         answers = self._generated("answers", f"to {len(jobs)} questions", jobs, longest, seed, options.tokens)
         return Texts.join(prompts[: len(answers)], answers)
@@ -237,8 +237,8 @@ class Corpus:
     def _generated(
         self, what: str, told: str, jobs: list[GenerationJob], longest: int, seed: int, budget: int = 0
     ) -> list[NDArray[np.int32]]:
-        """Answers of at most `longest` tokens with their prompts, each drawn by a seed of its own that follows from
-        `seed`; once all ranks have `budget` tokens (0: no end), or time is over, no more begin."""
+        """Return answers; with its prompt each has at most `longest` tokens, and each has its own seed, made from
+        `seed`. No more begin once all ranks together have `budget` tokens (0: no limit), or time is over."""
         rows = min(self.options.num_rows, len(jobs))
         self.report.line(f"{what}: {told}, {rows} at once")
         return Generator(self.model, rows, longest, self.model.config.eos_token_ids).run(
@@ -252,8 +252,8 @@ class Corpus:
 def run_texts(
     target: TargetModel, form: ChatForm, options: RunOptions, work: Path, report: Report, ranks: RankGroup
 ) -> tuple[Texts, list[Question], StoredTexts]:
-    """What is trained on, the questions that are evaluated with, and the text before those were taken out of it; the
-    same for all `ranks`.
+    """Return the text to train on, the questions for the evaluation, and the text before those questions were taken
+    out. All `ranks` get the same.
 
     Raises:
         ConfigError: prompts for training are also for the evaluation, or `options.text` holds no text for this target.
@@ -272,17 +272,17 @@ def run_texts(
     else:
         corpus = Corpus(target.model, form, options.corpus, work, report, ranks, target.fingerprint)
         found = corpus.texts(given)
-    # Special tokens alone say nothing, which every prompt would end with.
+    # Leave out questions without text (special tokens only): every prompt would count as ending with one.
     asked = asked or [Question(text) for text in map(form.decode, found.held_out) if text.strip()]
     if not asked:
         raise ConfigError("there are no questions to evaluate with; give --eval-prompts")
-    # Whatever text it is: what is evaluated with is not trained on.
+    # Whatever the text's origin, questions of the evaluation are not trained on.
     texts = found.texts.without(ending for question in asked for ending in endings(form, question.text))
     return texts, asked, found
 
 
 def _earlier(folder: Path, target: TargetModel) -> StoredTexts:
-    """The text of a run's folder or of the folder `work` in it."""
+    """Return the text in a run's folder, or in the folder `work` inside it."""
     if StoredTexts.are_in(folder / WORK_FOLDER):
         folder = folder / WORK_FOLDER
     if not StoredTexts.are_in(folder):

@@ -1,6 +1,6 @@
-"""The drafters that can be trained: how each begins, and how it is written as a folder in the layout of public ones.
+"""The drafters that can be trained: how each begins, and how its folder is written in the layout of public ones.
 
-A small language model is one of them, which begins with the target's own layers where they fit; heads are in `heads`.
+One of them is a small language model, which begins with the target's own layers if they fit. Heads are in `heads`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from outrider_tools.training.texts import Texts, choose_vocabulary
 
 
 def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> ModelConfig:
-    """The target's shape with fewer layers and, if `hidden_size` is not 0, narrower; heads keep their size.
+    """Return the target's shape with fewer layers and, if `hidden_size` is not 0, narrower; heads keep their size.
 
-    Raises ConfigError: a hidden size that is no multiple of the heads' size, or a target of which no small model can
-    be made.
+    Raises ConfigError if the hidden size is not a multiple of the head size, or no small model can be made of the
+    target.
     """
     if target.quantization is not None or target.experts is not None:
         what = "experts" if target.quantization is None else f"{target.quantization.name} weights"
@@ -59,7 +59,7 @@ def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> Mode
     if hidden_size % target.head_dim:
         raise ConfigError(f"--hidden {hidden_size}: must be a multiple of the head size {target.head_dim}")
     num_heads = hidden_size // target.head_dim
-    # As many queries for a key head as the target has, where that divides.
+    # As many queries for each key head as in the target, if that divides.
     group = target.num_heads // target.num_kv_heads
     return replace(
         target,
@@ -72,8 +72,8 @@ def small_config(target: ModelConfig, num_layers: int, hidden_size: int) -> Mode
 
 
 class TrainableLM(TrainableDrafter):
-    """A decoder-only language model under Hugging Face's names, without their leading `model.`. It has no features to
-    run ahead on, so it learns from one step."""
+    """A decoder-only language model under Hugging Face's names, without their leading `model.`. It learns from one step
+    only, since it has no features to run ahead on."""
 
     lead = 0
 
@@ -123,9 +123,9 @@ class TrainableLM(TrainableDrafter):
         }
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
-        """See TrainableDrafter: the target's, with the small model's sizes."""
+        """See TrainableDrafter. Starts from the target's fields, with the small model's sizes."""
         fields = {**target_fields, **shape_of(self.config).config_fields()}
-        # Lists with an entry a layer are the target's and fit no longer, and the small model has no MTP modules.
+        # The target's lists with an entry for each layer no longer fit, and the small model has no MTP modules.
         lacking = ("layer_types", "num_nextn_predict_layers")
         return {name: value for name, value in fields.items() if name not in lacking}
 
@@ -133,8 +133,8 @@ class TrainableLM(TrainableDrafter):
     def start(self, target: TargetModel) -> None:
         """Begin with the target's own weights.
 
-        Of the same width: embedding, output matrix, last norm, and layers spread over the target's from its first to
-        its last. Narrower: the embedding's (and output matrix's) main directions; the rest stays random.
+        With the same width, take embedding, output matrix, last norm, and layers spread evenly from the target's first
+        to its last. If narrower, take the main directions of embedding and output matrix; the rest stays random.
         """
         config = target.config
         same = self.config.hidden_size == config.hidden_size
@@ -155,7 +155,7 @@ class TrainableLM(TrainableDrafter):
 
 
 def _directions(embedding: Tensor, count: int) -> Tensor:
-    """[hidden, count]: the directions that most of the embedding lies in, the first ones first."""
+    """Return the `count` main directions of an embedding, [hidden, count], in descending order."""
     found: Tensor = torch.linalg.eigh(embedding.t() @ embedding).eigenvectors
     return found[:, -count:].flip(1)
 
@@ -164,10 +164,10 @@ DRAFT_VOCAB_SIZE = 8192
 
 
 def make_learner(target: TargetModel, texts: Texts, options: RunOptions) -> Learner:
-    """The untrained drafter that `options.algorithm` names, on the target's device; the same for the same options and
-    texts.
+    """Make the untrained drafter that `options.algorithm` names, on the target's device. The same options and texts
+    give the same drafter.
 
-    Raises ConfigError: the target or the sizes do not allow it.
+    Raises ConfigError if the target or the sizes do not allow it.
     """
     torch.manual_seed(options.trainer.seed)
     module = MAKERS[options.algorithm](target, texts, options).to(target.device)
@@ -188,7 +188,7 @@ def _eagle3(target: TargetModel, texts: Texts, options: RunOptions) -> Trainable
 def _block(target: TargetModel, texts: Texts, options: RunOptions) -> TrainableDrafter:
     config = target.config
     chosen = choose_vocabulary(texts, config.vocab_size, options.draft_vocab_size, config.eos_token_ids)
-    # The mask is a token that is never guessed; what it was to the target does not matter.
+    # The mask is a token that is never guessed; its meaning for the target does not matter.
     unknown = np.setdiff1d(np.arange(config.vocab_size), chosen)
     head = TrainableBlockHead(
         config,
@@ -243,11 +243,11 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "markov_rank": ("DSPARK",),
     "hidden": ("STANDALONE",),
 }
-"""The drafters that an option is for; the others do not read it."""
+"""The drafters that read each option; the others ignore it."""
 
 
 def _check_kinds(options: RunOptions) -> None:
-    """Raise ConfigError for an option of other drafters."""
+    """Raise ConfigError if an option is set that belongs to other drafters."""
     for name, kinds in _KINDS.items():
         of = options if hasattr(options, name) else options.trainer
         value, default = getattr(of, name), getattr(type(of)(), name)
@@ -260,9 +260,9 @@ def _check_kinds(options: RunOptions) -> None:
 
 
 def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
-    """Options with sizes in place of those that were not given: the initial head's, or the default.
+    """Return the options with missing sizes filled in, from the initial head or by default.
 
-    Raises ConfigError: the target or the initial head does not allow a size, or another kind is trained.
+    Raises ConfigError if the target or the initial head does not allow a size, or an option belongs to other drafters.
     """
     _check_kinds(options)
     if options.algorithm in BLOCK_ALGORITHMS and options.trainer.unroll < 2:
@@ -295,17 +295,17 @@ def resolved(options: RunOptions, target: ModelConfig) -> RunOptions:
 def export_drafter(
     module: TrainableDrafter, target_folder: Path, folder: Path, dtype: torch.dtype = torch.bfloat16, window: int = 0
 ) -> int:
-    """Write a drafter to `folder`, made if need be; returns the bytes of its weights.
+    """Write a drafter to `folder`, which is made if missing. Return the bytes of its weights.
 
-    A head's embedding is the target's and is left out, and so is the output matrix of an EAGLE head or MTP module. A
-    language model gets the target's tokenizer. Norms and matrices in `dtype`; of heads with a vocabulary of their own
-    `d2t` int64, `t2d` bool.
+    A head's embedding is left out, since it is the target's; so is the output matrix of an EAGLE head or MTP module. A
+    language model gets the target's tokenizer. Norms and matrices are stored in `dtype`; heads with a vocabulary of
+    their own have `d2t` int64 and `t2d` bool.
 
-    `window`: last tokens that a head is shown of long contexts when it is used, since it was trained on short ones; 0
-    for all.
+    `window` limits a head to that many last tokens of long contexts in use, because it was trained on short ones; 0 for
+    no limit.
     """
     fields = module.config_fields(decoder_fields(read_json(target_folder / "config.json")))
-    # Both are ways to say it; the newer one would win over what we write.
+    # "dtype" and "torch_dtype" mean the same; the newer name would override ours.
     fields.pop("dtype", None)
     if window:
         fields["draft_window_size"] = window

@@ -1,4 +1,4 @@
-"""How well a draft model guesses, offline: on the target's own answers, with the model as services load it."""
+"""Offline measure of a draft model's guesses: on the target's own answers, with the model loaded as services do."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def evaluate(
     tree: TreeShape | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Measure `model` on answers that the target gave. `depth` limits the rates, `tree.depth` chains and trees.
+    """Measure `model` on the target's answers. `depth` limits the rates, `tree.depth` chains and trees.
 
-    At a temperature the drafter ranks with the noise that the answers were drawn by. `on_progress` gets the number of
-    answers that are done, and of all.
+    At a temperature, the drafter ranks candidates with the noise that the answers were drawn with. `on_progress` gets
+    the number of finished answers, and of all.
 
-    Raises ConfigError: the draft model is of another vocabulary or hidden size, or a model attends otherwise than texts
-    are read here.
+    Raises ConfigError if the draft model has another vocabulary or hidden size, or a model's attention is not supported
+    here.
     """
     _check(target, model)
     largest = int(answers.texts.tokens.max(initial=0))
@@ -80,7 +80,7 @@ def evaluate(
 def _count(
     target: CausalLM, model: DraftModel, answers: Answers, number: int, depth: int, tree: TreeShape
 ) -> AnswerCounts:
-    """Of the answer of that number."""
+    """Return the counts of answer `number`."""
     token_ids = torch.from_numpy(answers.texts.sequence(number).astype(np.int64)).to(target.device)
     first = int(answers.texts.prompt_lens[number])
     draft = read_text(target, model, token_ids)
@@ -88,14 +88,14 @@ def _count(
     most = max(depth, tree.depth)
     ranking = CandidateRanker(model, answers.temperature, answers.seeds[number], token_ids.shape[0] + most + 1)
     agree = teacher_forced(draft, ranking, most)
-    # A GPU has more to gain from many roots at once than it loses by those that no round comes to.
+    # On a GPU, running many roots at once gains more than the roots that no round visits cost.
     accepts = tree_accepts(draft, ranking, tree, first - 1, all_roots=target.device.type == "cuda")
     return AnswerCounts.of(agree, accepts.cpu().numpy(), first, depth, tree.depth)
 
 
 @torch.inference_mode()
 def read_text(target: CausalLM, model: DraftModel, token_ids: Tensor) -> TextRollout:
-    """`model` over a text, int64 [T], with the target's features if it takes any."""
+    """Run `model` over a text, int64 [T], with the target's features if it takes any."""
     features = None
     if model.feature_layers:
         spans = Spans.whole(token_ids.shape[0], token_ids.device)
@@ -105,15 +105,15 @@ def read_text(target: CausalLM, model: DraftModel, token_ids: Tensor) -> TextRol
 
 @torch.inference_mode()
 def teacher_forced(draft: TextRollout, ranking: CandidateRanker, depth: int) -> Flags:
-    """Whether the drafter's best token is the text's: bool [depth, T].
+    """Return whether the drafter's best token is the text's: bool [depth, T].
 
-    Entry [d, t] is of the guess d + 1 tokens past the root t, after features of the positions before t and the text's
-    own tokens up to t + d. What would lie behind the text is False.
+    Entry [d, t] is about the guess d + 1 tokens past root t, with features of positions before t and the text's own
+    tokens up to t + d. Entries beyond the text's end are False.
     """
     length = draft.token_ids.shape[0]
     found = torch.zeros(depth, length, dtype=torch.bool, device=draft.token_ids.device)
     if draft.features is None:
-        # Nothing but tokens goes in, and those are the text's: a guess is the same from whatever root.
+        # The model only reads tokens, and these are the text's: a guess does not depend on the root.
         hits = _hits(draft, ranking, draft.rows, torch.arange(length, device=found.device))
         for step in range(min(depth, length)):
             found[step, : length - step] = hits[step:]
@@ -130,14 +130,14 @@ def _force(draft: TextRollout, ranking: CandidateRanker, roots: Tensor, found: T
     features, owners = branches.root_features, torch.arange(roots.shape[0], device=roots.device)
     for step in range(found.shape[0]):
         places = roots + step
-        # Behind the text any token does: what follows is False.
+        # Beyond the text any token will do: entries there are False.
         tokens = draft.following(places).clamp(min=0)
         rows, features = branches.run(tokens, owners, features, owners)
         found[step, roots] = _hits(draft, ranking, rows, places)
 
 
 def _hits(draft: TextRollout, ranking: CandidateRanker, rows: Tensor, places: Tensor) -> Tensor:
-    """Whether the best token after each place [N] is the text's."""
+    """Return whether the best token after each place [N] is the text's."""
     guesses = [ranking.best(logits, places[part] + 1) for part, logits in draft.logits(rows)]
     return (torch.cat(guesses) == draft.following(places + 1)) & ~draft.is_over(rows)
 
@@ -156,9 +156,9 @@ def _check(target: CausalLM, model: DraftModel) -> None:
 
 
 def load_drafter(algorithm: str, folder: Path, target_folder: Path, target: CausalLM) -> DraftModel:
-    """The draft model as the draft service loads it, on the target's device and in its dtype.
+    """Load the draft model as the draft service does, on the target's device and in its dtype.
 
-    Raises ConfigError: it cannot be loaded, or has another tokenizer.
+    Raises ConfigError if it cannot be loaded, or has another tokenizer.
     """
     options = DraftOptions(
         speculative_algorithm=(algorithm,),
@@ -183,12 +183,12 @@ def measure(
     seed: int = 0,
     beginning: str = "",
 ) -> list[Evaluation]:
-    """Have the target answer at each temperature, and evaluate the drafter on that.
+    """Let the target answer at each temperature, and evaluate the drafter on the answers.
 
-    `beginning` is what the figures call a `form` that is not the target's usual chat.
-    Answers end where the target or the drafter knows no more positions; questions that leave no room are left out.
+    `beginning` names a `form` in the figures that is not the target's usual chat. Answers end at the position limit of
+    target or drafter; questions that leave no room for an answer are left out.
 
-    Raises ConfigError: as `evaluate` does, or no question leaves room for an answer.
+    Raises ConfigError as `evaluate` does, or if no question leaves room for an answer.
     """
     _check(target, drafter)
     longest = min(target.config.max_positions, drafter.max_positions) - max_new_tokens

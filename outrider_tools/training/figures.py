@@ -1,4 +1,4 @@
-"""What an evaluation counts, the figures that come of it, and what people are told of that and of a training."""
+"""Counts and figures of an evaluation, and reports on evaluations and trainings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LOOP_PERIOD = 32
 def loops(answer: Sequence[int]) -> bool:
     """Whether the last 64 tokens of an answer repeat with a period of at most 32 tokens.
 
-    That is, for some period each of them equals the one that many places before it, as far as both are among the
-    last 64. An answer of fewer tokens does not loop.
+    That is, for some period, each of these tokens equals the one a period before it, if that is among the last 64, too.
+    A shorter answer does not loop.
     """
     tail = list(answer[-LOOP_TOKENS:])
     if len(tail) < LOOP_TOKENS:
@@ -34,7 +34,7 @@ def loops(answer: Sequence[int]) -> bool:
 Flags = NDArray[np.bool_]
 Counts = NDArray[np.int64]
 
-# The depths whose accept rates are compared: how well a drafter keeps up on its own features.
+# Depths whose accept rates are compared, to see how well a drafter keeps up on its own features.
 DEEP = 6
 
 LENGTHS = (
@@ -45,17 +45,17 @@ RATES = (
     "accept rate: how often the drafter's best token so many places ahead is the target's; "
     "chains, trees that reach it: share of rounds that accept so many tokens or more"
 )
-"""What the words of both tables mean."""
+"""Explanation of the words in both tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRounds:
-    """Decoding in rounds, replayed over answers that are known.
+    """Decoding in rounds, replayed over known answers.
 
     Attributes:
-        accept_length: tokens a round, accepted ones + 1.
-        rounds: of all answers.
-        reached: by depth from 1 on, the share of the rounds that accepted so many tokens or more.
+        accept_length: tokens a round: accepted ones + 1.
+        rounds: number of rounds over all answers.
+        reached: by depth from 1 on, the share of rounds that accepted so many tokens or more.
     """
 
     accept_length: float
@@ -65,15 +65,15 @@ class ReplayedRounds:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a drafter over some answers.
+    """A drafter's figures over some answers.
 
     Attributes:
-        answers: how many.
-        tokens: of the answers.
-        rates: by depth from 1 on, the share of all places where the drafter's best token is the target's when the
-            target's features end that many tokens before; the tokens between are the target's, the features the
-            drafter's own. Tokens outside the draft vocabulary count as missed.
-        deep_over_first: the rate at depth 6 over that at depth 1; 0 where there is none.
+        answers: number of answers.
+        tokens: tokens of all answers.
+        rates: by depth d from 1 on, the share of places where the drafter's best token is the target's if the target's
+            features end d tokens before it. The tokens between are the target's, the features the drafter's own. Tokens
+            outside the draft vocabulary count as missed.
+        deep_over_first: the rate at depth 6 over that at depth 1; 0 without one.
         chain: rounds with chains of the tree's depth.
         tree: rounds with trees.
     """
@@ -88,10 +88,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Figures at one temperature: of all answers, of those that do not and do fall into loops, and by category.
+    """Figures at one temperature: of all answers, of those without and with loops, and by category.
 
-    `without_loops` and `loops` are None where there are no such answers. `beginning` says how questions began that were
-    not asked as the target usually is.
+    `without_loops` and `loops` are None if there are no such answers. `beginning` says how questions began if it was
+    not the target's usual way.
     """
 
     temperature: float
@@ -104,14 +104,14 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class AnswerCounts:
-    """What is counted of one answer.
+    """Counts of one answer.
 
     Attributes:
-        tokens: of the answer.
-        hits: by depth, at how many places the guess is right.
-        possible: by depth, of how many.
+        tokens: tokens of the answer.
+        hits: by depth, the number of places where the guess is right.
+        possible: by depth, the number of all places.
         chain: accepted tokens of each round with a chain.
-        tree: likewise, with a tree.
+        tree: accepted tokens of each round with a tree.
     """
 
     tokens: int
@@ -122,10 +122,10 @@ class AnswerCounts:
 
     @classmethod
     def of(cls, agree: Flags, tree_accepts: Counts, first: int, depth: int, rounds_depth: int) -> AnswerCounts:
-        """From `agree` bool [at least both depths, T] as teacher_forced gives it, and accepted nodes [T] of trees.
+        """Count from teacher_forced's `agree`, bool [at least both depths, T], and accepted nodes [T] of trees.
 
-        The answer is tokens `first` to T - 1, and only guesses of those count. `depth` is of the rates, `rounds_depth`
-        of chains.
+        The answer is tokens `first` to T - 1, and only guesses of these count. `depth` is that of the rates,
+        `rounds_depth` that of chains.
         """
         length = agree.shape[1]
         roots = [slice(max(1, first - 1 - step), length - step - 1) for step in range(depth)]
@@ -133,14 +133,14 @@ class AnswerCounts:
             tokens=length - first,
             hits=[int(agree[step, places].sum()) for step, places in enumerate(roots)],
             possible=[max(0, places.stop - places.start) for places in roots],
-            # From each root as many as guesses in a row are right.
+            # From each root, count right guesses up to the first wrong one.
             chain=replay(np.cumprod(agree[:rounds_depth], axis=0).sum(0), first),
             tree=replay(tree_accepts, first),
         )
 
 
 def replay(accepts: Counts, first: int) -> list[int]:
-    """Accepted tokens of each round, from those after each root [T]; the answer is tokens `first` to T - 1.
+    """Return the accepted tokens of each round. `accepts` [T] has them for each root; the answer is `first` to T - 1.
 
     The first round's root is the prompt's last token. The last round ends with the answer.
     """
@@ -152,7 +152,7 @@ def replay(accepts: Counts, first: int) -> list[int]:
 
 
 def figures_of(answers: Sequence[AnswerCounts], rounds_depth: int) -> Figures:
-    """Of at least one answer."""
+    """Return the figures of at least one answer."""
     tokens = sum(answer.tokens for answer in answers)
     hits, possible = (np.sum([getattr(answer, name) for answer in answers], 0) for name in ("hits", "possible"))
     rates: list[float] = (hits / np.maximum(possible, 1)).tolist()
@@ -173,17 +173,17 @@ def _rounds(accepted: list[int], tokens: int, depth: int) -> ReplayedRounds:
 
 
 def decoding(temperature: float) -> str:
-    """`greedy`, or `t1` and the like."""
+    """Return `greedy`, or `t1` and the like."""
     return f"t{temperature:g}" if temperature > 0 else "greedy"
 
 
 def _asked(evaluation: Evaluation) -> str:
-    """How its answers were decoded, and how the questions began where that is not the usual way."""
+    """Return how the answers were decoded, and how the questions began if it was not the usual way."""
     return ", ".join(filter(None, (decoding(evaluation.temperature), evaluation.beginning)))
 
 
 def groups(evaluation: Evaluation) -> Iterator[tuple[str, Figures]]:
-    """All figures of an evaluation with their names, those of all answers first."""
+    """Yield all figures of an evaluation with their names, those of all answers first."""
     yield "all", evaluation.all
     if evaluation.loops is not None:
         yield "loops", evaluation.loops
@@ -193,7 +193,7 @@ def groups(evaluation: Evaluation) -> Iterator[tuple[str, Figures]]:
 
 
 def length_table(evaluations: Sequence[Evaluation]) -> list[list[str]]:
-    """Answers, tokens and accept lengths, a row for each group of answers."""
+    """Return answers, tokens and accept lengths, with a row for each group of answers."""
     rows = [["", "answers", "tokens", "chain", "tree", f"depth {DEEP} / 1"]]
     for evaluation in evaluations:
         for name, found in groups(evaluation):
@@ -204,7 +204,7 @@ def length_table(evaluations: Sequence[Evaluation]) -> list[list[str]]:
 
 
 def rate_table(evaluations: Sequence[Evaluation]) -> list[list[str]]:
-    """Accept rates by depth over all answers, and the shares of rounds that accepted so many tokens."""
+    """Return accept rates by depth over all answers, and shares of rounds that accepted so many tokens."""
     depth = max(len(evaluation.all.rates) for evaluation in evaluations)
     rows = [["depth", *(str(number + 1) for number in range(depth))]]
     for evaluation in evaluations:
@@ -220,19 +220,19 @@ def rate_table(evaluations: Sequence[Evaluation]) -> list[list[str]]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The same as a table of Markdown, the first row its head."""
+    """Return the rows as a Markdown table, the first row as its head."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-# Lines of one kind come no more often, where no bar can be drawn.
+# Without a bar, at least this long between two lines of a kind.
 EVERY_SECONDS = 5.0
-# From so many tokens on they are told in millions.
+# From this number on, tokens are counted in millions.
 MANY = 100_000
 
 
 class Report(StageBars):
-    """Bars on a terminal, lines every few seconds elsewhere; tables on standard output. Use it in a `with`."""
+    """Bars on a terminal, elsewhere lines every few seconds; tables go to standard output. Use it in a `with`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         names, notes = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
@@ -250,7 +250,7 @@ class Report(StageBars):
             print(text, file=self.stream, flush=True)
 
     def progress(self, what: str, done: float, total: float, note: str) -> None:
-        """`done` of `total` (0: unknown) of a piece of work; `note` says the same in words."""
+        """Show that `done` of `total` (0: unknown) of a piece of work is done; `note` says the same in words."""
         if self.bars is not None:
             self.draw(self.bars, what, done, total, note=note)
             return
@@ -262,28 +262,28 @@ class Report(StageBars):
             self.line(f"{what}: {note}")
 
     def generated(self, what: str, done: int, total: int) -> None:
-        """`done` tokens of `what` are there, of `total` (0: unknown)."""
+        """Show that there are `done` tokens of `what`, of `total` (0: unknown)."""
         size, unit = (1e6, "million tokens") if total >= MANY else (1, "tokens")
         digits = 2 if size > 1 else 0
         share = f" of {total / size:.{digits}f}" if total else ""
         self.progress(what, done, total, f"{done / size:.{digits}f}{share} {unit}")
 
     def point(self, step: int, total: int, point: CurvePoint) -> None:
-        """A point of the loss curve."""
+        """Show a point of the loss curve."""
         rates = " ".join(f"{rate:.2f}" for rate in point.rates)
         note = f"step {step} of {total or '?'}, loss {point.loss:.3f}, agreement by depth {rates}"
         self.progress("training", step, total, note)
 
     def counted(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` answers are behind us."""
+        """Show that `done` of `total` answers are finished."""
         self.progress(what, done, total, f"{done} of {total} answers")
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Rows of as many columns each, on standard output; the first column is names."""
+        """Print rows of equal length to standard output; the first column has names."""
         print(aligned(rows, right=range(1, len(rows[0])) if len(rows[0]) > 2 else ()))
 
     def evaluations(self, found: Sequence[Evaluation]) -> None:
-        """Both tables of the evaluations, each with a line on its words."""
+        """Print both tables of the evaluations, each with a line that explains its words."""
         for rows, meaning in ((length_table(found), LENGTHS), (rate_table(found), RATES)):
             self.table(rows)
             print(meaning)

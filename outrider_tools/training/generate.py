@@ -1,4 +1,4 @@
-"""Text from the target: many conversations at once, those that end make room for the next."""
+"""Text from the target: many conversations at once; those that end make room for the next ones."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """A prompt, at what temperature it is continued (0 is greedy), and by how many tokens at most."""
+    """A prompt, the temperature of its continuation (0 is greedy), and the most tokens of the continuation."""
 
     prompt: Sequence[int]
     temperature: float
     max_new_tokens: int
     seed: int = 0
-    """Keys the shared noise, with choice 0."""
+    """The shared noise is drawn with this seed and choice 0."""
 
 
-# Decode steps between two looks at who has ended.
+# Decode steps between two checks for rows that have ended.
 STEPS_PER_LOOK = 8
-# Prompt tokens of one forward.
+# Most prompt tokens of one forward.
 PREFILL_TOKENS = 16384
 
 ProgressCallback = Callable[[int], None]
@@ -47,14 +47,14 @@ ProgressCallback = Callable[[int], None]
 class Generator:
     """Continues prompts until a stop token, which is part of the answer, or until the job's limit.
 
-    Tokens are drawn as the verify service draws them, by the seeds of the jobs alone.
+    Tokens are drawn as the verify service draws them, and depend only on the seeds of the jobs.
 
-    Rows of tokens lie on the device, each with pages of its own, and run until they end by themselves. Every row holds
-    `length` tokens with valid KV and behind them the token that its next step runs.
+    Rows of tokens lie on the device, each with its own pages, and run until they end by themselves. Every row holds
+    `length` tokens with valid KV, and behind them the token that its next step runs.
     """
 
     def __init__(self, model: CausalLM, num_rows: int, max_length: int, stop_ids: Sequence[int]) -> None:
-        """`max_length`: tokens of prompt and answer together at most."""
+        """A prompt and its answer have at most `max_length` tokens together."""
         self._num_rows = num_rows
         self._max_length = max_length
         self._model = model
@@ -81,7 +81,7 @@ class Generator:
         self._graph = self._capture() if device.type == "cuda" else None
 
     def _admit(self, jobs: dict[int, GenerationJob]) -> None:
-        """Rows start anew: with the prompts of their jobs, which have KV but for the last token."""
+        """Start rows with the prompts of their jobs. All tokens of a prompt get KV except the last one."""
         device = self._tokens.device
         rows = put(list(jobs), device).long()
         prompts = [job.prompt for job in jobs.values()]
@@ -101,7 +101,7 @@ class Generator:
         part: dict[int, Sequence[int]] = {}
         size = 0
         for row, job in jobs.items():
-            # The last token is left to the first decode step.
+            # The first decode step runs the last token.
             if len(job.prompt) > 1:
                 part[row] = job.prompt[:-1]
                 size += len(job.prompt) - 1
@@ -112,7 +112,7 @@ class Generator:
             self._prefill(part)
 
     def _ended(self, rows: Sequence[int]) -> dict[int, NDArray[np.int32]]:
-        """Those of `rows` that are not active any more, with all their tokens."""
+        """Return those of `rows` that are no longer active, with all their tokens."""
         active = self._active.tolist()
         over = [row for row in rows if not active[row]]
         if not over:
@@ -123,7 +123,7 @@ class Generator:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Every active row gets a token."""
+        """Add a token to every active row."""
         place = self._length.long().unsqueeze(1)
         slots = torch.where(self._active, self._rows * self._row_slots + self._length, -1)
         batch = PagedBatch(
@@ -140,7 +140,7 @@ class Generator:
             mask=self._mask,
         )
         chosen = self._sample(self._model.logits(self._model.forward(batch, self._kv, self._attention)))
-        # A row that has ended may be full: what it would write goes back to where it came from.
+        # A row that has ended may be full: it writes back the token that is there already.
         place = (place + 1).clamp_(max=self._max_length - 1)
         kept = self._tokens.gather(1, place).squeeze(1)
         self._tokens.scatter_(1, place, torch.where(self._active, chosen, kept).unsqueeze(1))
@@ -149,7 +149,7 @@ class Generator:
         self._active.logical_and_(~stopped)
 
     def _sample(self, logits: Tensor) -> Tensor:
-        """int32 [R]: the likeliest token, or one drawn by adding the shared noise."""
+        """Return the likeliest tokens, or tokens drawn by adding the shared noise, int32 [R]."""
         scores = logits * self._inverse_temperature.unsqueeze(1)
         if logits.is_cuda:
             noise = device_gumbel(self._noise_keys, self._length + 1, logits.shape[1])
@@ -162,7 +162,7 @@ class Generator:
         return scores.argmax(1).to(torch.int32)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """Record a step while no row is active: it writes nothing that counts."""
+        """Record a step while no row is active, so that nothing it writes counts."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -183,12 +183,12 @@ class Generator:
         seconds: float | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> list[NDArray[np.int32]]:
-        """Answers in the order of the jobs, without their prompts.
+        """Return answers in the order of the jobs, without their prompts.
 
-        Once `token_budget` tokens are there, or `seconds` have passed, no more jobs begin: the list then ends early.
-        `on_progress(n)` is told how many tokens are there.
+        Once there are `token_budget` tokens, or `seconds` have passed, no more jobs begin, and the list ends early.
+        `on_progress(n)` gets the number of tokens so far.
 
-        Raises ValueError: a job does not fit `max_length`.
+        Raises ValueError if a job does not fit `max_length`.
         """
         for job in jobs:
             if not 1 <= len(job.prompt) < len(job.prompt) + job.max_new_tokens <= self._max_length:
@@ -242,13 +242,13 @@ class Generator:
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of the target to questions.
+    """The target's answers to questions.
 
     Attributes:
-        texts: prompts and answers, as many as there were questions.
-        temperature: 0 for greedy ones.
-        seeds: of each answer's noise.
-        categories: of each question, "" for none.
+        texts: prompts and answers, one of each for every question.
+        temperature: 0 for greedy answers.
+        seeds: seed of each answer's noise.
+        categories: category of each question, "" for none.
     """
 
     texts: Texts
@@ -268,7 +268,7 @@ def answer_questions(
     seed: int = 0,
     on_progress: ProgressCallback | None = None,
 ) -> Answers:
-    """Ask the target; the answer to question i has the seed `seed` + i and choice 0. End of sequence is obeyed.
+    """Ask the target. The answer to question i has the seed `seed` + i and choice 0; it ends at the end of sequence.
 
     Each token is the argmax of logits / temperature + noise(seed, choice, position, token), as in the verify service.
     """

@@ -44,15 +44,15 @@ from outrider_tools.training.learner import (
 )
 from outrider_tools.training.target import TargetModel
 
-# Of what a new head adds to its stream, against the target's features.
+# Initial size of what a new head adds to its stream, relative to the target's features.
 START_SIZE = 0.3
 
 
 class TrainableEagleHead(TrainableHead):
     """`fc` over embedding and feature, and one layer without a norm before its attention.
 
-    The residual stream is the next hidden state itself, whose channels differ a hundredfold in some targets. What
-    learns works on it divided by `feature_scale`, channel by channel; the file holds the product.
+    The residual stream is the next hidden state itself. Its channels differ a hundredfold in some targets, so the
+    trained weights work on the stream divided by `feature_scale`, channel by channel; the file holds the product.
     """
 
     token_scale: Tensor
@@ -65,7 +65,7 @@ class TrainableEagleHead(TrainableHead):
         self.fc = matrix(2 * hidden, hidden)
         self.layer = TrainableLayer(llama_layer(config), (MLP_NORM,))
         with torch.no_grad():
-            # What a random head says with conviction costs the first steps much.
+            # A random head that is sure of its guesses would waste many of the first steps.
             for part in (self.fc, self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
                 part.weight.mul_(START_SIZE)
         self.register_buffer("token_scale", torch.ones(hidden))
@@ -108,23 +108,23 @@ class TrainableEagleHead(TrainableHead):
         return (rows * self.feature_scale).to(rows.dtype)
 
 
-# Of an initial head's layer: what it has in common with the target's, and what no trainable head has.
+# What an initial head's layer must share with the target's, and what no trainable head has.
 SHARED = ("hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope")
 LACKING = ("qkv_bias", "output_bias", "mlp_bias", "qk_norm")
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Early, middle and late: the residual stream as it enters these layers, as public heads have it."""
+    """Return early, middle and late layers, whose input is the feature, as in public heads."""
     return 2, num_layers // 2, num_layers - 3
 
 
 class TrainableEagle3Head(DraftVocabularyHead, TrainableHead):
-    """See the module. Its vocabulary may be a part of the target's."""
+    """An EAGLE-3 head; see the module. Its vocabulary may be a part of the target's."""
 
     def __init__(
         self, config: ModelConfig, target_ids: Tensor, feature_layers: tuple[int, ...], mlp_size: int = 0
     ) -> None:
-        """`config` is the target's, whose attention the head has, and whose MLP unless `mlp_size` is another width.
+        """`config` is the target's. The head has its attention, and its MLP unless `mlp_size` sets another width.
 
         `target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending.
         """
@@ -132,7 +132,7 @@ class TrainableEagle3Head(DraftVocabularyHead, TrainableHead):
         self.feature_layers = feature_layers
         self.fc = matrix(len(feature_layers) * config.hidden_size, config.hidden_size)
         plain = replace(llama_layer(config), intermediate_size=mlp_size or config.intermediate_size)
-        # Its queries, keys and values are of twice the width: the token's embedding and the feature before it.
+        # Queries, keys and values are projected from twice the width: the token's embedding and the feature before it.
         self.midlayer = TrainableLayer(plain, ("hidden_norm", INPUT_NORM, MLP_NORM), 2 * config.hidden_size)
         self.norm = TrainableNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = matrix(config.hidden_size, target_ids.shape[0])
@@ -165,7 +165,7 @@ class TrainableEagle3Head(DraftVocabularyHead, TrainableHead):
             target_hidden_size=target.hidden_size,
         )
         if self.feature_layers != default_feature_layers(target.num_layers):
-            # Heads name the layer whose output they take; ours are numbered by the layer that it enters.
+            # The config names the layer whose output a head reads; we number layers by their input.
             found["eagle_config"] = {
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.feature_layers],
@@ -174,14 +174,14 @@ class TrainableEagle3Head(DraftVocabularyHead, TrainableHead):
 
 
 class StoredEagle3Head:
-    """A head in a folder, checked against the target that it is to be trained for.
+    """A head in a folder, checked against the target that it will be trained for.
 
     Attributes:
-        config: of the head.
+        config: the head's config.
     """
 
     def __init__(self, folder: Path, target: ModelConfig) -> None:
-        """Raises ConfigError: names the field or tensor at fault, and both values."""
+        """Raises ConfigError, which names the field or tensor at fault and both values."""
         self._folder = folder
         found = algorithm_of(folder)
         if found != "EAGLE3":
@@ -192,9 +192,9 @@ class StoredEagle3Head:
         self._target_ids, self._order = self._vocabulary(target.vocab_size)
 
     def head(self, target: TargetModel) -> TrainableEagle3Head:
-        """A trainable head, on the target's device, that computes what the head in the folder does.
+        """Return a trainable head, on the target's device, that computes the same as the folder's.
 
-        Raises ConfigError: the folder's tensors are not those of such a head, or its embedding is not the target's.
+        Raises ConfigError if the folder's tensors are not those of such a head, or its embedding is not the target's.
         """
         config = self.config
         sizes = (config.feature_layers, config.decoder.intermediate_size)
@@ -214,7 +214,7 @@ class StoredEagle3Head:
         return head.to(target.device)
 
     def _vocabulary(self, whole: int) -> tuple[Tensor, Tensor]:
-        """Target ids int64 [draft_vocab_size], ascending, and where their rows lie in the folder's output matrix."""
+        """Return target ids int64 [draft_vocab_size], ascending, and their rows in the folder's output matrix."""
         size, offsets = self.config.draft_vocab_size, self._stored.pop("d2t", None)
         if offsets is None:
             if size != whole:
@@ -231,7 +231,7 @@ class StoredEagle3Head:
             ("num_hidden_layers", decoder.num_layers, 1),
             *((name, getattr(decoder, name), False) for name in LACKING),
         ]
-        # The flags of EAGLE-3 heads, which all have a default.
+        # The flags of EAGLE-3 heads: all of them have defaults.
         flags = [field.name for field in fields(HeadConfig) if isinstance(field.default, bool)]
         wanted += [(name, getattr(self.config, name), getattr(plain, name)) for name in flags]
         for name, value, needed in wanted:
@@ -239,7 +239,7 @@ class StoredEagle3Head:
                 raise self._misfit(name, value, needed)
 
     def _check_embedding(self, stored: StoredTensor, target: TargetModel) -> None:
-        # A head is trained and written with the target's own.
+        # A head is trained and written with the target's own embedding.
         own = target.embed(torch.arange(target.config.vocab_size, device=target.device))
         if stored.shape != tuple(own.shape):
             raise self._misfit(stored.name, list(stored.shape), list(own.shape))
@@ -253,8 +253,8 @@ class StoredEagle3Head:
 class TrainableMtpHead(TrainableHead):
     """`input_proj` over the normed feature and the normed embedding, a layer like the target's, and a norm.
 
-    What it computes stands in the place of the next hidden state. The first pair of a sequence has no token, as in the
-    engines that serve this head.
+    Its output takes the place of the next hidden state. The first pair of a sequence has no token, as in the engines
+    that serve this head.
     """
 
     skips_first_token = True
@@ -271,7 +271,7 @@ class TrainableMtpHead(TrainableHead):
 
     @torch.no_grad()
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
-        """See TrainableDrafter. Input norms begin where all channels come out alike, the last one at their sizes."""
+        """See TrainableDrafter. Input norms begin so that all channels come out alike, the last norm at their sizes."""
         for norm, rows in ((self.hidden_layernorm, features), (self.token_layernorm, embedded)):
             norm.weight.copy_(levelling_weight(channel_sizes(rows)))
         self.final_layernorm.weight.copy_(channel_sizes(features, least=0.0))
@@ -293,16 +293,16 @@ class TrainableMtpHead(TrainableHead):
         return {MTP_PREFIX + name: tensor for name, tensor in state.items()}
 
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
-        """See TrainableDrafter. In a folder of its own: the target's, and how many modules there are."""
+        """See TrainableDrafter. The head gets its own folder, with the target's fields and the number of modules."""
         return {**target_fields, "num_nextn_predict_layers": 1}
 
 
 class TrainableBlockHead(DraftVocabularyHead):
     """Guesses `block_size` tokens behind every base at once: its place j guesses token t + 2 + j from base t.
 
-    The block of base t is token t + 1 and masks. Its places attend to keys and values of the features up to t, which
-    are the same for all blocks, and to each other: causal flash attention over the first, with the block's own few
-    keys merged into its result (see `attention`).
+    The block of base t consists of token t + 1 and masks. Its places attend to keys and values of the features up to t,
+    which all blocks share, and to each other: causal flash attention over the shared ones, with the block's own few
+    keys merged into the result (see `attention`).
     """
 
     mask_row: Tensor
@@ -319,8 +319,8 @@ class TrainableBlockHead(DraftVocabularyHead):
         mask_token: int,
         markov_rank: int = 0,
     ) -> None:
-        """`config` is the target's, whose attention the layers have. `markov_rank` 0 for no sequential part; else it
-        is DSPARK's recurrent one."""
+        """`config` is the target's, and the layers have its attention. A `markov_rank` of 0 means no sequential part;
+        otherwise it is DSPARK's recurrent one."""
         super().__init__(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.feature_layers = feature_layers
@@ -342,24 +342,24 @@ class TrainableBlockHead(DraftVocabularyHead):
 
     @property
     def output_weight(self) -> Tensor:
-        """See TrainableDrafter; what the token before says has columns of its own."""
+        """See TrainableDrafter. The sequential part's output has columns of its own."""
         if self.markov_head is None:
             return super().output_weight
         return torch.cat((self.lm_head.weight, self.markov_head.markov_w2.weight), 1)
 
     @torch.no_grad()
     def start(self, target: TargetModel) -> None:
-        """See DraftVocabularyHead; and its embedding of the mask."""
+        """See DraftVocabularyHead. Also takes the target's embedding of the mask."""
         super().start(target)
         self.mask_row.copy_(target.embed(torch.tensor(self.mask_token, device=target.device)))
 
     def context(self, features: Tensor) -> Tensor:
-        """What keys and values of the context are made of, [M, hidden]."""
+        """Return the rows that keys and values of the context are made from, [M, hidden]."""
         found: Tensor = self.hidden_norm(self.project(features))
         return found
 
     def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
-        """See TrainableDrafter. All places of a layer are computed together, one behind the other."""
+        """See TrainableDrafter. A layer computes all places together, one after the other in memory."""
         context, output, columns = wrap(self.context), wrap(self.norm.forward), OwnKeyMerger(wrap)
         own = cast(Iterable[TrainableLayer], self.layers)
         layers = [(wrap(layer.self_attn.keys), wrap(layer.project), wrap(layer.finish)) for layer in own]
@@ -431,7 +431,7 @@ class MarkovPart(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def forward(self, tokens: Tensor, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens [M], rows [M, hidden] and memory [M, rank]: values [M, rank], and the memory after them."""
+        """Take tokens [M], rows [M, hidden] and memory [M, rank]. Return values [M, rank], and the new memory."""
         embedded = self.markov_w1(tokens).to(rows.dtype)
         keep, fresh, said = self.joint_proj(torch.cat((memory, embedded, rows), 1)).chunk(3, 1)
         keep = keep.sigmoid()

@@ -1,4 +1,4 @@
-"""A decoder layer that learns, under the names that its weights have in Hugging Face checkpoints."""
+"""A trainable decoder layer, with its weights named as in Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.layers.rotary import rotate
 from outrider.models.config import ModelConfig
 from outrider_tools.inflate.shapes import shape_of
 
-# What a head takes over from its target's config.json as it stands there.
+# Fields that a head copies from its target's config.json.
 SHARED_FIELDS = (
     "rope_theta",
     "rope_scaling",
@@ -28,18 +28,18 @@ INPUT_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
 
 
 def llama_layer(config: ModelConfig) -> ModelConfig:
-    """The config with a Llama's layer, which public heads have whatever their target's is: no biases, no head norms."""
+    """Return the config with Llama's layer, which all public heads have: no biases, no head norms."""
     return replace(config, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False)
 
 
 def llama_fields(
     target: ModelConfig, architecture: str, target_fields: dict[str, Any], **changes: Any
 ) -> dict[str, Any]:
-    """config.json of a head with such a layer: sizes of the target's, `changes`, and what stands in the target's."""
+    """Return a head's config.json with such a layer: the target's sizes, `changes`, and the target's shared fields."""
     fields = {
         "architectures": [architecture],
         "model_type": "llama",
-        # Of a target with experts, too, a head has one MLP as wide as the target's own.
+        # A head has one MLP as wide as the target's own, even if the target has experts.
         **shape_of(replace(target, num_layers=1, experts=None)).config_fields(),
         "hidden_act": "silu",
         "attention_bias": False,
@@ -59,12 +59,12 @@ class TrainableNorm(nn.Module):
         self._eps = eps
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., size]."""
+        """Norm rows [..., size]."""
         return (functional.rms_norm(rows.float(), rows.shape[-1:], None, self._eps) * self.weight).to(rows.dtype)
 
 
 def matrix(size_in: int, size_out: int, bias: bool = False) -> nn.Linear:
-    """A projection that keeps the size of what it projects."""
+    """Return a projection whose random weights keep the size of its input."""
     made = nn.Linear(size_in, size_out, bias=bias)
     nn.init.normal_(made.weight, std=size_in**-0.5)
     if bias:
@@ -73,10 +73,10 @@ def matrix(size_in: int, size_out: int, bias: bool = False) -> nn.Linear:
 
 
 class TrainableAttention(nn.Module):
-    """Projections of grouped-query attention; what is done with them is the caller's."""
+    """Projections of grouped-query attention. The caller attends with them."""
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
-        """`width` of the rows that are projected, if it is not the residual stream's."""
+        """`width` is that of the projected rows, if it is not the residual stream's."""
         super().__init__()
         width = width or config.hidden_size
         self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
@@ -91,20 +91,20 @@ class TrainableAttention(nn.Module):
         self._qk_norm = config.qk_norm
 
     def project(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [M, H, D], k and v [M, KVH, D] of rows [M, width]; q and k are rotated by the angles of their positions."""
+        """Project rows [M, width] to q [M, H, D], k and v [M, KVH, D], q and k rotated by their positions' angles."""
         num_heads, _, head_dim = self._heads
         q = self.q_proj(rows).unflatten(1, (num_heads, head_dim))
         return rotate(self.q_norm(q) if self._qk_norm else q, cos, sin), *self.keys(rows, cos, sin)
 
     def keys(self, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The same k and v alone."""
+        """Return only the k and v of `project`."""
         _, num_kv_heads, head_dim = self._heads
         k = self.k_proj(rows).unflatten(1, (num_kv_heads, head_dim))
         v = self.v_proj(rows).unflatten(1, (num_kv_heads, head_dim))
         return rotate(self.k_norm(k) if self._qk_norm else k, cos, sin), v
 
     def output(self, attended: Tensor) -> Tensor:
-        """[M, H, D] to [M, hidden]."""
+        """Project [M, H, D] to [M, hidden]."""
         projected: Tensor = self.o_proj(attended.flatten(1))
         return projected
 
@@ -119,13 +119,13 @@ class TrainableMlp(nn.Module):
         self.down_proj = matrix(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """[..., hidden]."""
+        """Run the MLP on rows [..., hidden]."""
         output: Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
         return output
 
 
 class TrainableLayer(nn.Module):
-    """Attention and MLP. What attention does with its projections, and what they are made of, is the caller's."""
+    """Attention and MLP. The caller chooses the input of attention's projections, and attends with them."""
 
     input_layernorm: TrainableNorm
     hidden_norm: TrainableNorm
@@ -134,20 +134,20 @@ class TrainableLayer(nn.Module):
     def __init__(
         self, config: ModelConfig, norms: Sequence[str] = (INPUT_NORM, MLP_NORM), width: int | None = None
     ) -> None:
-        """`norms`: names of its norms. `width`: see TrainableAttention."""
+        """`norms` lists the names of the norms. `width`: see TrainableAttention."""
         super().__init__()
         self.self_attn = TrainableAttention(config, width)
         self.mlp = TrainableMlp(config)
-        # States on disk have their parameters by number, so this order stays.
+        # States on disk number the parameters, so this order must stay.
         for name in norms:
             self.add_module(name, TrainableNorm(config.hidden_size, config.rms_norm_eps))
 
     def project(self, stream: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the residual stream that enters the layer: see TrainableAttention."""
+        """Return q, k and v of the residual stream that enters the layer: see TrainableAttention."""
         return self.self_attn.project(self.input_layernorm(stream), cos, sin)
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream after the layer, from the one that entered it and what attention found [M, H, D]."""
+        """Return the residual stream after the layer, from the one before it and attention's output [M, H, D]."""
         stream = stream + self.self_attn.output(attended)
         output: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
         return output

@@ -1,7 +1,7 @@
-"""How drafters learn: the base of their modules, and their unrolled steps against the target's own distribution.
+"""How drafters learn: the base classes of their modules, and unrolled steps against the target's own distribution.
 
-A new kind of head is a `TrainableHead`, or a `TrainableDrafter` with a `runner` of its own, and an entry
-in `drafters.MAKERS`.
+A new kind of head is a `TrainableHead`, or a `TrainableDrafter` with a `runner` of its own, and an entry in
+`drafters.MAKERS`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from outrider_tools.training.options import TrainerOptions
 from outrider_tools.training.target import TargetModel, target_states
 from outrider_tools.training.texts import TextBatch
 
-# Compiled variants of a piece: one for each number of own keys, and a few for each number of targets.
+# Most compiled variants of a function: one for each number of own keys, and a few for each number of targets.
 MAX_VARIANTS = 64
-# The least size of a channel, so that one without content is not blown up.
+# Least size of a channel, so that a channel of zeros is not blown up.
 MIN_CHANNEL_SIZE = 1e-3
 
 Wrap = Callable[[Any], Any]
-"""Applied to each piece of a step that may be compiled: a compiler, or what leaves it as it is."""
+"""Applied to each function of a step that may be compiled: a compiler, or the identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """What drafters run on: M tokens of the sequences in `spans`.
+    """Input of drafters: M tokens of the sequences in `spans`.
 
     Attributes:
         token_ids: int64 [M].
-        embedded: [M, hidden], the target's embeddings of them.
+        embedded: [M, hidden], the target's embeddings of the tokens.
         features: [M, len(feature_layers) * hidden], the target's.
     """
 
@@ -52,17 +52,17 @@ class DraftInput:
 
 
 Runner = Callable[[DraftInput, int], Iterator[Tensor]]
-"""Runs a drafter a number of steps ahead at every base at once, each step on what the step before it made: yields
-[M, hidden] of each. Bases whose tokens lie behind their sequence hold nothing of meaning."""
+"""Runs a drafter some steps ahead at every base at once, each step on the output of the step before it. Yields
+[M, hidden] for each step; values of bases whose tokens lie beyond their sequence mean nothing."""
 
 
 class TrainableDrafter(nn.Module, ABC):
-    """What is trained. Its state_dict, buffers included, is what a state on disk holds.
+    """A module to train. Its state_dict, buffers included, is what a state on disk holds.
 
     Attributes:
-        config: the target's, or that of a language model itself.
-        feature_layers: layers of the target whose input (`CausalLM.forward_with_features`) it reads.
-        lead: after the first step, what it computes at base i is about the token at i + 1 + lead.
+        config: the target's, or a language model's own.
+        feature_layers: layers of the target whose input (`CausalLM.forward_with_features`) the drafter reads.
+        lead: after the first step, the output at base i is about token i + 1 + lead.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -74,36 +74,36 @@ class TrainableDrafter(nn.Module, ABC):
 
     @abstractmethod
     def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
-        """Runs it; `rotary` is the target's."""
+        """Return the function that runs the drafter; `rotary` is the target's."""
 
     @abstractmethod
     def public_state(self) -> dict[str, Tensor]:
-        """The checkpoint's tensors by their public names."""
+        """Return the checkpoint's tensors by their public names."""
 
     @abstractmethod
     def config_fields(self, target_fields: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint's config.json, from its target's."""
+        """Return the checkpoint's config.json, made from its target's."""
 
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
-        """Fit what depends on the sizes of the target's features [N, layers * hidden] and embeddings [N, hidden]."""
+        """Adapt to the sizes of the target's features [N, layers * hidden] and embeddings [N, hidden]."""
 
     def output_rows(self, feature: Tensor) -> Tensor:
-        """What the output matrix takes, [N, hidden], of what the runner gave."""
+        """Return the input of the output matrix, [N, hidden], for what the runner yielded."""
         return feature
 
     @property
     def output_weight(self) -> Tensor | None:
-        """The output matrix [draft vocabulary, hidden]; None where it is the target's."""
+        """The output matrix [draft vocabulary, hidden]; None if it is the target's."""
         return None
 
     @property
     def target_ids(self) -> Tensor | None:
-        """int64 [draft vocabulary], the target's id of each draft id; None where the drafter has all tokens."""
+        """The target's id of each draft id, int64 [draft vocabulary]; None if the drafter has all tokens."""
         return None
 
     @property
     def inherited(self) -> list[Tensor]:
-        """Weights that begin as the target's own, and so move less."""
+        """Weights that begin as the target's own, and so learn more slowly."""
         return []
 
 
@@ -116,13 +116,13 @@ class DraftVocabularyHead(TrainableDrafter):
     d2t: Tensor
     t2d: Tensor
     feature_scale: Tensor
-    """[layers * hidden], what features are divided by before `fc`. Channels of a residual stream differ a
-    hundredfold, and an optimiser that moves all weights alike wants inputs of one size. Part of `fc` when exported."""
+    """[layers * hidden], the divisor of features before `fc`. Channels of a residual stream differ a hundredfold, and
+    an optimiser that moves all weights alike needs inputs of one size. Merged into `fc` when exported."""
     learned = False
-    """Whether `fc` has learned already: `calibrate` then leaves what it computes as it is."""
+    """Whether `fc` is trained already: `calibrate` then keeps what it computes."""
 
     def register(self, target_ids: Tensor) -> None:
-        """Its buffers. `target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
+        """Register the buffers. `target_ids` int64 [draft_vocab_size]: the target's id of each draft id, ascending."""
         known = torch.zeros(self.config.vocab_size, dtype=torch.bool)
         known[target_ids] = True
         # Public heads store the difference of the two ids.
@@ -132,12 +132,12 @@ class DraftVocabularyHead(TrainableDrafter):
 
     @property
     def target_ids(self) -> Tensor:
-        """int64 [draft_vocab_size]."""
+        """See TrainableDrafter; int64 [draft_vocab_size]."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
     @property
     def inherited(self) -> list[Tensor]:
-        """See TrainableDrafter: output matrix and the norm before it."""
+        """See TrainableDrafter. These are the output matrix and the norm before it."""
         return [self.lm_head.weight, self.norm.weight]
 
     @property
@@ -147,14 +147,14 @@ class DraftVocabularyHead(TrainableDrafter):
 
     @torch.no_grad()
     def calibrate(self, features: Tensor, embedded: Tensor) -> None:
-        """See TrainableDrafter: the scale of each feature channel is its root mean square."""
+        """See TrainableDrafter. The scale of each feature channel is its root mean square."""
         sizes = channel_sizes(features)
         if self.learned:
             self.fc.weight.mul_(sizes / self.feature_scale)
         self.feature_scale.copy_(sizes)
 
     def project(self, features: Tensor) -> Tensor:
-        """Features of all layers [M, layers * hidden] as one, [M, hidden]."""
+        """Project the features of all layers, [M, layers * hidden], to [M, hidden]."""
         projected: Tensor = self.fc(features / self.feature_scale.to(features.dtype))
         return projected
 
@@ -166,7 +166,7 @@ class DraftVocabularyHead(TrainableDrafter):
 
     @torch.no_grad()
     def start(self, target: TargetModel) -> None:
-        """Take the target's final norm and rows of its output matrix: a new head then speaks its language."""
+        """Take the target's final norm and rows of its output matrix, so that guesses make sense from the start."""
         self.lm_head.weight.copy_(target.stored_output()[self.target_ids.cpu()].float())
         self.norm.weight.copy_(target.stored("model.norm.weight").float())
 
@@ -174,8 +174,8 @@ class DraftVocabularyHead(TrainableDrafter):
 class TrainableHead(TrainableDrafter):
     """Guesses the token after next from the target's features and the next token; has one layer.
 
-    At base t the input is the feature of position t with token t + 1, and the first guess is token t + 2. Step j of
-    the unrolled head takes its own feature of step j - 1 with token t + 1 + j, and guesses token t + 2 + j.
+    At base t the input is the feature of position t with token t + 1, and the first guess is token t + 2. Step j of the
+    unrolled head takes its own feature of step j - 1 with token t + 1 + j, and guesses token t + 2 + j.
 
     Attributes:
         skips_first_token: whether the first pair of a sequence has no token.
@@ -186,38 +186,38 @@ class TrainableHead(TrainableDrafter):
 
     @property
     def decoder_layer(self) -> TrainableLayer:
-        """Its layer, whatever its weights are named by."""
+        """The head's only layer, under whatever name its weights have."""
         return self.layer
 
     @abstractmethod
     def enter(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor | None, Tensor]:
-        """From a step's tokens and features [M, hidden] to the residual stream [M, hidden] that the layer takes, None
-        where that is the feature itself, and the rows [M, width] that its attention projects."""
+        """Turn a step's tokens and features [M, hidden] into the layer's residual stream [M, hidden], None if it is the
+        feature itself, and the rows [M, width] that its attention projects."""
 
     def project(self, features: Tensor) -> Tensor:
-        """The target's features as a step takes them, [M, hidden]."""
+        """Return the target's features as a step takes them, [M, hidden]."""
         return features
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
-        """The step's features [M, hidden], from the stream and what attention found [M, H, D]."""
+        """Return the step's features [M, hidden], from the stream and attention's output [M, H, D]."""
         return self.decoder_layer.finish(stream, attended)
 
     def before_attention(
         self, embedded: Tensor, feature: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """The residual stream as `enter` gives it, and q [M, H, D], k and v [M, KVH, D]."""
+        """Return the residual stream as `enter` does, and q [M, H, D], k and v [M, KVH, D]."""
         stream, rows = self.enter(embedded, feature)
         return stream, *self.decoder_layer.self_attn.project(rows, cos, sin)
 
     def runner(self, rotary: Rotary, wrap: Wrap) -> Runner:
-        """See TrainableDrafter. Step j computes what drafting j + 1 tokens past the root does: see `attention`."""
+        """See TrainableDrafter. Step j computes the same as drafting j + 1 tokens past the root: see `attention`."""
         project, before, after = wrap(self.project), wrap(self.before_attention), wrap(self.finish)
         columns = OwnKeyMerger(wrap)
 
         def run(given: DraftInput, num_steps: int) -> Iterator[Tensor]:
             spans, num_tokens = given.spans, given.token_ids.shape[0]
             feature = project(given.features)
-            # At the end tokens are missing; zeros take their place.
+            # Tokens beyond the end are missing; zeros take their place.
             embedded = functional.pad(given.embedded, (0, 0, 0, num_steps))
             own_k: list[Tensor] = []
             own_v: list[Tensor] = []
@@ -240,10 +240,10 @@ class TrainableHead(TrainableDrafter):
 
 
 class Learner:
-    """A drafter and how it learns from batches.
+    """A drafter, and how it learns from batches.
 
     Attributes:
-        fixed_shape: whether it wants batches of one shape.
+        fixed_shape: whether all batches must have one shape.
     """
 
     def __init__(
@@ -255,9 +255,9 @@ class Learner:
         *,
         compiled: bool | None = None,
     ) -> None:
-        """`feature_weight`: of the smooth L1 distance to the target's hidden states, beside the loss on tokens.
+        """`feature_weight` is that of the smooth L1 distance to the target's hidden states, beside the loss on tokens.
 
-        Without `compiled` the options decide on a GPU, as of batches of one shape; a CPU does without both.
+        If `compiled` is None, the options decide on a GPU, as they do about batches of one shape; a CPU uses neither.
         """
         self.module = module
         on_gpu = target.device.type == "cuda"
@@ -279,16 +279,16 @@ class Learner:
         self._draft_ids[self._target_ids] = torch.arange(self._target_ids.shape[0], device=target.device)
 
     def prepare(self, batch: TextBatch) -> None:
-        """Fit the drafter to a batch; called once before the first step of a training that begins anew."""
+        """Fit the drafter to a batch. Called once, before the first step of a new training."""
         given, _ = self._given(batch)
         places = torch.from_numpy(batch.targets[: batch.num_targets]).to(self._target.device)
         self.module.calibrate(given.features[places], given.embedded[places])
 
     def losses(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
-        """The loss of each step that the drafter runs on itself, float32 [steps], with what backward needs; and the
-        share of the batch's targets where the likeliest tokens agree, float32 [steps].
+        """Return the loss of each step that the drafter runs on itself, float32 [steps], with what backward needs; and
+        the share of the batch's targets where the likeliest tokens agree, float32 [steps].
 
-        The trainer sums the losses with weights that `decay` gives, and runs backward.
+        The trainer sums the losses, weighted by `decay`, and runs backward.
         """
         given, hidden = self._given(batch)
         targets, found, counts = self._places(batch)
@@ -296,13 +296,13 @@ class Learner:
         target_probs = self._loss.target_probs(self._target.model, hidden, self._target_ids, self._draft_ids, counts)
         count = counts.sum(dtype=torch.float32)
         losses, rates = [], []
-        # It may be made of several parameters, anew for each step.
+        # Read anew for each batch: it may be computed from several parameters.
         output = self._target_output if self._target_output is not None else self.module.output_weight
         if output is None:
             raise ValueError("a drafter that had no output matrix of its own has none of the target's")
         with self._target.autocast():
             for step, feature in enumerate(self._run(given, self._num_steps)):
-                # The target's word at place i is the drafter's at base i - lead, a step more for each before that.
+                # The token after place i is guessed from base i - lead; each further step begins one base earlier.
                 lead = self.module.lead + step
                 places = found[lead : lead + feature.shape[0]]
                 rows: Tensor = _PickRows.apply(feature, targets - lead, places)  # type: ignore[no-untyped-call]
@@ -314,19 +314,19 @@ class Learner:
         return torch.stack(losses), torch.stack(rates)
 
     def _given(self, batch: TextBatch) -> tuple[DraftInput, Tensor]:
-        """What the drafter runs on, and the target's hidden states [M, hidden]."""
+        """Return the drafter's input, and the target's hidden states [M, hidden]."""
         target = self._target
         token_ids = put(batch.token_ids, target.device)
         spans = Spans.of(put(batch.bounds, target.device), token_ids.shape[0], batch.longest)
         features, hidden = target_states(target.model, token_ids, spans, self.module.feature_layers)
         if features.shape[1]:
-            # Features tell what was before a part; a drafter without any would be asked about what it cannot know.
+            # Features tell what came before a part; without features a drafter could not know it.
             spans = Spans.of(put(batch.parts, target.device), token_ids.shape[0], batch.longest)
         return DraftInput(token_ids, target.embed(token_ids), features, spans), hidden
 
     def _places(self, batch: TextBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """The batch's targets [R]; where each token and those behind the last are among them, R for nowhere; and which
-        targets count, bool [R]."""
+        """Return the batch's targets [R]; the index of each token (and of those beyond the last) among them, R for
+        none; and which targets count, bool [R]."""
         size, count = batch.targets.size, batch.num_targets
         found = np.full(batch.token_ids.size + self._num_steps + 1, size, np.int64)
         found[batch.targets[:count]] = np.arange(count)
@@ -336,7 +336,7 @@ class Learner:
 
 
 def _compiler(on: bool) -> Wrap:
-    """What turns a piece into a compiled one of fixed shapes; leaves it as it is unless `on`."""
+    """Return a compiler for functions of fixed shapes if `on`, else the identity."""
     if not on:
         return lambda piece: piece
     import torch._dynamo.config as config
@@ -346,8 +346,8 @@ def _compiler(on: bool) -> Wrap:
 
 
 def _distance(rows: Tensor, true: Tensor, counts: Tensor) -> Tensor:
-    """Smooth L1 between own and true features [R, hidden], each channel in units of its own size: a scalar, the mean
-    over the rows where bool `counts` [R] is True."""
+    """Return the smooth L1 distance of own and true features [R, hidden], with each channel in units of its own size: a
+    scalar, the mean over the rows with a True in bool `counts` [R]."""
     share = (counts / counts.sum()).unsqueeze(1)
     scale = (true.float().square() * share).sum(0).sqrt().clamp_(min=MIN_CHANNEL_SIZE)
     distance = functional.smooth_l1_loss(rows.float() / scale, true.float() / scale, reduction="none")
@@ -355,8 +355,8 @@ def _distance(rows: Tensor, true: Tensor, counts: Tensor) -> Tensor:
 
 
 class _PickRows(torch.autograd.Function):
-    """Rows of a matrix [M, K] at int64 `rows` [R], each at most once, so that backward is a look-up too: int64 `places`
-    [M] has where each row went, R for nowhere."""
+    """Picks rows of a matrix [M, K] at int64 `rows` [R], each at most once, so that backward is a look-up, too: int64
+    `places` [M] says where each row went, R for nowhere."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, rows: Tensor, places: Tensor) -> Tensor:
@@ -365,13 +365,13 @@ class _PickRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # Nothing for rows that were picked a second time.
+        # Rows that were picked a second time get no gradient for it.
         (places,) = ctx.saved_tensors
         return functional.pad(grad, (0, 0, 0, 1)).index_select(0, places), None, None
 
 
 def channel_sizes(rows: Tensor, least: float = MIN_CHANNEL_SIZE) -> Tensor:
-    """Root mean square of each channel over rows [N, C], and no less than `least`: float32 [C].
+    """Return the root mean square of each channel over rows [N, C], at least `least`: float32 [C].
 
     Channels of features and embeddings differ a hundredfold in some targets.
     """
@@ -379,6 +379,6 @@ def channel_sizes(rows: Tensor, least: float = MIN_CHANNEL_SIZE) -> Tensor:
 
 
 def levelling_weight(sizes: Tensor) -> Tensor:
-    """[C]: the weight of an RMS norm, which divides all channels by one number, from which channels of these sizes [C]
-    come out alike."""
+    """Return the weight [C] of an RMS norm that makes channels of these sizes [C] equally large. The norm itself
+    divides all channels by the same number."""
     return sizes.square().mean().sqrt() / sizes

@@ -13,11 +13,11 @@ from torch.autograd.function import once_differentiable
 from outrider.models.decoder import CausalLM
 from outrider.sampling.proposer import HEAD_SCALE
 
-# Logits that are in memory at a time.
+# Most logits in memory at a time.
 CHUNK_LOGITS = 2**27
-# At temperature 1 the best candidate of a served head is a draw from softmax(SHARPNESS * logits).
+# At temperature 1, the best candidate of a served head is a draw from softmax(SHARPNESS * logits).
 SHARPNESS = HEAD_SCALE.log_q / HEAD_SCALE.noise
-# The least chance of a hit that a logarithm is taken of.
+# Least chance of a hit, so that its logarithm stays finite.
 MIN_HIT = 1e-9
 
 
@@ -26,8 +26,8 @@ class TargetProbs:
     """The target's distribution at R places, over the draft vocabulary.
 
     Attributes:
-        probs: [R, draft vocabulary]; the probability of tokens outside the draft vocabulary is missing.
-        top_ids: int64 [R], draft id of the target's likeliest token; -1 where it is outside the draft vocabulary.
+        probs: [R, draft vocabulary]; rows sum to less than 1 by the probability of tokens outside the draft vocabulary.
+        top_ids: int64 [R], draft id of the target's likeliest token; -1 if it is outside the draft vocabulary.
     """
 
     probs: Tensor
@@ -35,7 +35,7 @@ class TargetProbs:
 
 
 class TargetLoss:
-    """The target's distribution, and the loss against it. `wrap` (a compiler, or nothing) gets what passes over logits.
+    """The target's distribution, and the loss against it. `wrap` may compile the functions that work on logits.
 
     With a `hit_weight` above 0 the loss is (1 - hit_weight) * cross-entropy + hit_weight * hit loss (`_hit_slopes`).
     """
@@ -48,10 +48,10 @@ class TargetLoss:
     def target_probs(
         self, model: CausalLM, hidden: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor
     ) -> TargetProbs:
-        """The target's distribution at `hidden` [R, hidden_size]. Rows where bool `counts` [R] is False want nothing.
+        """Return the target's distribution at `hidden` [R, hidden_size]. Rows not in bool `counts` [R] get zeros.
 
         `target_ids` int64 [draft vocabulary]: the target's id of each draft id; `draft_ids` int64 [vocabulary], -1 for
-        tokens that the drafter does not have.
+        tokens outside the draft vocabulary.
         """
         probs, top_ids = [], []
         parts = zip(_chunks(hidden, draft_ids.shape[0]), _chunks(counts, draft_ids.shape[0]), strict=True)
@@ -62,11 +62,12 @@ class TargetLoss:
         return TargetProbs(torch.cat(probs), torch.cat(top_ids))
 
     def __call__(self, rows: Tensor, weight: Tensor, target_probs: TargetProbs, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over R rows [R, hidden] of -sum(probs * log softmax(rows @ weight^T)), divided by the scalar `count`.
+        """Return the sum over R rows of -sum(probs * log softmax(rows @ weight^T)), divided by the scalar `count`.
 
-        `weight` is [draft vocabulary, hidden]. Probabilities that add up to less than one weigh their row accordingly.
+        `rows` are [R, hidden], `weight` [draft vocabulary, hidden]. Rows whose probabilities sum to less than one weigh
+        less in proportion.
 
-        Returns the loss, a float32 scalar, and bool [R]: whether the likeliest tokens agree.
+        The loss is a float32 scalar. Also returns bool [R]: whether the likeliest tokens agree.
         """
         loss, hits = _SoftCrossEntropy.apply(rows, weight, target_probs, count, self._slopes)  # type: ignore[no-untyped-call]
         return loss, hits
@@ -75,14 +76,14 @@ class TargetLoss:
 def _target_probs(logits: Tensor, target_ids: Tensor, draft_ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     log_sum = logits.logsumexp(1, keepdim=True)
     probs = (logits.index_select(1, target_ids) - log_sum).exp() * counts.unsqueeze(1)
-    # No draft id is -2, so that a row that wants nothing is no hit.
+    # No draft id is -2, so a row that does not count is never a hit.
     return probs, torch.where(counts, draft_ids[logits.argmax(1)], -2)
 
 
 def _slopes(logits: Tensor, probs: Tensor, top_ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one chunk: each row's loss, whether it agrees, and the gradient of sum / count, in the dtype of the logits.
+    """Return each row's loss, whether it agrees, and the gradient of sum / count, in the dtype of the logits.
 
-    In float32 inside. Written so that a compiler makes two passes of it.
+    Works on one chunk, in float32 inside. Written so that a compiler makes two passes of it.
     """
     scores, target_probs = logits.float(), probs.float()
     mass = target_probs.sum(1, keepdim=True)
@@ -93,12 +94,12 @@ def _slopes(logits: Tensor, probs: Tensor, top_ids: Tensor, count: Tensor) -> tu
 
 
 def _hit_slopes(logits: Tensor, probs: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one chunk: each row's hit loss, and the gradient of sum / count in float32.
+    """Return each row's hit loss, and the gradient of sum / count in float32, for one chunk.
 
-    With shared noise the choices of a target p and a draft q are equal with a chance from hit / (2 - hit) to hit, where
-    hit = sum(min(p, q)) is 1 less their total variation. The loss is -mass * log(hit / mass): p misses what is outside
-    the draft vocabulary, so hit is at most its mass, and rows weigh as in the cross-entropy. The gradient is in
-    proportion to q: tokens that q has too little of rise, the others fall, and no logit of the far tail matters.
+    With shared noise, the choices of a target p and a draft q are equal with a chance from hit / (2 - hit) to hit,
+    where hit = sum(min(p, q)) is 1 less their total variation. The loss is -mass * log(hit / mass): p lacks what is
+    outside the draft vocabulary, so hit is at most p's mass, and rows weigh as in the cross-entropy. The gradient is
+    proportional to q: tokens that q has too little of rise, the others fall, and no logit of the far tail matters.
     """
     target_probs = probs.float()
     draft_probs = (logits.float() * SHARPNESS).softmax(1)
@@ -111,7 +112,7 @@ def _hit_slopes(logits: Tensor, probs: Tensor, count: Tensor) -> tuple[Tensor, T
 
 
 def _mixed(hit_weight: float) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """`_slopes` of both losses together."""
+    """Return a function like `_slopes` for the weighted sum of both losses."""
 
     def slopes(logits: Tensor, probs: Tensor, top_ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss, hits, grad = _slopes(logits.float(), probs, top_ids, count)
@@ -123,7 +124,7 @@ def _mixed(hit_weight: float) -> Callable[[Tensor, Tensor, Tensor, Tensor], tupl
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Gradients are computed on the way forward, chunk by chunk, while the logits are there; only of what learns."""
+    """Computes gradients in the forward, chunk by chunk, while the logits are there; only for inputs that need them."""
 
     @staticmethod
     def forward(
@@ -159,7 +160,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(rows: Tensor, num_columns: int) -> Iterator[Tensor]:
-    """Of equal size where the number of rows allows it, so that few shapes occur."""
+    """Split rows into chunks, of equal size if the number of rows allows it, so that few shapes occur."""
     num_rows = rows.shape[0]
     count = max(1, -(-num_rows * num_columns // CHUNK_LOGITS))
     count = next((more for more in range(count, 2 * count) if num_rows % more == 0), count)

@@ -1,4 +1,4 @@
-"""What `outrider train` was asked for, as values; a `flag` is an option of the command line, too."""
+"""The options of `outrider train` as values. A `flag` is also an option of the command line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outrider.config.base import expand
 ALGORITHMS = ("EAGLE3", "EAGLE", "DFLASH", "DSPARK", "NEXTN", "STANDALONE")
 OPTIMIZERS = ("adamw", "muon")
 FLAGS = {"own_feature_weight": "feature_weight", "packed": "no_packed", "compile": "no_compile"}
-"""Flags of other names than their fields'."""
+"""Flags whose names differ from their fields'."""
 
 
 def flag(default: Any, help: str, **how: Any) -> Any:
-    """A field that the command line may set; `how` is for `add_argument`, but for a `group` other than its class's."""
+    """Return a field that the command line may set. `how` is for `add_argument`; a `group` may replace the class's."""
     return field(default=default, metadata={"help": help, **how})
 
 
@@ -54,19 +54,19 @@ class TrainerOptions:
     )
     decay: float = flag(1.0, "Weight of such a step against the one before. Default: 1.", type=number(0, 100))
     learning_rate: float = flag(1e-3, "Peak learning rate. Default: 0.001.", type=_RATE)
-    """Of AdamW, for weights that begin at random."""
+    """AdamW's rate for weights that begin at random."""
     optimizer: str = flag("muon", "What moves new matrices. Default: muon.", choices=OPTIMIZERS)
-    """What begins as the target's own is moved by AdamW in any case."""
+    """AdamW always moves weights that begin as the target's own."""
     muon_learning_rate: float = flag(5e-3, "Muon's peak learning rate. Default: 0.005.", type=_RATE)
-    """Scaled by a matrix's size, so that a step moves weights about as far as one of AdamW."""
+    """Scaled by a matrix's size, so that a step moves weights about as far as a step of AdamW."""
     average: float = flag(0.0, "Export a running average that keeps this share, as 0.999.", type=number(0, 0.999999))
     """0 is off."""
     packed: bool = flag(True, "Batches of any shape on a GPU.", action="store_false")
-    """On a GPU: batches padded to one shape."""
+    """Pad batches to one shape, on a GPU."""
     compile: bool = flag(True, "Compile nothing.", action="store_false")
-    """On a GPU, of batches of one shape: compile the pieces of a step."""
+    """Compile the parts of a step, on a GPU with batches of one shape."""
     output_share: float = 0.3
-    """Learning rate of the output matrix and the norm before it, as a share: they begin as the target's own."""
+    """Relative learning rate of the output matrix and the norm before it, which begin as the target's own."""
     warmup_share: float = 0.04
     final_share: float = 0.02
     """Learning rate at the end, as a share of its peak."""
@@ -76,23 +76,23 @@ class TrainerOptions:
 
 
 WORK_FOLDER = "work"
-"""In the drafter's folder: what a run that was interrupted is taken up from."""
+"""Folder inside the drafter's, from which an interrupted run continues."""
 STATE_FILE = "state.safetensors"
 RECORD_FILE = "training.json"
-# Weight of the features' distance in the loss, by the kind of head: EAGLE's own paper learns from both.
+# Weight of the features' distance in the loss, by kind of head: EAGLE's own paper learns from both.
 FEATURE_WEIGHTS = {"EAGLE": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusOptions:
-    """How much text, of what kind."""
+    """How much text to make, and of what kind."""
 
     tokens: int = flag(10_000_000, "Answer tokens to make. Default: 10 million.", type=whole_number(1, 10**10))
-    """A little more come, since answers that have begun are finished."""
+    """There will be a few more, since answers that have begun are finished."""
     invented: int = flag(-1, "Questions to invent. Default: enough for --tokens.", type=whole_number(0, 10**8))
-    """Questions that the target makes up; what does not end in time or repeats is left out. -1: enough for `tokens`."""
+    """Questions that the target makes up. Unfinished ones and repeats are left out. -1: enough for `tokens`."""
     opened: float = flag(0.6, "Share of them whose first words are given. Default: 0.6.", type=_SHARE)
-    """By `prompts.OPENINGS`, so that they are of many kinds."""
+    """First words come from `prompts.OPENINGS`, so that questions are of many kinds."""
     beginnings: float = flag(
         0.5,
         "Share of texts behind another system message than the chat template's, behind none, or without a chat. "
@@ -105,17 +105,17 @@ class CorpusOptions:
         type=lambda text: tuple(map(number(0, 100), text.split(","))),
     )
     text_minutes: float = flag(0.0, "Bound on questions, and on answers. Default: none.", type=_MINUTES)
-    """After so long no more questions begin, and as long after that no more answers; 0 is no limit."""
+    """No more questions begin after this time, and no more answers after the same time again; 0 is no limit."""
     num_rows: int = flag(1024, "Conversations at once. Default: 1024.", type=whole_number(1, 65536))
     given_repeats: int = 1
-    """Answers to each given question."""
+    """Number of answers to each given question."""
     question_tokens: int = 192
     answer_tokens: int = 512
     system_tokens: int = 48
-    """Of an invented system message, at most."""
+    """Most tokens of an invented system message."""
     question_temperature: float = 1.0
     held_out: int = 64
-    """Invented questions that are left out, for the evaluation."""
+    """Number of invented questions that are left out, for the evaluation."""
     seed: int = 0
 
 
@@ -130,7 +130,7 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Paths and devices apart, all of it goes into the record."""
+    """Options of a run. All of them but paths and devices go into the record."""
 
     algorithm: str = "EAGLE3"
     """One of ALGORITHMS."""
@@ -164,7 +164,7 @@ class RunOptions:
         "EAGLE, NEXTN: weight of the distance to the target's features in the loss. Default: EAGLE 0.5, NEXTN 0.",
         type=number(0, 1e6),
     )
-    """None takes the kind's own."""
+    """None takes the default of the kind of drafter."""
     layers: int = flag(
         0, "STANDALONE, DFLASH, DSPARK: its layers. Default: 4, of a block head 2.", type=whole_number(1, 1000)
     )
@@ -189,7 +189,7 @@ class RunOptions:
 
     @property
     def of_drafter(self) -> dict[str, Any]:
-        """What decides which drafter is trained, by the names on the command line."""
+        """The options that determine the drafter, by their names on the command line."""
         own = (
             "draft_vocab_size",
             "feature_layers",

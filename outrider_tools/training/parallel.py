@@ -20,18 +20,18 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 from outrider.errors import ConfigError, OutriderError
 from outrider.rpc.lifecycle import exit_text
 
-# A rank waits this long for the others, since the making of text ends at different times. A dead one ends all at once.
+# How long a rank waits for the others: making text ends at different times. A dead rank ends all of them at once.
 MAX_WAIT = timedelta(hours=6)
 
 
 class RankGroup:
-    """The processes of a training, as one of them sees them; by default it is alone.
+    """The processes of a training, as one of them sees them; by default there is only one.
 
     Every method but `is_main` must be called by all of them, in the same order.
 
     Attributes:
-        rank: from 0 on.
-        count: of processes.
+        rank: number of this process, from 0.
+        count: number of processes.
     """
 
     def __init__(self, rank: int = 0, count: int = 1, device: torch.device | None = None) -> None:
@@ -42,19 +42,19 @@ class RankGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process speaks for all."""
+        """Whether this process reports for all."""
         return self.rank == 0
 
     def ceil_share(self, number: int) -> int:
-        """This rank's part of a count, rounded up."""
+        """Return this rank's part of a count, rounded up."""
         return -(-number // self.count)
 
     def barrier(self) -> None:
-        """Until all are here. A broadcast would not do: with NCCL its source does not wait for who receives."""
+        """Wait until all are here. A broadcast would not do: with NCCL its source does not wait for the receivers."""
         self.all_reduce_mean(torch.zeros(1))
 
     def broadcast_int(self, number: int) -> int:
-        """The first rank's number."""
+        """Return the first rank's number."""
         if self.count == 1:
             return number
         value = torch.tensor([number], dtype=torch.int64, device=self._device)
@@ -62,7 +62,7 @@ class RankGroup:
         return int(value.item())
 
     def all_reduce_mean(self, values: Tensor) -> Tensor:
-        """Mean of the ranks' values, float32 of any shape, on any device."""
+        """Return the mean of the ranks' values, float32 of any shape, on any device."""
         if self.count == 1:
             return values
         total = values.to(self._device, copy=True).contiguous()
@@ -70,13 +70,13 @@ class RankGroup:
         return (total / self.count).to(values.device)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors on the training's device by the first rank's."""
+        """Overwrite tensors on the training's device with the first rank's."""
         if self.count > 1:
             for tensor in tensors:
                 distributed.broadcast(tensor.detach(), 0)
 
     def average_gradients(self, parameters: Iterable[Tensor], weight: float) -> None:
-        """Replace gradients, float32, by their mean over the ranks, each weighted by its `weight`."""
+        """Replace float32 gradients by their weighted mean over the ranks; `weight` is this rank's."""
         if self.count == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -93,7 +93,7 @@ class RankGroup:
         torch._foreach_copy_(gradients, views)
 
     def close(self) -> None:
-        """No more is shared: the first rank may go on for long alone."""
+        """End the group. The first rank may go on alone for long."""
         if self.count > 1:
             self.barrier()
             distributed.destroy_process_group()
@@ -103,9 +103,9 @@ class RankGroup:
 def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> None:
     """Run `function`, "module:name", with (`arguments`..., device, ranks) in `count` new processes, and wait for them.
 
-    Rank r gets GPU r. What one process raises ends all of them; none is left when this returns.
+    Rank r gets GPU r. An exception in one process ends all of them; none is left when this returns.
 
-    Raises ConfigError: what a rank raised as such, or that it failed.
+    Raises ConfigError with a rank's own OutriderError, or saying that a rank failed.
     """
     with tempfile.TemporaryDirectory(prefix="outrider-train-") as folder:
         context = spawn(_rank, (count, device_type, folder, function, arguments), count, join=False)
@@ -113,7 +113,7 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
             while not context.join():
                 pass
         except ProcessExitedException as error:
-            # One that ends takes those with it that it talks to: what they say then, or are aborted for, is no cause.
+            # A process that ends takes its peers with it: what they report then, or are aborted for, is not the cause.
             consequences = (-signal.SIGTERM, -signal.SIGABRT)
             for rank, process in enumerate(context.processes):
                 if (process.exitcode or 0) < 0 and process.exitcode not in consequences:
@@ -128,8 +128,8 @@ def run_ranks(count: int, device_type: str, function: str, *arguments: Any) -> N
 
 
 def _rank(rank: int, count: int, device_type: str, folder: str, function: str, arguments: tuple[Any, ...]) -> None:
-    """What a process runs. Exit handlers are left out: they would wait for the others, or abort in a thread of gloo."""
-    # What the kernel sends when the parent dies ends this process at once, whatever it waits for.
+    """Run a rank's process. Exit handlers are skipped: they would wait for other ranks, or abort in a gloo thread."""
+    # SIGINT, which the kernel sends when the parent dies, ends this process at once, whatever it waits for.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")

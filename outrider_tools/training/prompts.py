@@ -1,4 +1,4 @@
-"""What the target is asked, to make training text: questions, a chat's form, first words, beginnings. Torch-free."""
+"""What the target is asked for training text: questions, the chat's form, first words, beginnings. Without torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from outrider.errors import ConfigError
 from outrider_tools.files import json_objects
 from outrider_tools.training.texts import Texts
 
-# Stands for what is said while the template is rendered; no tokenizer or template has a use for it.
+# Stands for the user's words while the template is rendered. It occurs in no tokenizer or template.
 _PLACE = "\u241fplace of the question\u241f"
 _USER = {"role": "user", "content": _PLACE}
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a user says first, and the group that it is reported under ("" for none)."""
+    """A user's first message, and the category that it is reported under ("" for none)."""
 
     text: str
     category: str = ""
 
 
 class QuestionForm:
-    """What stands around a user's words.
+    """The tokens around a user's words.
 
     Attributes:
         before: token ids up to the user's words.
@@ -38,7 +38,7 @@ class QuestionForm:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: str, after: str, first: Sequence[int] = ()) -> None:
-        """`first`: token ids in front of all text."""
+        """`first` are token ids in front of all text."""
         self.tokenizer = tokenizer
         self._first = list(first)
         self._parts = before, after
@@ -46,28 +46,28 @@ class QuestionForm:
         self.after = self.words(after)
 
     def ask(self, question: str | Sequence[int]) -> list[int]:
-        """Token ids of a text that ends where the answer to `question`, a text or token ids, begins."""
+        """Return the token ids up to where the answer to `question`, a text or token ids, begins."""
         if isinstance(question, str):
             return self._first + self.words(question.join(self._parts))
         return [*self.before, *question, *self.after]
 
     def words(self, text: str) -> list[int]:
-        """Token ids of a text alone."""
+        """Return the token ids of a text alone."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens left out."""
+        """Return the text of token ids, without special tokens."""
         return str(self.tokenizer.decode(token_ids))
 
 
 class ChatForm(QuestionForm):
-    """The chat template of a model folder, behind whatever the template itself puts first.
+    """The chat template of a model folder, after any text that the template itself puts first.
 
     Sampling after `before` lets the model invent a question.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where the folder has no chat template, or one that cannot be cut."""
+        """Raises ConfigError if the folder has no chat template, or one that cannot be split."""
         template = ChatTemplate.load(folder)
         if template is None:
             raise ConfigError(f"{folder} has no chat template; training text is made of answers in a chat")
@@ -76,9 +76,9 @@ class ChatForm(QuestionForm):
         super().__init__(tokenizer, *self._cut(self._render(_USER)))
 
     def behind(self, system: str) -> QuestionForm:
-        """The same chat behind that system message; "" for none, not even one that the template has of its own.
+        """Return the same chat after that system message; "" for none, not even the template's own.
 
-        Raises ConfigError where the template takes no system message, or cannot do without.
+        Raises ConfigError if the template takes no system message, or cannot do without.
         """
         text = self._render(_system(system), _USER) if system else self._without_system()
         if system.strip() not in text:
@@ -86,25 +86,25 @@ class ChatForm(QuestionForm):
         return QuestionForm(self.tokenizer, *self._cut(text))
 
     def raw(self) -> QuestionForm:
-        """No chat: the user's words alone, behind the token that the tokenizer begins every text with, if any."""
+        """Return a form without a chat: the user's words alone, after the tokenizer's first token, if it has one."""
         return QuestionForm(self.tokenizer, "", "", self.tokenizer.encode("", add_special_tokens=True).ids)
 
     def system_form(self) -> QuestionForm:
-        """A chat cut where the system message stands: sampling after its `before` lets the model invent one.
+        """Return a chat that is split at its system message: sampling after its `before` lets the model invent one.
 
-        Raises ConfigError where the template takes no system message.
+        Raises ConfigError if the template takes no system message.
         """
         return QuestionForm(self.tokenizer, *self._cut(self._render(_system(_PLACE))))
 
     def _render(self, *messages: Mapping[str, str]) -> str:
-        """The text of a conversation; where the user spoke last, up to where the answer begins."""
+        """Return the text of a conversation; if the user spoke last, up to where the answer begins."""
         try:
             return self._template.render(messages, add_generation_prompt=messages[-1]["role"] == "user")
         except ChatTemplateError as error:
             raise ConfigError(f"{self._folder}: the chat template cannot be rendered: {error}") from None
 
     def _without_system(self) -> str:
-        """A user's turn alone. A template may put a system message where none is given, so one is given and cut off."""
+        """Return a user's turn alone. Templates may add a system message if none is given, so cut off a given one."""
         given = _system("Be brief.")
         system, whole = self._render(given), self._render(given, _USER)
         if not whole.startswith(system):
@@ -113,7 +113,7 @@ class ChatForm(QuestionForm):
         return bos + rest if system.startswith(bos) and not rest.startswith(bos) else rest
 
     def _cut(self, text: str) -> tuple[str, str]:
-        """What stands before and after the place of what is said, which must be there once."""
+        """Return the text before and after the placeholder, which must occur once."""
         parts = text.split(_PLACE)
         if len(parts) != 2:
             raise ConfigError(f"{self._folder}: the chat template repeats or changes what is said")
@@ -121,9 +121,9 @@ class ChatForm(QuestionForm):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Questions of a JSONL file: each line an object with `prompt`, or with `turns` of which the first counts.
+    """Read questions from a JSONL file. Each line is an object with `prompt`, or with `turns`, whose first is taken.
 
-    Raises ConfigError: names the line that is at fault.
+    Raises ConfigError, which names the faulty line.
     """
     found = []
     for where, fields in json_objects(path, str(path)):
@@ -139,7 +139,7 @@ def _system(content: str) -> dict[str, str]:
     return {"role": "system", "content": content}
 
 
-# How users begin: first words of some invented questions, so that those are of many kinds, a line for each.
+# First words of some invented questions, so that questions are of many kinds; a string for each kind.
 OPENINGS = (
     # Writing.
     "Write a short story about | Write an email to | Write a poem | Draft a speech | "
@@ -173,12 +173,12 @@ OPENINGS = (
 
 
 def all_openings() -> list[str]:
-    """A kind after the other in turn, so that any part of the list has all of them."""
+    """Return all openings, one of each kind in turn, so that any part of the list has all kinds."""
     turns = zip_longest(*(kind.split(" | ") for kind in OPENINGS))
     return [opening for turn in turns for opening in turn if opening is not None]
 
 
-# A drafter that saw one beginning alone guesses nothing behind any other: its attention learns to rest on those tokens.
+# A drafter that only saw one beginning guesses nothing after any other: its attention learns to rest on those tokens.
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
     "You are a helpful, honest and concise assistant.",
@@ -193,7 +193,7 @@ SYSTEM_MESSAGES = (
     "If you do not know the answer, say so.",
     "You are a friendly guide to a large museum. Stay in character.",
 )
-# First words of messages that the target invents.
+# First words of system messages that the target invents.
 SYSTEM_OPENINGS = (
     "You are a",
     "You are an expert",
@@ -206,23 +206,23 @@ SYSTEM_OPENINGS = (
     "Respond",
     "The user",
 )
-# Of the other beginnings: system messages, and chats without one; the rest is no chat.
+# Shares among the other beginnings: system messages, and chats without one; the rest has no chat.
 SYSTEM_SHARE, BARE_SHARE = 0.5, 0.25
-# Of system messages, those of our own while there are invented ones, too.
+# Share of our own among system messages, if there are invented ones, too.
 OWN_SHARE = 0.5
-# A text without a chat is the first half of a question, since to a whole one the target often has nothing to add.
+# A text without a chat is the first half of a question: after a whole one the target often has nothing to add.
 RAW_SHARE, RAW_TOKENS = 0.5, 2
 
 
 class Beginnings:
-    """Draws for each conversation what stands around its question.
+    """Draws for each conversation the text around its question.
 
-    A `share` of them begin otherwise than the chat template lets them: behind a system message, without one, or without
-    a chat. What a template cannot do is left to its own beginning.
+    A `share` of them do not begin as the chat template does, but with a system message, without one, or without a chat.
+    If the template cannot do that, they begin as it does.
     """
 
     def __init__(self, chat: ChatForm, share: float, invented: Sequence[str] = (), seed: int = 0) -> None:
-        """`invented`: system messages beside our own."""
+        """`invented` are system messages beside our own."""
         self._chat = chat
         self._share = share
         self._random = np.random.default_rng(seed)
@@ -233,12 +233,12 @@ class Beginnings:
 
     @property
     def room(self) -> int:
-        """The most tokens that may stand around a question."""
+        """Most tokens around a question."""
         forms = (self._chat, self._bare, self._raw, *self._own, *self._invented)
         return max(len(form.before) + len(form.after) for form in forms)
 
     def prompt(self, question: str | list[int]) -> list[int]:
-        """A question, as text or token ids, behind a beginning: token ids up to where the target goes on."""
+        """Return the token ids of a beginning and `question` (text or token ids), up to where the target continues."""
         form = self._draw()
         return _raw_prompt(form, question) if form is self._raw else form.ask(question)
 
@@ -253,7 +253,7 @@ class Beginnings:
         return self._bare if kind < SYSTEM_SHARE + BARE_SHARE else self._raw
 
     def counts(self, texts: Texts) -> dict[str, int]:
-        """How many texts begin in which way."""
+        """Return the number of texts by the way they begin."""
         header = _form(lambda _: self._chat.system_form(), "")
         forms = {"chat template": self._chat, "no system message": self._bare, "system message": header}
         known = {name: form.before for name, form in forms.items() if form is not None}
@@ -266,9 +266,9 @@ class Beginnings:
 
 
 def endings(chat: ChatForm, question: str | list[int]) -> list[list[int]]:
-    """What the prompts of a question end with, whatever they begin with."""
+    """Return the possible ends of a question's prompts; they do not depend on the beginning."""
     asked = chat.ask(question)
-    # A tokenizer may have merged the question's first letters with what stands before.
+    # A tokenizer may have merged the question's first letters with the text before it.
     size = len(chat.before)
     return [asked[size:] if asked[:size] == chat.before else asked, _raw_prompt(chat.raw(), question)]
 
@@ -279,7 +279,7 @@ def _raw_prompt(form: QuestionForm, question: str | list[int]) -> list[int]:
 
 
 def _form(make: Callable[[str], QuestionForm], message: str) -> QuestionForm | None:
-    """None where the template cannot do it."""
+    """Make a form of a message; None if the template cannot do it."""
     try:
         return make(message)
     except ConfigError:

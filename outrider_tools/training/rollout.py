@@ -23,13 +23,13 @@ from outrider_tools.training.options import TreeShape
 
 
 class CandidateRanker:
-    """Edge scores of one answer's candidates, as `HostProposer` and `Proposer` compute them for a node at a time.
+    """Edge scores of one answer's candidates, as `HostProposer` and `Proposer` compute them for one node at a time.
 
-    The noise of a token depends on its position alone, so it is computed once for all nodes of all trees.
+    A token's noise depends only on its position, so it is computed once for all nodes of all trees.
     """
 
     def __init__(self, model: DraftModel, temperature: float, seed: int, num_positions: int) -> None:
-        """`num_positions` bounds the positions of candidates; `seed` and choice 0 key the noise."""
+        """`num_positions` bounds the positions of candidates. The noise is drawn with `seed` and choice 0."""
         self._divisor, self._tau, noisy = model.edge_scale.columns(temperature, True)
         ids = torch.arange(model.vocab_size, device=model.device) if model.target_ids is None else model.target_ids
         self._target_ids = ids.long()
@@ -37,24 +37,24 @@ class CandidateRanker:
         self._noise = self._draw(seed, num_positions) if noisy else None
 
     def edges(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """float32 [N, V], at most 0; `logits` [N, V] may be overwritten. `positions` [N] are the candidates' own."""
+        """Return scores <= 0, float32 [N, V]. May overwrite `logits` [N, V]; `positions` [N] are the candidates'."""
         logits = logits.div_(self._divisor)
         if self._noise is not None:
             logits = logits.add_(self._noise[positions]).div_(self._tau)
         return logits.log_softmax(-1)
 
     def best(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """int64 [N], the target's id of the best candidate."""
+        """Return the target's id of the best candidate, int64 [N]."""
         if self._noise is not None:
             logits = logits.div_(self._divisor).add_(self._noise[positions])
         return self._target_ids[logits.argmax(-1)]
 
     def target_id(self, draft_ids: Tensor) -> Tensor:
-        """int64, the same shape."""
+        """Return the target's ids, int64 of the same shape."""
         return self._target_ids[draft_ids]
 
     def _draw(self, seed: int, num_positions: int) -> Tensor:
-        """float32 [num_positions, V]."""
+        """Return the noise, float32 [num_positions, V]."""
         ids = self._target_ids
         if ids.device.type == "cuda":
             positions = torch.arange(num_positions, dtype=torch.int32, device=ids.device)
@@ -68,17 +68,17 @@ class CandidateRanker:
 
 
 def noise_keys(seeds: list[int]) -> Tensor:
-    """int32 [N, 3], what the device's noise is keyed by: seed, low and high word, and choice 0."""
+    """Return the keys of the device's noise, int32 [N, 3]: low and high word of the seed, and choice 0."""
     words = [[seed & 0xFFFFFFFF, seed >> 32, 0] for seed in seeds]
     return torch.from_numpy(np.array(words, np.uint32).view(np.int32))
 
 
-# Logits that are in memory at a time.
+# Most logits in memory at a time.
 CHUNK_LOGITS = 2**27
 
 
 class TextRollout:
-    """See the module.
+    """A draft model run over a text with the target's features.
 
     Attributes:
         token_ids: int64 [T].
@@ -87,7 +87,7 @@ class TextRollout:
 
     @torch.inference_mode()
     def __init__(self, model: DraftModel, token_ids: Tensor, features: Tensor | None) -> None:
-        """`features` [T, layers * hidden] of the target, None for a model without them."""
+        """`features` are the target's [T, layers * hidden], None for a model without them."""
         self.model = model
         self.token_ids = token_ids
         self.offset = 0 if features is None else 1
@@ -98,28 +98,28 @@ class TextRollout:
         batch = TokenBatch(tokens, spans.positions)
         before = None if self.features is None else self.features[:-1]
         if isinstance(model, BlockHead) and before is not None:
-            # Its context is made of features alone, and rows come of blocks.
+            # The context is made of features alone, and rows come from blocks.
             k, v = model.context(before, spans.positions)
             self.attention.kept = dict(enumerate(zip(k, v, strict=True)))
             self.rows = before
             return
-        # Nothing is written to the cache, which tells its heads and dtype alone.
+        # Nothing is written to the cache; it only tells heads and dtype.
         self.rows, _ = model.forward(batch, before, model.new_kv(1), self.attention)
-        """What `logits` takes, of every row of the text."""
+        """Input of `logits`, for every row of the text."""
 
     def following(self, places: Tensor) -> Tensor:
-        """The text's tokens at `places`, -1 behind its end."""
+        """Return the text's tokens at `places`, -1 beyond its end."""
         last = self.token_ids.shape[0] - 1
         return torch.where(places <= last, self.token_ids[places.clamp(max=last)], -1)
 
     def is_over(self, rows: Tensor) -> Tensor:
-        """bool [N]: of which rows no guesses are made."""
+        """Return for which rows no guesses are made, bool [N]."""
         if isinstance(self.model, BlockHead):
             return ~rows.any(1)
         return torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
 
     def logits(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """float32 logits of `rows`, some at a time, with their places."""
+        """Yield float32 logits of `rows`, some at a time, with their places."""
         size = max(1, CHUNK_LOGITS // self.model.vocab_size)
         for start in range(0, rows.shape[0], size):
             place = slice(start, min(start + size, rows.shape[0]))
@@ -127,24 +127,24 @@ class TextRollout:
 
 
 class NodeRollout(AttentionBackend, AttentionPlan):
-    """What a draft model computes below some roots of a text, a level of nodes at a time.
+    """Runs a draft model below some roots of a text, one level of nodes at a time.
 
-    It is the model's attention, too: of nodes to the text before their root, and to the path from there to them.
+    Also the model's attention: a node attends to the text before its root, and to the path from the root to itself.
     """
 
     def __init__(self, draft: TextRollout, roots: Tensor) -> None:
-        """`roots` int64 [R], places in the text, at least `draft.offset`."""
+        """`roots` int64 [R] are places in the text, at least `draft.offset`."""
         self._draft = draft
         self._bases = roots - draft.offset
         self._depth = 0
         self._block_size = 0
         self._blocks = roots.new_empty(0)
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
-        """Of each layer, keys and values of the last nodes and those above them, [N, kv_heads, depth, head_dim]."""
+        """Each layer's keys and values of the last nodes and their ancestors, [N, kv_heads, depth, head_dim]."""
 
     @property
     def root_features(self) -> Tensor | None:
-        """[R, feature_size], what the roots themselves are run with."""
+        """Features that the roots themselves are run with, [R, feature_size]."""
         return None if self._draft.features is None else self._draft.features[self._bases]
 
     @torch.inference_mode()
@@ -155,10 +155,10 @@ class NodeRollout(AttentionBackend, AttentionPlan):
 
         Args:
             tokens: int64 [N].
-            owners: int64 [N], which of the roots each belongs to.
-            features: [N, feature_size], of each node's parent; below the root of a block head [N, state_size], what it
-                left.
-            parents: int64 [N], place of each node's parent in the call before; not read in the first.
+            owners: int64 [N], the root that each node belongs to.
+            features: [N, feature_size], of each node's parent; below a block head's root [N, state_size], the parent's
+                state.
+            parents: int64 [N], index of each node's parent in the previous call; ignored in the first call.
 
         Returns rows for `logits`, and features for the nodes' children.
         """
@@ -178,8 +178,8 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         return model.forward(batch, features, model.new_kv(1), self)
 
     def _run_blocks(self, model: BlockHead, tokens: Tensor, bases: Tensor) -> Tensor:
-        """Rows of the guesses of R roots' blocks [R, num_guesses, hidden]; each sees the text's features up to its
-        root's."""
+        """Return rows for the guesses of R roots' blocks [R, num_guesses, hidden]. Each block sees the text's features
+        up to its root's."""
         size = model.block.size
         seen = torch.arange(self._draft.rows.shape[0], device=bases.device) <= bases.unsqueeze(1)
         self._hidden = (~seen).repeat_interleave(size, 0)
@@ -210,7 +210,7 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         return found.flatten(1)
 
     def _extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes' own keys and values behind those of their parents; in a block those of all its places."""
+        """Append the nodes' own keys and values to their parents'. In a block, return those of all its places."""
         if self._block_size:
             blocks = (part.unflatten(0, (-1, self._block_size)).transpose(1, 2) for part in (k, v))
             k, v = (part.repeat_interleave(self._block_size, 0) for part in blocks)
@@ -223,32 +223,32 @@ class NodeRollout(AttentionBackend, AttentionPlan):
         return k, v
 
 
-# Roots that are grown at a time.
+# Most roots that are grown at a time.
 CHUNK_ROOTS = 128
 
 
 @dataclass(slots=True)
 class _Level:
-    """Nodes of one depth: R roots, W places each. Places that hold no node have score -inf."""
+    """Nodes of one depth: R roots, W places each. Empty places have score -inf."""
 
     tokens: Tensor
     scores: Tensor
     on_text: Tensor
     parents: Tensor
-    """int64 [R, W], place of the parent among the nodes that were run last."""
+    """int64 [R, W], index of the parent among the nodes that were run last."""
 
 
 @torch.inference_mode()
 def tree_accepts(
     draft: TextRollout, ranking: CandidateRanker, shape: TreeShape, first_root: int = 1, all_roots: bool = True
 ) -> Tensor:
-    """Accepted nodes after each root from `first_root` on, int64 [T]; 0 for those before.
+    """Return the number of accepted nodes after each root from `first_root` on, int64 [T]; 0 for earlier ones.
 
-    Without `all_roots` only those count that decoding from `first_root` comes to, one after the other: less work, and
-    less of it at a time.
+    Without `all_roots`, only roots that decoding from `first_root` visits are run, one after the other: less work in
+    all, and less at a time.
 
-    The tree of a root is the `shape.nodes` nodes with the best path scores, found level by level: a node that is not
-    among the best so far cannot be in the end, since scores only fall along a path, and is not run.
+    A root's tree has the `shape.nodes` nodes with the best path scores, found level by level: scores only fall along a
+    path, so a node that is not among the best so far cannot be in the end, and is not run.
     """
     token_ids = draft.token_ids
     accepted = torch.zeros_like(token_ids)
@@ -265,9 +265,9 @@ def tree_accepts(
 
 
 def _grow(draft: TextRollout, ranking: CandidateRanker, roots: Tensor, shape: TreeShape) -> Tensor:
-    """Accepted nodes [R] of the trees of some roots."""
+    """Return the accepted nodes [R] of the trees of some roots."""
     num_roots = roots.shape[0]
-    # The root itself is level 0: one node that is always there, run with the feature of its own row.
+    # The root itself is level 0: a single node that always exists, run with the feature of its own row.
     level = _Level(
         draft.token_ids[roots].unsqueeze(1),
         torch.zeros(num_roots, 1, device=roots.device),
@@ -291,7 +291,7 @@ def _grow(draft: TextRollout, ranking: CandidateRanker, roots: Tensor, shape: Tr
         scores, on_text = torch.cat([scores, level.scores], 1), torch.cat([on_text, level.on_text], 1)
         best = scores.topk(min(shape.nodes, scores.shape[1]), 1)
         chosen = on_text.gather(1, best.indices) & best.values.isfinite()
-        # What has fallen out of the best is not run.
+        # Nodes that are no longer among the best are not run.
         level.scores = torch.where(level.scores >= best.values[:, -1:], level.scores, float("-inf"))
     return chosen.sum(1)
 
@@ -299,7 +299,7 @@ def _grow(draft: TextRollout, ranking: CandidateRanker, roots: Tensor, shape: Tr
 def _candidates(
     draft: TextRollout, ranking: CandidateRanker, rows: Tensor, positions: Tensor, branching: int
 ) -> tuple[Tensor, Tensor]:
-    """Edge scores and target ids of the best children of N nodes, [N, branching] both."""
+    """Return edge scores and target ids of the best children of N nodes, [N, branching] both."""
     edges, ids = [], []
     for place, logits in draft.logits(rows):
         found = ranking.edges(logits, positions[place]).topk(min(branching, logits.shape[1]), 1)
@@ -309,7 +309,7 @@ def _candidates(
 
 
 def _children(level: _Level, places: Tensor, edges: Tensor, ids: Tensor, following: Tensor, most: int) -> _Level:
-    """The next level: the best `most` children of all nodes of a level, of which those at `places` were run."""
+    """Return the next level: the best `most` children of all nodes of a level. Those at `places` were run."""
     num_roots, width = level.scores.shape
     count = edges.shape[1]
     all_edges = torch.full((num_roots * width, count), float("-inf"), device=edges.device)

@@ -1,6 +1,6 @@
-"""All of a training: questions, text, drafter, evaluation, record, and the card and plots that tell of the record.
+"""A whole training: questions, text, drafter, evaluation, record, and the card and plots made from the record.
 
-Stages that are done are not done again.
+Finished stages are not repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outrider_tools.training.trainer import Trainer
 
 
 def train_rank(model_folder: Path, out: Path, options: RunOptions, device: torch.device, ranks: RankGroup) -> None:
-    """`train` in one of several processes; the first one speaks."""
+    """Call `train` in one of several processes. Only the first one reports."""
     with Report() if ranks.is_main else Report(io.StringIO()) as report:
         train(model_folder, out, device, options, report, ranks)
 
@@ -47,11 +47,11 @@ def train(
     report: Report,
     ranks: RankGroup | None = None,
 ) -> None:
-    """Train a drafter and write it to `out`; what can be taken up again later lies in its folder `work`.
+    """Train a drafter and write it to `out`. What an interrupted run continues from lies in its folder `work`.
 
-    Of several processes the first one does what follows the training.
+    With several processes, the first one alone does what follows the training.
 
-    Raises ConfigError: something given does not fit, or prompts for training are also for the evaluation.
+    Raises ConfigError if an option does not fit, or prompts for training are also for the evaluation.
     """
     ranks = ranks or RankGroup()
     processes = ranks.count
@@ -79,7 +79,7 @@ def train(
     if not ranks.is_main:
         return
     laps.append(("training", time.monotonic()))
-    # Text of an earlier run has answers as long as that run's.
+    # Text of an earlier run has that run's answer length.
     longest = int(found.options.get("answer_tokens", options.corpus.answer_tokens))
     window = 0 if options.algorithm in ("STANDALONE", "NEXTN") else longest
     with writing("--out", out):
@@ -107,12 +107,12 @@ def train(
         "questions_given": int(found.options.get("given", 0)),
         "answers": len(texts),
         "answer_tokens": texts.num_answer_tokens,
-        # Of the texts that were trained on: what is evaluated with was taken out of those that were made.
+        # Counted over the texts that were trained on, which lack the questions of the evaluation.
         "beginnings": Beginnings(form, options.corpus.beginnings).counts(texts),
         "trained_parameters": sum(parameter.numel() for parameter in module.parameters()),
         "weight_bytes": num_bytes,
         "vocabulary_coverage": 1.0 if ids is None else coverage(texts, ids.cpu().numpy(), target.config.vocab_size),
-        # Text of an earlier run was made with that run's.
+        # Text of an earlier run was made with that run's options.
         "options": asdict(options) | ({"corpus": found.options} if options.text is not None else {}),
         "seconds": {name: round(now - before, 2) for (_, before), (name, now) in pairwise(laps)},
         "training": asdict(history),
@@ -150,7 +150,7 @@ KINDS = {
     "NEXTN": "a multi-token prediction module in MiMo's layout",
     "STANDALONE": "a small language model that learned to speak as its target",
 }
-# Who else reads such a folder. What was not tried is not claimed.
+# Other engines that read such a folder. Untested claims are not made.
 OTHER_ENGINES = {
     "EAGLE3": "The folder has the key names and config of public EAGLE-3 heads (`LlamaForCausalLMEagle3`), which "
     "SGLang and vLLM read. It holds no embedding: they take the target's.",
@@ -266,13 +266,13 @@ SHOWN_DEPTHS = (1, 2, 4, 6, 8)
 
 
 def write_plots(record: dict[str, Any], folder: Path, report: Report) -> list[str]:
-    """Draw a training's record; returns the files' names, none where matplotlib is not installed."""
+    """Draw a training's record. Return the files' names, none if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         report.line("no plots: matplotlib is not installed (pip install matplotlib)")
         return []
     names = []
     for name, draw in ((CURVE, _curve), (DEPTHS, _depths)):
-        # Not pyplot, which would look for a display.
+        # Not pyplot, which looks for a display.
         figure = import_module("matplotlib.figure").Figure(figsize=SIZE, layout="constrained")
         if draw(figure, record):
             figure.savefig(folder / name, dpi=DPI)
@@ -281,7 +281,7 @@ def write_plots(record: dict[str, Any], folder: Path, report: Report) -> list[st
 
 
 def _curve(figure: Any, record: dict[str, Any]) -> bool:
-    """Loss, and agreement by depth, over the steps."""
+    """Draw loss, and agreement by depth, over the steps. Return whether there is anything to draw."""
     points = record["training"]["points"]
     if not points:
         return False
@@ -300,7 +300,7 @@ def _curve(figure: Any, record: dict[str, Any]) -> bool:
 
 
 def _depths(figure: Any, record: dict[str, Any]) -> bool:
-    """Accept rates at the end, and how far rounds get."""
+    """Draw accept rates at the end, and how far rounds get."""
     rates, rounds = figure.subplots(1, 2, sharex=True)
     for evaluation in record["evaluation"]:
         found, name = evaluation["all"], decoding(evaluation["temperature"])

@@ -1,4 +1,4 @@
-"""The target as training needs it: whole sequences in, its embedding, its output matrix to begin from."""
+"""The target as training needs it: a forward over whole sequences, its embedding, and its output matrix."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TargetModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells this target from others, its fine-tuned kin among them, without reading all of its weights."""
+        """Return a hash that tells this target from others, also fine-tuned ones, without reading all weights."""
         found = hashlib.sha256()
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             path = self.folder / name
@@ -54,36 +54,36 @@ class TargetModel:
         return found.hexdigest()[:16]
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """All of the checkpoint's by their decoder's own names. Files stay mapped while any of them lives."""
+        """Return the checkpoint's tensors by their decoder's own names. Files stay mapped while any of them lives."""
         return decoder_tensors(self.folder, self.config)
 
     def stored(self, name: str) -> Tensor:
-        """A tensor of the checkpoint by that name, on the CPU and in its file's dtype."""
+        """Return the checkpoint's tensor of that name, on the CPU and in its file's dtype."""
         return self.tensors()[name].read()
 
     def stored_output(self) -> Tensor:
-        """The output matrix [vocab_size, hidden], likewise."""
+        """Return the output matrix [vocab_size, hidden], on the CPU and in its file's dtype."""
         return self.stored(EMBEDDING if self.config.tie_embeddings else "lm_head.weight")
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings [..., hidden] of int64 [...]."""
+        """Return embeddings [..., hidden] of token ids, int64 [...]."""
         return functional.embedding(token_ids, self._embedding)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Drafters are float32 and compute in the target's dtype."""
+        """Return a context in which drafters, which are float32, compute in the target's dtype."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
 
 def target_states(
     model: CausalLM, token_ids: Tensor, spans: Spans, feature_layers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Run the target over the sequences of `spans`, token ids int64 [M].
+    """Run the target over the sequences of `spans`, with token ids int64 [M].
 
-    Returns features [M, len(feature_layers) * hidden], in the order of `feature_layers`, and the hidden states [M,
-    hidden] that `model.logits` takes. Both may be saved for a backward pass.
+    Returns features [M, len(feature_layers) * hidden], in the order of `feature_layers`, and the hidden states
+    [M, hidden] that `model.logits` takes. Both may be saved for a backward pass.
     """
     batch = TokenBatch(token_ids, spans.positions)
-    # Nothing is written to the cache, which tells its heads and dtype alone.
+    # Nothing is written to the cache; it only tells heads and dtype.
     hidden, layers = model.forward_with_features(batch, model.new_kv(1), SpanAttention(spans), feature_layers)
     # Copies: autograd refuses to keep tensors that inference mode made.
     hidden = hidden.clone()

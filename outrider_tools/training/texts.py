@@ -1,4 +1,4 @@
-"""Token sequences to train on, how they are put into batches, and the vocabulary that they are made of."""
+"""Token sequences to train on, their batches, and the draft vocabulary made from them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from outrider_tools.files import replacing
 Tokens = Sequence[int] | NDArray[np.int32]
 IntT = TypeVar("IntT", np.int32, np.int64)
 
-# Room for targets beyond their mean share: batches of one shape that hold still more of them leave some out.
+# Room for targets above their mean share. A batch of fixed shape that has still more leaves some out.
 SPARE_TARGETS = 1.05
-# Rows of targets come in multiples of this, in batches of one shape.
+# In batches of fixed shape, the number of targets is a multiple of this.
 TARGET_STEP = 1024
-# Sequences of a batch, at most: one for so many tokens, and always so many.
+# Most sequences of a batch: one for this many tokens, but always at least this many.
 TOKENS_A_SEQUENCE, MIN_SEQUENCES = 64, 8
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts and what the target answered, one after the other.
+    """Prompts and the target's answers, one after the other.
 
     Attributes:
         tokens: int32 [N].
@@ -43,7 +43,7 @@ class Texts:
 
     @classmethod
     def join(cls, prompts: Sequence[Tokens], answers: Sequence[Tokens]) -> Texts:
-        """Of prompts and their answers."""
+        """Make texts of prompts and their answers."""
         parts: list[Tokens] = [np.empty(0, np.int32)]
         for prompt, answer in zip(prompts, answers, strict=True):
             parts += [prompt, answer]
@@ -53,7 +53,7 @@ class Texts:
 
     @classmethod
     def together(cls, parts: Sequence[Texts]) -> Texts:
-        """One after the other."""
+        """Concatenate texts."""
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(
             np.concatenate([part.tokens for part in parts]),
@@ -62,13 +62,13 @@ class Texts:
         )
 
     def digest(self) -> str:
-        """Tells these texts from others."""
+        """Return a hash of these texts."""
         found = hashlib.sha256(self.tokens.tobytes())
         found.update(self.offsets.tobytes() + self.prompt_lens.tobytes())
         return found.hexdigest()[:16]
 
     def without(self, endings: Iterable[Sequence[int]]) -> Texts:
-        """Those whose prompt ends with none of these."""
+        """Return the texts whose prompt ends with none of `endings`."""
         kept = np.ones(len(self), np.bool_)
         ends = self.offsets[:-1] + self.prompt_lens
         for ending in endings:
@@ -88,19 +88,19 @@ class Texts:
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens that the target chose."""
+        """Number of tokens that the target chose."""
         return int(self.tokens.size - self.prompt_lens.sum())
 
     def sequence(self, number: int) -> NDArray[np.int32]:
-        """Prompt and answer."""
+        """Return a sequence's prompt and answer."""
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
 
     def answer(self, number: int) -> NDArray[np.int32]:
-        """The answer alone."""
+        """Return a sequence's answer alone."""
         return self.sequence(number)[self.prompt_lens[number] :]
 
     def answer_tokens(self) -> NDArray[np.int32]:
-        """Of all answers, one after the other."""
+        """Return the tokens of all answers, one after the other."""
         return np.concatenate([np.empty(0, np.int32), *(self.answer(number) for number in range(len(self)))])
 
     def save(self, path: Path) -> None:
@@ -110,7 +110,7 @@ class Texts:
 
     @classmethod
     def load(cls, path: Path) -> Texts:
-        """What `save` wrote."""
+        """Load texts that `save` wrote."""
         return cls(**load_file(path))
 
 
@@ -124,12 +124,12 @@ class TextBatch:
 
     Attributes:
         token_ids: int64 [M].
-        targets: int64 [R], places whose next token the target chose and knew well enough about: the drafter is taught
-            the target's distribution there.
-        num_targets: how many of `targets` count; those behind repeat a place so that all batches are of one shape.
-        bounds: int32 [S + 1], sequence s is tokens bounds[s] to bounds[s + 1] - 1. Padding is sequences of its own;
+        targets: int64 [R], places whose next token the target chose, with enough text before them: there the drafter
+            learns the target's distribution.
+        num_targets: how many of `targets` count; the others repeat a place so that all batches have one shape.
+        bounds: int32 [S + 1], sequence s is tokens bounds[s] to bounds[s + 1] - 1. Padding forms sequences of its own;
             the last ones may be empty.
-        parts: int32 [P + 1], the same of what a head reads as sequences: some of them are cut in two.
+        parts: int32 [P + 1], bounds of what a head reads as sequences: some of them are cut in two.
         longest: no sequence of any batch is longer.
     """
 
@@ -142,10 +142,10 @@ class TextBatch:
 
 
 class Batches:
-    """Every sequence that has targets once an epoch, in an order that a seed decides, in batches of `num_tokens`.
+    """Batches of `num_tokens` tokens. An epoch has every sequence with targets once, in an order made from a seed.
 
-    With `fixed_shape` all batches are padded to one shape, so that nothing is compiled or captured twice; else they
-    have at most so many tokens, unless a single sequence has more.
+    With `fixed_shape`, all batches are padded to one shape, so that nothing is compiled or captured twice. Without it
+    they have at most `num_tokens` tokens, unless a single sequence has more.
 
     Attributes:
         longest: no sequence of any batch has more tokens.
@@ -155,9 +155,9 @@ class Batches:
     def __init__(
         self, texts: Texts, num_tokens: int, first_target: int, fixed_shape: bool = False, cuts: float = 0.0
     ) -> None:
-        """Places before `first_target` of a sequence are no targets. `cuts`: share of sequences with two parts.
+        """Places of a sequence before `first_target` are no targets. `cuts` is the share of sequences with two parts.
 
-        Raises ConfigError where a sequence is longer than a batch of one shape.
+        Raises ConfigError if a sequence is longer than a batch of fixed shape.
         """
         self._texts = texts
         self._num_tokens = num_tokens
@@ -174,12 +174,12 @@ class Batches:
         share = float(targets.sum() / max(1, int(kept.sum())))
         step = min(TARGET_STEP, num_tokens)
         self.num_targets = min(num_tokens, -(-int(num_tokens * share * SPARE_TARGETS) // step) * step)
-        # Padding takes sequences too.
+        # Padding takes sequences, too.
         self._max_sequences = max(MIN_SEQUENCES, num_tokens // TOKENS_A_SEQUENCE)
         self._num_bounds = self._max_sequences + -(-num_tokens // self.longest) + 1
 
     def groups(self, seed: int) -> list[NDArray[np.int64]]:
-        """An epoch: the numbers of each batch's sequences."""
+        """Return an epoch: the numbers of each batch's sequences."""
         random = np.random.default_rng(seed)
         order = self._numbers[random.permutation(len(self._numbers))]
         ends = np.cumsum(self._lengths[order])
@@ -192,7 +192,7 @@ class Batches:
         return groups
 
     def batch(self, numbers: NDArray[np.int64], seed: int = 0) -> TextBatch:
-        """Of one group; the seed decides where sequences are cut."""
+        """Return the batch of one group. The seed decides where sequences are cut."""
         bounds, places = [0], []
         for number in numbers.tolist():
             begin = bounds[-1]
@@ -204,25 +204,25 @@ class Batches:
         if not self._fixed_shape:
             return TextBatch(token_ids, targets, targets.size, np.array(bounds, np.int32), parts, self.longest)
         targets = targets[: self.num_targets]
-        # Any place that all steps of an unrolled drafter can be asked about.
+        # Pad with any place for which all steps of an unrolled drafter have a base.
         padded_targets = _padded(targets, self.num_targets, int(targets[0]))
         while bounds[-1] < self._num_tokens:
             bounds.append(min(bounds[-1] + self.longest, self._num_tokens))
         padded_bounds = _padded(np.array(bounds, np.int32), self._num_bounds, self._num_tokens)
-        # Behind the last part padding is cut as it is for the target.
+        # Padding after the last part is split as it is for the target.
         parts = np.concatenate([parts, padded_bounds[len(numbers) + 1 :]])
         parts = _padded(parts, self._num_bounds + self._max_sequences, self._num_tokens)
         token_ids = _padded(token_ids, self._num_tokens, 0)
         return TextBatch(token_ids, padded_targets, targets.size, padded_bounds, parts, self.longest)
 
     def _parts(self, bounds: list[int], numbers: NDArray[np.int64], seed: int) -> NDArray[np.int32]:
-        """Bounds with a cut in some of their sequences: the same ones however sequences are put into batches."""
+        """Return bounds with a cut in some sequences. Cuts do not depend on how sequences are put into batches."""
         found = list(bounds)
         for number, (start, end) in zip(numbers.tolist(), pairwise(bounds), strict=True):
             random = np.random.default_rng([seed, number])
             if random.random() < self._cuts:
                 found.append(int(random.integers(start, end)))
-        # A cut at a sequence's first token is none.
+        # A cut at a sequence's first token has no effect.
         return np.unique(found).astype(np.int32)
 
 
@@ -233,11 +233,11 @@ def _padded(values: NDArray[IntT], size: int, value: int) -> NDArray[IntT]:
 def choose_vocabulary(
     texts: Texts, vocab_size: int, draft_vocab_size: int, always: Sequence[int] = ()
 ) -> NDArray[np.int64]:
-    """The most frequent tokens of the answers, as ascending target ids [draft_vocab_size]; those `always` are in.
+    """Return the answers' most frequent tokens and those in `always`, as ascending target ids [draft_vocab_size].
 
     Tokens that do not occur follow in the order of their ids: byte-level vocabularies list the common ones first.
 
-    Raises ConfigError: more are wanted than there are.
+    Raises ConfigError if the target's vocabulary is too small, or `always` too large.
     """
     if not len(set(always)) <= draft_vocab_size <= vocab_size:
         raise ConfigError(f"a draft vocabulary of {draft_vocab_size} of the target's {vocab_size} tokens is impossible")
@@ -248,7 +248,7 @@ def choose_vocabulary(
 
 
 def coverage(texts: Texts, chosen: NDArray[np.int64], vocab_size: int) -> float:
-    """Share of the answers' tokens that a vocabulary holds."""
+    """Return the share of the answers' tokens that a vocabulary holds."""
     known = np.zeros(vocab_size, np.bool_)
     known[chosen] = True
     return int(known[texts.answer_tokens()].sum()) / max(1, texts.num_answer_tokens)

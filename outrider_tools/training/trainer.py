@@ -28,9 +28,9 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 def make_optimizers(module: TrainableDrafter, options: TrainerOptions) -> Optimizers:
-    """Every parameter is in one group, and every group has its peak learning rate as "peak".
+    """Make the optimizers. Every parameter is in one group, whose peak learning rate is "peak".
 
-    Matrices are new 2-D weights, which Muon may take; embeddings are none.
+    Muon may take matrices: new 2-D weights, except embeddings.
     """
     inherited, peak, muon = module.inherited, options.learning_rate, options.optimizer == "muon"
     known = {id(weight) for weight in inherited}
@@ -53,34 +53,34 @@ def make_optimizers(module: TrainableDrafter, options: TrainerOptions) -> Optimi
 
 
 class Average:
-    """A running average of the weights that forgets: of each step it keeps `share`."""
+    """A running average of the weights that forgets: each step keeps `share` of it."""
 
     def __init__(self, weights: Sequence[Tensor], share: float) -> None:
-        """`share` lies between 0 and 1."""
+        """`share` is between 0 and 1."""
         self._share = share
         self._steps = 0
         self._averages = [torch.zeros_like(weight) for weight in weights]
 
     @torch.no_grad()
     def add(self, weights: Sequence[Tensor]) -> None:
-        """The weights after a step."""
+        """Add the weights after a step."""
         self._steps += 1
-        # Until there are enough steps, their plain mean.
+        # In the first steps it is their plain mean.
         share = min(self._share, 1.0 - 1.0 / self._steps)
         torch._foreach_lerp_(self._averages, list(weights), 1.0 - share)
 
     @torch.no_grad()
     def give(self, weights: Sequence[Tensor]) -> None:
-        """Overwrite the weights by their averages."""
+        """Overwrite the weights with their averages."""
         torch._foreach_copy_(list(weights), self._averages)
 
     def state(self) -> dict[str, Tensor]:
-        """What `load` takes."""
+        """Return the state that `load` takes."""
         found = {f"{_AVERAGE}{number}": average for number, average in enumerate(self._averages)}
         return found | {f"{_AVERAGE}steps": torch.tensor(self._steps)}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take its own tensors out of a state."""
+        """Take the average's own tensors out of a state."""
         self._steps = int(state.pop(f"{_AVERAGE}steps"))
         for number, average in enumerate(self._averages):
             average.copy_(state.pop(f"{_AVERAGE}{number}"))
@@ -90,7 +90,7 @@ _RECORD = "training"
 
 
 def _load_state(path: Path) -> tuple[dict[str, Tensor], dict[int, dict[int, dict[str, Tensor]]], dict[str, Any]]:
-    """Weights, what each optimizer knows of its parameters by number, and the record. Raises ConfigError."""
+    """Return weights, each optimizer's state by parameter number, and the record. Raises ConfigError."""
     weights: dict[str, Tensor] = {}
     optimizers: dict[int, dict[int, dict[str, Tensor]]] = {}
     try:
@@ -110,16 +110,16 @@ def _load_state(path: Path) -> tuple[dict[str, Tensor], dict[int, dict[int, dict
     return weights, optimizers, record
 
 
-# Steps that are run before the speed is taken, and that it is then taken over.
+# Steps before the speed is measured, and steps over which it is measured.
 SPEED_AFTER, SPEED_OVER = 10, 20
 LOG_EVERY = 20
-# Options that may differ when a training is taken up.
+# Options that may change when a training is continued.
 FREE = ("save_seconds", "compile")
 
 
 @dataclass(slots=True)
 class CurvePoint:
-    """Means over the steps since the point before."""
+    """Means over the steps since the previous point."""
 
     step: int
     loss: float
@@ -129,7 +129,7 @@ class CurvePoint:
 
 @dataclass(slots=True)
 class History:
-    """What is told of a training: its length, its curve, its time without interruptions."""
+    """Report of a training: its length, its curve, its time without interruptions."""
 
     total_steps: int = 0
     seconds: float = 0.0
@@ -140,10 +140,10 @@ ProgressCallback = Callable[[int, int, CurvePoint], None]
 
 
 class Trainer:
-    """Trains one drafter on one set of texts. All of its state but the texts goes to, and comes from, `state_path`.
+    """Trains one drafter on one set of texts. All state except the texts is saved to `state_path`, and loaded from it.
 
-    An interrupted training that is taken up gives what an uninterrupted one gives: bit by bit on a CPU. Among `ranks`
-    each trains with its own share of the same batches, and all have the same weights after every step.
+    A training that was interrupted and continued gives the same as an uninterrupted one, bit by bit on a CPU. Each of
+    `ranks` trains with its own share of the same batches, and all have the same weights after every step.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class Trainer:
         ranks: RankGroup | None = None,
         drafter: Mapping[str, Any] | None = None,
     ) -> None:
-        """`drafter`: options by name that a state must have been saved with, beside the trainer's own."""
+        """`drafter` has more options, by name, that a loaded state must have been saved with, like the trainer's."""
         self.history = History(total_steps=options.steps)
         self.learner = learner
         self._ranks = ranks or RankGroup()
         self._device = next(learner.module.parameters()).device
         self._options = options
-        # As JSON has it: lists for tuples, text for paths.
+        # As in JSON: lists for tuples, text for paths.
         must_fit = {**asdict(options), "processes": self._ranks.count, **(drafter or {})}
         self._must_fit: dict[str, Any] = json.loads(json.dumps(must_fit, default=str))
         self._batches = Batches(texts, options.batch_tokens, options.unroll + 1, learner.fixed_shape, options.cuts)
@@ -174,11 +174,11 @@ class Trainer:
         if state_path is not None and state_path.exists():
             self._resume(state_path)
             self._first_step = self._step
-        # None writes the state before all have read it.
+        # No rank writes the state before all have read it.
         self._ranks.barrier()
 
     def run(self, on_progress: ProgressCallback | None = None, stop_after: int | None = None) -> History:
-        """Train to the end, or until `stop_after` steps are done in all; the state is then saved."""
+        """Train to the end, or until `stop_after` steps in all are done, and save the state."""
         started = saved = time.monotonic()
         before = self.history.seconds
         speed_from = begun = 0.0
@@ -197,7 +197,7 @@ class Trainer:
                 self._log(gathered, on_progress)
                 gathered = []
             self.history.seconds = before + now - started
-            # Only between two points of the curve, so that a resumed one has the same points.
+            # Only between two points of the curve, so that a continued one has the same points.
             if now - saved > self._options.save_seconds and not gathered:
                 self._save()
                 saved = now
@@ -212,7 +212,7 @@ class Trainer:
         return 0 < self.history.total_steps <= self._step
 
     def stream(self) -> Iterator[TextBatch]:
-        """This rank's batches from where the state stands, epoch after epoch; all ranks have equally many."""
+        """Yield this rank's batches from the current step on, epoch after epoch; all ranks have equally many."""
         epoch, skip = 0, self._step
         while True:
             seed = self._options.seed * 1000 + epoch
@@ -231,7 +231,7 @@ class Trainer:
             epoch += 1
 
     def learn(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
-        """One step; its loss and its rates [unroll], still on the device."""
+        """Run one step. Return its loss and its rates [unroll], still on the device."""
         if self._step == 0:
             self.learner.prepare(batch)
             self._ranks.broadcast(self._parameters)
@@ -254,14 +254,14 @@ class Trainer:
         return loss.detach(), hits
 
     def _weights(self, losses: Tensor) -> Tensor:
-        """Of the unrolled steps, on the device; they add up to 1."""
+        """Return the weights of the unrolled steps, on the device; they sum to 1."""
         if self._step_weights is None or self._step_weights.shape != losses.shape:
             weights = torch.tensor([self._options.decay**step for step in range(losses.shape[0])])
             self._step_weights = (weights / weights.sum()).to(losses.device)
         return self._step_weights
 
     def _schedule(self) -> float:
-        """Share of the peak learning rate: up in a line, down in a cosine. Unknown ends count as far away."""
+        """Return the share of the peak learning rate: a linear rise, then a cosine. An unknown end is far away."""
         total = self.history.total_steps or 100 * (SPEED_AFTER + SPEED_OVER)
         warmup = max(1.0, self._options.warmup_share * total)
         if self._step < warmup:
@@ -271,7 +271,7 @@ class Trainer:
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
 
     def _fit_minutes(self, speed_from: float) -> float:
-        """Choose the number of steps once the speed is known; returns when it began to be taken."""
+        """Choose the number of steps once the speed is known. Return when its measurement began."""
         count = self._step - self._first_step
         if count not in (SPEED_AFTER, SPEED_AFTER + SPEED_OVER):
             return speed_from
@@ -286,7 +286,7 @@ class Trainer:
         return now
 
     def _end_if_late(self, seconds: float) -> None:
-        """End where the minutes are over before the speed is known: `seconds` since the first step, which compiles."""
+        """End if the minutes are over before the speed is known; `seconds` include the first step, which compiles."""
         is_over = seconds > 60 * self._options.minutes
         if not self.history.total_steps and self._ranks.broadcast_int(int(is_over)):
             self.history.total_steps = self._step
@@ -316,7 +316,7 @@ class Trainer:
 
     def _resume(self, path: Path) -> None:
         weights, optimizers, record = _load_state(path)
-        # Trainer options that are younger than the state had no other value then; texts were not cut.
+        # Trainer options newer than the state count as their defaults; texts were not cut then.
         options = {**asdict(TrainerOptions()), "cuts": 0.0, **record["options"]}
         for name, value in self._must_fit.items():
             if name not in FREE and options.get(name, value) != value:
@@ -324,7 +324,7 @@ class Trainer:
                     f"{path} is the state of a training with another {name} ({options[name]}, not {value}); "
                     "choose another folder or remove it"
                 )
-        # Groups follow from options, which fit.
+        # Groups follow from the options, which match.
         for place, optimizer in enumerate(self._optimizers):
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": optimizers.get(place, {}), "param_groups": groups})
